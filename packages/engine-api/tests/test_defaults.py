@@ -75,12 +75,12 @@ def test_the_dtypes_of_state_follow_those_of_weights():
 
 
 class _Counts(torch.optim.SGD):
-    """Keeps a number that is no tensor."""
+    """Keeps a number that is not a tensor."""
 
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["count"] = 1
 
 
 def test_state_that_is_no_tensor_cannot_be_loaded():
-    with pytest.raises(CheckpointMismatch, match="count is no tensor"):
+    with pytest.raises(CheckpointMismatch, match="count is not a tensor"):
         state_dtypes(_Counts([torch.nn.Parameter(torch.zeros(2))]), torch.float32)

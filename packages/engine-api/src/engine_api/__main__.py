@@ -1,4 +1,7 @@
-"""``python -m engine_api list | explain | doctor``: what is there, why, and what is missing. Imports no torch."""
+"""The command line ``python -m engine_api list | explain | doctor``, which imports no torch.
+
+It shows the installed plug-ins, how a name is resolved, and missing or broken parts.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit 0: fine; 1: what was asked for cannot be used here; 2: usage."""
+    """Run a command and return its exit code.
+
+    The code is 0 on success, 1 if the requested plug-in cannot be used here or one is broken, and 2
+    for wrong usage.
+    """
     parser = argparse.ArgumentParser(
         prog="engine_api", description="Engines and rollouts of this environment."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="every row, and whether it can run here")
     listing.add_argument(
-        "--capability", choices=[str(c) for c in Capability], help="only what declares it"
+        "--capability", choices=[str(c) for c in Capability], help="only rows that declare it"
     )
     explain = commands.add_parser(
         "explain", help="how a backend is resolved, candidate by candidate"
@@ -35,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("--rollout", action="store_true", help="look among rollouts")
     commands.add_parser("doctor", help="what is missing or broken in this environment")
     options = parser.parse_args(arguments)
-    # A plug-in that ends its process or does not return does so in a child; here it is named, and left out.
+    # A plug-in that ends its process or does not return does so in a child process. Here it is
+    # named, and left out.
     refuse(offenders((ENGINE_GROUP, ROLLOUT_GROUP)))
     EngineRegistry.refresh()
     RolloutRegistry.refresh()
@@ -102,9 +110,8 @@ def _doctor() -> int:
             for device in (d for d in DEVICES if d in row.devices):
                 result = probe(found, device)
                 verdict = "ok" if result.ok else f"{result.reason}; to do: {result.remedy}"
-                print(
-                    f"{'/'.join(row.model_types)} by {'/'.join(row.backends)} on {device} ({found.source}): {verdict}"
-                )
+                triple = f"{'/'.join(row.model_types)} by {'/'.join(row.backends)} on {device}"
+                print(f"{triple} ({found.source}): {verdict}")
     broken = _broken()
     for found in broken:
         print(f"\n{found.name} from {found.source} is broken: {found.problem}")

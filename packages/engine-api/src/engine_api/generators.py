@@ -1,7 +1,7 @@
 """The random-number generators of a process: Python's, NumPy's, torch's and the device's.
 
-Their state as JSON has one key a generator: ``python``, ``numpy``, ``torch`` and the device's name, where the device has
-a generator of its own.
+Their state as JSON has one key per generator: ``python``, ``numpy``, ``torch``, and the device's
+name where the device has a generator of its own.
 """
 
 # torch's own annotations are partial.
@@ -22,23 +22,25 @@ from engine_api.errors import CheckpointCorrupt
 if TYPE_CHECKING:
     import torch
 
-_TWISTER_WORDS = 624  # words of a Mersenne Twister; its position is one of 0 … 624
+# Number of words of a Mersenne Twister, whose position is in 0 … 624.
+_TWISTER_WORDS = 624
 
 
 def seed_all(seed: int, *, rank: int = 0) -> None:
     """Seed every generator of this process, on every device.
 
     Args:
-        seed: The run's.
-        rank: Ranks that must draw different numbers give different ones. Seeds and ranks do not add up: rank 1 of seed 0
-            draws other numbers than rank 0 of seed 1.
+        seed: the seed of the run.
+        rank: a number that differs between ranks that must draw different numbers. Seeds and ranks
+            do not add up: rank 1 of seed 0 draws other numbers than rank 0 of seed 1.
     """
     import numpy as np
     import torch
 
     random.seed(_derive(seed, rank, "python"))
-    np.random.seed(_derive(seed, rank, "numpy") % 2**32)  # noqa: NPY002 - the global one is what user code draws from
-    torch.manual_seed(_derive(seed, rank, "torch"))  # those of its devices too
+    np.random.seed(_derive(seed, rank, "numpy") % 2**32)  # noqa: NPY002 - user code draws from the global one
+    # It also seeds the generators of all devices.
+    torch.manual_seed(_derive(seed, rank, "torch"))
 
 
 def _derive(seed: int, rank: int, name: str) -> int:
@@ -47,11 +49,11 @@ def _derive(seed: int, rank: int, name: str) -> int:
 
 
 def capture(device_type: str) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, torch's and the current device's generators, as JSON."""
+    """Return the state of the generators of Python, NumPy, torch and the current device as JSON."""
     import numpy as np
     import torch
 
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - user code draws from the global one
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
@@ -63,12 +65,14 @@ def capture(device_type: str) -> dict[str, Any]:
 
 
 def check(state: object, device_type: str, *, where: str = "") -> None:
-    """Raise ``CheckpointCorrupt`` unless `restore` can restore ``state``; no generator is changed.
+    """Raise ``CheckpointCorrupt`` unless `restore` can restore ``state``.
+
+    No generator is changed.
 
     Args:
-        state: What a file holds in place of what `capture` returned.
-        device_type: As given to `restore`.
-        where: The file, for the error.
+        state: content of a file that should be a state which `capture` returned.
+        device_type: the argument of `restore`.
+        where: the file, for the error.
     """
     if not isinstance(state, Mapping):
         raise _corrupt(
@@ -82,9 +86,10 @@ def check(state: object, device_type: str, *, where: str = "") -> None:
 
 
 def restore(state: Mapping[str, Any], device_type: str) -> None:
-    """Put the generators back to where `capture` found them; a state that `check` accepts cannot fail.
+    """Restore the generators to a state that `capture` returned.
 
-    The device's own generator stays as it is where the state was captured on another kind of device.
+    It cannot fail for a state that `check` accepts. The device's own generator is left as it is if
+    the state was captured on a different kind of device.
     """
     import numpy as np
     import torch
@@ -96,7 +101,7 @@ def restore(state: Mapping[str, Any], device_type: str) -> None:
         device_of(device_type).set_rng_state(_decode(state[device_type]))
 
 
-# --- one generator at a time: its state from JSON, and a trial of it on a generator that nobody uses -----------------
+# --- for each generator: its state from JSON, and a trial on a generator that is used nowhere else --
 
 
 def _python_state(value: Any) -> tuple[Any, ...]:
@@ -113,9 +118,8 @@ def _numpy_state(value: Any) -> tuple[Any, ...]:
     import numpy as np
 
     name, keys, position, has_gauss, cached = value
-    if (
-        type(position) is not int or not 0 <= position <= _TWISTER_WORDS
-    ):  # NumPy would read beside its memory
+    # NumPy would read outside its memory at any other position.
+    if type(position) is not int or not 0 <= position <= _TWISTER_WORDS:
         raise ValueError(f"expected a position in 0 … {_TWISTER_WORDS}, got {position!r}")
     if type(has_gauss) is not int or has_gauss not in (0, 1):
         raise ValueError(f"expected 0 or 1 for the kept normal number, got {has_gauss!r}")
@@ -138,7 +142,8 @@ def _try_torch(value: Any) -> None:
 
 
 def _try_device(value: Any, device_type: str) -> None:
-    # A generator of a device may exist only behind torch's module of it: the live one takes the state and is put back.
+    # A device's generator may be reachable only through torch's module of the device. So the live
+    # one takes the state, and is then restored.
     device = device_of(device_type)
     before = device.rng_state()
     wanted = _decode(value)
@@ -164,7 +169,8 @@ def _try(name: str, try_out: Callable[[Any], None], state: Mapping[str, Any], wh
         raise _corrupt(f"the state of the generator {name!r}", "is missing", where)
     try:
         try_out(state[name])
-    except Exception as error:  # each library refuses a state by errors of its own
+    # Each library refuses a state by errors of its own.
+    except Exception as error:
         raise _corrupt(
             f"the state of the generator {name!r}", str(error) or type(error).__name__, where
         ) from error

@@ -1,13 +1,14 @@
-"""Who is gone when a collective does not end: every rank's sign of life, and what became of those that failed.
+"""Detection of failed ranks: a heartbeat of every rank, and notes on the ranks that failed.
 
-A daemon thread of each rank publishes a beat once a second in the store by which the ranks found each other, over a
-connection of its own. A rank that fails, or closes its last group, leaves a note there. ``watched(call)`` stands around
-calls with collectives. A call that fails there because of another rank ends in a ``RankFailure`` that names this rank, what
-became of it, its call and its log.
+A daemon thread of each rank publishes a beat once a second in the store through which the ranks
+found each other, over a connection of its own. A rank that fails, or closes its last group, leaves
+a note there. ``watched(call)`` wraps calls with collectives. A call that fails in it because of
+another rank ends in a ``RankFailure`` that names the failed rank, its fate, its call and its log.
 
-A rank that waits for one that will not come is interrupted: its groups are aborted, and its connections to other ranks
-are shut down (gloo knows no abort). That happens when a rank's process is gone (seen on the same host; elsewhere by a note
-of a rank that saw it, or by silence for ``timeout_s``), when it has failed in the same call, or when it closed after an error.
+A rank that waits for a rank that will not join is interrupted: its groups are aborted, and its
+connections to other ranks are shut down (gloo has no abort). That happens when a rank's process is
+gone (seen on the same host; on other hosts known by a note of a rank that saw it, or by silence for
+``timeout_s``), when it has failed in the same call, or when it closed after an error.
 
 ::
 
@@ -41,12 +42,18 @@ from engine_api.errors import EngineError, RankFailure
 
 log = logging.getLogger("engine_api")
 
-PERIOD_S = 1.0  # between two beats
-TIMEOUT_S = 600.0  # of silence, after which a rank counts as gone
-GRACE_S = 2.0  # for a call to end by itself, once another rank has failed in it
-EXPLAIN_S = 10.0  # to find out who is gone, once a collective has failed
-LOOK_S = 0.05  # between two looks meanwhile
-STORE_S = 3.0  # for the thread to look, unless the store hangs
+# Seconds between two beats.
+PERIOD_S = 1.0
+# Seconds of silence after which a rank counts as gone.
+TIMEOUT_S = 600.0
+# Seconds that a call has to end by itself, once another rank has failed in it.
+GRACE_S = 2.0
+# Seconds for finding the rank that is gone, once a collective has failed.
+EXPLAIN_S = 10.0
+# Seconds between two checks during that time.
+LOOK_S = 0.05
+# Seconds that the thread has for one check; a longer one means that the store hangs.
+STORE_S = 3.0
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -70,23 +77,29 @@ class Call:
 @register
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's sign of life; ``at`` by its host's clock, ``call`` None between calls."""
+    """A rank's sign of life."""
 
     count: int
+    """Number of beats of this rank so far."""
+
     at: float
+    """Time of the beat by the clock of the rank's host, as of ``time.time()``."""
+
     call: Call | None
+    """The call that the rank is in; None between calls."""
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of ``rank``, written by itself or by a rank that saw it.
+    """A report on the end or failure of a rank, written by itself or by a rank that saw it.
 
     Attributes:
-        call: in which it failed; None: it is gone for good.
-        text: for the others' errors.
-        failures: where it stopped because of other ranks: theirs.
-        expected: it closed without an error.
+        rank: the rank that the report is about.
+        call: the call in which it failed; None if it is gone for good.
+        text: description for the errors of the other ranks.
+        failures: failures of other ranks that made it stop, by rank.
+        expected: True if it closed without an error.
     """
 
     rank: int
@@ -101,12 +114,13 @@ class _Open:
     """A call that runs in this process."""
 
     call: Call
-    doomed: float | None = None  # since when it is known that a rank will not come
+    doomed: float | None = None
+    """Time since which it is known that a rank will not join; None if it is not known."""
     aborted: bool = False
 
 
 def agreed(error: E) -> E:
-    """Mark an error of which all ranks have heard, each in its own way."""
+    """Mark an error that all ranks know about, each through an error of its own."""
     error.__dict__["engine_api_agreed"] = True
     return error
 
@@ -115,12 +129,13 @@ def _is_agreed(error: BaseException) -> bool:
     return isinstance(error, RankFailure) or "engine_api_agreed" in error.__dict__
 
 
-# What gloo says, which has no class of its own for it: "[…/gloo/transport/tcp/pair.cc:553] Connection closed by peer …".
+# gloo has no error class of its own. Its texts look like
+# "[…/gloo/transport/tcp/pair.cc:553] Connection closed by peer …".
 _GLOO = re.compile(r"gloo[/\\]")
 
 
 def is_distributed(error: BaseException) -> bool:
-    """Return whether an error says that a collective failed, and not what this rank did wrong."""
+    """Return whether an error reports a failed collective, and not a fault of this rank."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
@@ -132,18 +147,23 @@ def is_distributed(error: BaseException) -> bool:
 _current: Watch | None = None
 _members = 0
 _lock = threading.Lock()
-_calls = threading.local()  # ``inside``: whether this thread is in a watched call
+# Its attribute ``inside`` is True while this thread is in a watched call.
+_calls = threading.local()
 
 
 class Membership:
-    """A ``TorchComm``'s hold on this process's watch."""
+    """A ``TorchComm``'s reference to this process's watch."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch: Watch | None = watch
 
     def leave(self) -> None:
-        """Let go; with the last one the thread ends. Idempotent."""
-        watch, self._watch = self._watch, None
+        """Release the watch, whose thread ends with its last reference.
+
+        A second call does nothing.
+        """
+        watch = self._watch
+        self._watch = None
         if watch is not None:
             _release(watch)
 
@@ -151,23 +171,25 @@ class Membership:
 def join(
     group: str, all_gather: Callable[[Any], list[Any]], timeout_s: float = TIMEOUT_S
 ) -> Membership:
-    """Take part in the watch over all ranks of the default group; a collective.
+    """Join the watch over all ranks of the default group; the call is a collective.
 
     Args:
         group: a name that no other group of this run has, the same on all ranks.
-        all_gather: over all ranks; by it they say who they are.
-        timeout_s: of silence, after which a rank counts as gone. The first member's holds for all.
+        all_gather: a gather over all ranks, by which they exchange their descriptions.
+        timeout_s: seconds of silence after which a rank counts as gone. The value of the first
+            member holds for all.
     """
-    global _current, _members  # noqa: PLW0603 - one a process
+    global _current, _members  # noqa: PLW0603 - there is one per process
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     store: Any = c10d._get_default_store()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - it has no public name
-    # A token, for a group of this name may have been in the same store before.
+    # The token is needed because an earlier group in the same store may have had this name.
     mine = (_current.name if _current else None, secrets.token_hex(4), Process.this())
     rows: list[tuple[str | None, str, Process]] = all_gather(mine)
     with _lock:
-        # Ranks of which some failed before may not have the same watch: then all of them begin another one.
+        # After a failure of some ranks not all of them may have the same watch. Then all of them
+        # start a new one.
         if _current is None or any(name != _current.name for name, _, _ in rows):
             if _current is not None:
                 _current.stop()
@@ -180,9 +202,10 @@ def join(
 
 
 def _release(watch: Watch) -> None:
-    global _current, _members  # noqa: PLW0603 - one a process
+    global _current, _members  # noqa: PLW0603 - there is one per process
     with _lock:
-        if watch is not _current:  # it was replaced
+        # Another watch has replaced it.
+        if watch is not _current:
             return
         _members -= 1
         if _members:
@@ -194,11 +217,11 @@ def _release(watch: Watch) -> None:
 
 @contextmanager
 def watched(name: str, lane: str = "engine") -> Generator[None]:
-    """Turn what other ranks cause in a call into ``RankFailure``, and tell them what this rank causes.
+    """Turn errors that other ranks cause in a call into ``RankFailure``, and report own errors.
 
     Args:
-        name: of the call, for the others' errors.
-        lane: calls of one lane come in the same order on all ranks.
+        name: name of the call, for the errors of other ranks.
+        lane: name of a sequence of calls that is the same on all ranks.
     """
     watch = _current
     if watch is None or getattr(_calls, "inside", False):
@@ -208,13 +231,15 @@ def watched(name: str, lane: str = "engine") -> Generator[None]:
     _calls.inside = True
     try:
         yield
-    except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for this rank
+    # It includes Ctrl-C and sys.exit, because the other ranks wait for this one.
+    except BaseException as error:
         if not _is_agreed(error) and (opened.aborted or is_distributed(error)):
             raise watch.failure(opened, error) from error
         watch.note_error(opened, error)
         raise
     else:
-        if opened.aborted:  # an aborted device queue ends its kernels without an error
+        # An aborted device queue ends its kernels without an error.
+        if opened.aborted:
             raise watch.failure(opened, None)
     finally:
         _calls.inside = False
@@ -222,7 +247,10 @@ def watched(name: str, lane: str = "engine") -> Generator[None]:
 
 
 def watched_each(name: str, items: Iterable[Item], lane: str = "engine") -> Iterator[Item]:
-    """Yield ``items``, where taking one is a call of its own to ``watched``: the reader may do as it likes between two."""
+    """Yield ``items``, taking each in a watched call of its own.
+
+    Between two items the reader may do anything, also wait.
+    """
     left = iter(items)
     try:
         while True:
@@ -231,14 +259,19 @@ def watched_each(name: str, items: Iterable[Item], lane: str = "engine") -> Iter
             if item is _END:
                 return
             yield item
-            del item  # an export's tensor must not outlive the next one's making
-    finally:  # its reader may have lost interest: what the iterator holds is given back now
+            # An exported tensor must not be alive while the next one is made.
+            del item
+    # The reader may stop before the end. Then the iterator frees its resources now.
+    finally:
         if isinstance(left, Generator):
             left.close()
 
 
 class Watch:
-    """This rank's thread, and what it knows of the others. Only the thread talks to the store, which may hang."""
+    """The heartbeat thread of this rank, with its knowledge of the other ranks.
+
+    Only the thread talks to the store, which may hang.
+    """
 
     def __init__(
         self, name: str, store: Any, rank: int, processes: Sequence[Process], timeout_s: float
@@ -248,31 +281,33 @@ class Watch:
         self._processes = list(processes)
         self._timeout_s = timeout_s
         self._port = _port_of(store)
-        self._store = store.clone()  # a connection of its own: a call may wait in the other one
+        # The thread needs a connection of its own, because a call may wait in the other one.
+        self._store = store.clone()
         self._open: list[_Open] = []
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._looked = time.monotonic()
-        self._beats: dict[
-            int, tuple[Beat | None, float]
-        ] = {}  # by rank: the last one, and since when it is known
+        # The last beat of each rank, and the local time since which it is known.
+        self._beats: dict[int, tuple[Beat | None, float]] = {}
         self._notes: list[Note] = []
         self._outbox: list[Note] = []
         self._gone: dict[int, str] = {}
-        self._lost = ""  # why the store cannot be reached
+        # The reason why the store cannot be reached, "" while it can.
+        self._lost = ""
         self._explaining = 0
         self._rounds = 0
         self._round = threading.Condition()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-api-heartbeat", daemon=True)
-        atexit.register(self.stop)  # no thread in torch's code outlives the interpreter
+        # No thread inside torch's code may outlive the interpreter.
+        atexit.register(self.stop)
         self._thread.start()
 
-    # --- what callers do ----------------------------------------------------------------------------
+    # --- called by the threads of the engine --------------------------------------------------------
 
     def enter(self, name: str, lane: str) -> _Open:
-        """Begin a call."""
+        """Begin a call, and return it."""
         number = self._numbers.get(lane, 0) + 1
         self._numbers[lane] = number
         opened = _Open(Call(lane, number, name))
@@ -280,23 +315,22 @@ class Watch:
         return opened
 
     def exit(self, opened: _Open) -> None:
-        """End it."""
+        """End a call."""
         self._open.remove(opened)
 
     def note_error(self, opened: _Open, error: BaseException) -> None:
-        """Tell the others about an error that they have not heard of."""
+        """Report an error to the other ranks, unless they know about it."""
         if _is_agreed(error):
             return
-        if isinstance(
-            error, EngineError
-        ):  # refused before anything was sent: the call does not count
+        # The call was refused before anything was sent, so it does not count.
+        if isinstance(error, EngineError):
             self._numbers[opened.call.lane] -= 1
             return
         self._publish(Note(self._rank, opened.call, _words(error)))
 
     def failure(self, opened: _Open, error: BaseException | None) -> RankFailure:
-        """Return the failure that a collective's error stands for, once it is known who is gone."""
-        found = self._who(opened, error)
+        """Find the ranks that caused a collective's error, and return it as a ``RankFailure``."""
+        found = self._find_culprits(opened, error)
         failure = RankFailure(
             {rank: f"{text}\n    noticed in {opened.call}" for rank, text in found.items()}
         )
@@ -306,13 +340,16 @@ class Watch:
         return failure
 
     def say_goodbye(self, error: BaseException | None) -> None:
-        """Leave a note that this rank will take part in nothing any more."""
+        """Leave a note that this rank will not join any further call."""
         text = "it closed its engine" if error is None else _words(error)
         failures = error.failures if isinstance(error, RankFailure) else {}
         self._publish(Note(self._rank, None, text, failures=failures, expected=error is None))
 
     def stop(self) -> None:
-        """End the thread, unless the store hangs; idempotent."""
+        """End the thread, unless the store hangs.
+
+        A second call does nothing.
+        """
         atexit.unregister(self.stop)
         self._stopping = True
         self._wake.set()
@@ -323,11 +360,10 @@ class Watch:
         self._next_round()
 
     def _next_round(self) -> None:
-        """Have the thread look now, and wait until it has, or hangs."""
+        """Make the thread check now, and wait until it has done so or hangs."""
         with self._round:
-            wanted = (
-                self._rounds + 2 if self._thread.is_alive() else 0
-            )  # the one that runs may have begun before
+            # It takes two rounds, because the current one may have begun before this call.
+            wanted = self._rounds + 2 if self._thread.is_alive() else 0
             end = time.monotonic() + STORE_S
             while (
                 self._rounds < wanted
@@ -337,10 +373,10 @@ class Watch:
                 self._wake.set()
                 self._round.wait(min(left, LOOK_S))
 
-    # --- who is gone ----------------------------------------------------------------------------------
+    # --- search for the failed ranks -------------------------------------------------------------------
 
-    def _who(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
-        """Return what became of the ranks that are to blame, by rank."""
+    def _find_culprits(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
+        """Return the fate of the ranks that caused a failure, by rank."""
         end = time.monotonic() + EXPLAIN_S
         self._explaining += 1
         try:
@@ -354,13 +390,15 @@ class Watch:
             self._explaining -= 1
 
     def _causes(self, opened: _Open) -> dict[int, str]:
+        """Return the fate of ranks that are known to be gone or stopped, by rank."""
         found: dict[int, str] = {}
         notes = [
             n for n in list(self._notes) if n.call in (None, opened.call) and n.rank != self._rank
         ]
-        for note in notes:  # of a rank that said goodbye as well, the first
+        # Of a rank that also said goodbye, the first note counts.
+        for note in notes:
             if not note.failures and not note.expected:
-                found.setdefault(note.rank, self._told(note))
+                found.setdefault(note.rank, self._describe(note))
         for rank, text in (pair for note in notes for pair in note.failures.items()):
             if rank != self._rank:
                 found.setdefault(rank, text.partition("\n    noticed in")[0])
@@ -369,7 +407,8 @@ class Watch:
         stopped = {
             rank: self._with_log(
                 rank,
-                f"its process {process.pid} on {process.host} is stopped (SIGSTOP?), {self._last_seen(rank)}",
+                f"its process {process.pid} on {process.host} is stopped (SIGSTOP?), "
+                f"{self._last_seen(rank)}",
             )
             for rank, process in enumerate(self._processes)
             if process.is_stopped()
@@ -377,13 +416,13 @@ class Watch:
         return found or stopped
 
     def _suspects(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
-        """Return what is known of ranks that are not gone for certain, where no cause was found."""
+        """Return the known facts about the other ranks, where no cause was found."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         if self._lost:
             why = f"the store that it or the launcher serves cannot be reached: {self._lost}"
             return {0 if self._rank else others[0]: why}
         last = {
-            note.rank: self._told(note)
+            note.rank: self._describe(note)
             for note in self._notes
             if note.rank != self._rank and not note.failures
         }
@@ -397,7 +436,7 @@ class Watch:
         unknown = dict.fromkeys(others, f"it lives, and is in the same call: {what}")
         return last or late or unknown
 
-    def _told(self, note: Note) -> str:
+    def _describe(self, note: Note) -> str:
         where = f" (in {note.call})" if note.call else ""
         return self._with_log(note.rank, f"{note.text}{where}")
 
@@ -414,17 +453,18 @@ class Watch:
         while True:
             last = self._stopping
             try:
-                if self._lost:  # for good: its host has ended
+                # A lost store does not return, because its host has ended.
+                if self._lost:
                     self._find_gone()
                 else:
                     self._look()
-            except Exception as error:  # noqa: BLE001 - whatever a store raises that its host took with it; said in errors
+            except Exception as error:  # noqa: BLE001 - a store whose host has ended may raise anything; errors report it
                 self._lost = (str(error) or type(error).__name__).splitlines()[0]
             try:
                 self._interrupt()
-            # Backends raise what they like where a group is aborted; this rank's heartbeat must go on.
+            # Backends may raise anything when a group is aborted. This rank's heartbeat must go on.
             except Exception:
-                log.exception("the collectives of a rank that waits in vain could not be aborted")
+                log.exception("could not abort the collectives of a rank that waits in vain")
             with self._round:
                 self._rounds += 1
                 self._round.notify_all()
@@ -453,17 +493,19 @@ class Watch:
             if not self._lost:
                 self._read_notes()
                 self._read_beat(rank)
+            # The rank said goodbye.
             if any(note.rank == rank and note.call is None for note in self._notes):
-                continue  # it said goodbye
-            self._bury(
+                continue
+            self._mark_gone(
                 rank,
                 f"its process {process.pid} on {process.host} is gone (killed? out of memory?)",
             )
 
     def _watch_neighbours(self) -> None:
-        """Follow the beat of the next rank that is not gone; of the further ones somebody else does."""
+        """Follow the beat of the next rank that is not gone; other ranks follow the further ones."""
         now = time.monotonic()
-        if now - self._looked > 3 * PERIOD_S:  # this process slept itself
+        # This process itself was asleep.
+        if now - self._looked > 3 * PERIOD_S:
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
         self._looked = now
         size = len(self._processes)
@@ -480,17 +522,17 @@ class Watch:
                 return
             if now - self._beats[rank][1] < self._timeout_s:
                 return
-            self._bury(
+            self._mark_gone(
                 rank, f"it has been silent for {self._timeout_s:g} s (stopped? its host lost?)"
             )
 
-    def _bury(self, rank: int, why: str) -> None:
+    def _mark_gone(self, rank: int, why: str) -> None:
         self._gone[rank] = f"{why}, {self._last_seen(rank)}"
         if not self._lost:
             self._write(Note(rank, None, self._gone[rank]))
 
     def _interrupt(self) -> None:
-        """Abort calls that wait for a rank that will not come."""
+        """Abort calls that wait for a rank that will not join."""
         now = time.monotonic()
         for opened in list(self._open):
             if opened.aborted or not self._is_doomed(opened):
@@ -522,7 +564,8 @@ class Watch:
         total = self._store.add(self._key("notes"), 0)
         while len(self._notes) < total:
             key = self._key(f"note/{len(self._notes) + 1}")
-            if not self._store.check([key]):  # it is being written
+            # The note is still being written.
+            if not self._store.check([key]):
                 return
             self._notes.append(_expect(decode(self._store.get(key)), Note))
 
@@ -559,17 +602,17 @@ def _port_of(store: Any) -> int | None:
 
 
 def abort_groups() -> None:
-    """Abort all of this process's groups, as far as their backends can: NCCL, not gloo."""
+    """Abort all of this process's groups whose backends can be aborted (NCCL, not gloo)."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    # As torch's own ``_abort_process_group``, which also forgets the groups: their owners will destroy them.
+    # torch's own ``_abort_process_group`` does the same and also forgets the groups. Here their
+    # owners destroy them.
     names = c10d._world.pg_names  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public list of groups
     groups: list[Any] = sorted(names, key=lambda group: names[group], reverse=True)
     nccl = _nccl_of(dist.group.WORLD)
-    if (
-        nccl is not None
-    ):  # so that aborting one communicator does not wait for another one (pytorch #119797)
+    # The group makes aborting one communicator not wait for another (pytorch #119797).
+    if nccl is not None:
         nccl._group_start()  # noqa: SLF001
     for group in groups:
         group.abort()
@@ -578,7 +621,7 @@ def abort_groups() -> None:
 
 
 def _nccl_of(group: Any) -> Any:
-    """Return the NCCL backend of a group, None without one."""
+    """Return the NCCL backend of a group, or None if it has none."""
     import torch.distributed as dist
 
     if group is None or not dist.is_nccl_available():

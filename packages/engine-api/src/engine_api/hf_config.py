@@ -1,4 +1,4 @@
-"""Reading a model's ``config.json`` as transformers does, and refusing what no model can be built from."""
+"""Reading of a model's ``config.json`` through transformers, with a check of its sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from engine_api.errors import ConfigError
 
-# Keys that say how large a model is: the least and the largest that are plausible.
+# Keys for the size of a model, with the least and the largest plausible value.
 _SIZES = {
     "hidden_size": (1, 2**20),
     "intermediate_size": (1, 2**22),
@@ -33,31 +33,34 @@ def read_hf_config(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return transformers' configuration of a folder or hub id, as the file has it (``hf_overrides`` changes it).
+    """Return transformers' configuration of a folder or hub id, as it is in the file.
+
+    ``hf_overrides`` changes it later.
 
     Args:
         path: the folder, or the hub id.
-        field: the configuration key that named it, for errors.
-        what: what the error says; by default that the file is of no use.
-        remedy: what to do, for errors.
-        revision: of the hub id.
-        trust_remote_code: whether code of the folder may read it.
+        field: the configuration key that holds the path, for errors.
+        what: text of the error; "" says that the file cannot be used.
+        remedy: advice, for errors.
+        revision: revision of the hub id; None is the default branch.
+        trust_remote_code: permission for code of the folder to read the file.
 
     Raises:
-        ConfigError: the file is absent or damaged, of a family that transformers does not know, or of sizes that no
-            model has.
+        ConfigError: the file is absent or damaged, of a family that transformers does not know, or
+            has sizes that no model has.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
     file = f"{path}/config.json"
     try:
-        # Its annotations are partial.
+        # The annotations of from_pretrained are partial.
         read: Any = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         config: Any = read(path, revision=revision, trust_remote_code=trust_remote_code)
         content: Any = config.get_text_config()
-    except Exception as error:  # each family's own code reads the file, and raises anything on values that it did not expect
+    # Each family's own code reads the file, and may raise anything on unexpected values.
+    except Exception as error:
         raise ConfigError(
-            field, what or f"{file} is of no use", why=_told(error), remedy=remedy
+            field, what or f"{file} cannot be used", why=_first_line(error), remedy=remedy
         ) from error
     if not isinstance(content, PreTrainedConfig):
         raise ConfigError(
@@ -68,17 +71,23 @@ def read_hf_config(
 
 
 def check_sizes(text: Any, file: str, field: str) -> None:
-    """Raise ``ConfigError`` for sizes that no model has; ``file`` says where they stand, ``field`` which key named it."""
+    """Raise ``ConfigError`` for sizes that no model has.
+
+    ``file`` names the file that holds them, and ``field`` the configuration key that holds its
+    path, for the error.
+    """
     for key, (least, most) in _SIZES.items():
         value = _size(text, key)
-        for size in value if isinstance(value, list | tuple) else [value]:  # pyright: ignore[reportUnknownVariableType]
-            if size is not None and (type(size) is not int or not least <= size <= most):  # pyright: ignore[reportUnknownArgumentType]
+        sizes: Any = value if isinstance(value, list | tuple) else [value]
+        for size in sizes:
+            if size is not None and (type(size) is not int or not least <= size <= most):
                 raise ConfigError(
                     field,
                     f"{file}: expected an integer from {least} to {most} as {key}, got {size!r}",
                     remedy="correct the file, or fetch it again",
                 )
-    heads, shared = _size(text, "num_attention_heads"), _size(text, "num_key_value_heads")
+    heads = _size(text, "num_attention_heads")
+    shared = _size(text, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ConfigError(
             field,
@@ -90,18 +99,19 @@ def check_sizes(text: Any, file: str, field: str) -> None:
 def _size(text: Any, key: str) -> Any:
     try:
         return getattr(text, key, None)
-    except Exception:  # noqa: BLE001 - transformers' own, of no public class, for a key that differs from layer to layer
+    # transformers raises an error of no public class for a key that differs between layers.
+    except Exception:  # noqa: BLE001
         return None
 
 
 def unbuildable(
     config: Any, path: str, error: Exception, *, field: str = "model.path"
 ) -> ConfigError:
-    """Return the error of a configuration from which transformers could build no model."""
+    """Return the error for a configuration from which transformers cannot build a model."""
     return ConfigError(
         field,
-        f"transformers builds no {config.model_type} from {path}/config.json",
-        why=_told(error),
+        f"transformers cannot build a {config.model_type} from {path}/config.json",
+        why=_first_line(error),
         remedy="correct the file, or fetch it again",
     )
 
@@ -109,15 +119,17 @@ def unbuildable(
 def require_memory(
     config: Any, path: str, need: int, free: int, *, field: str = "model.path"
 ) -> None:
-    """Raise ``ConfigError`` where ``need`` bytes of weights are more than the ``free`` ones."""
+    """Raise ``ConfigError`` if ``need`` bytes of weights are more than the ``free`` bytes."""
     if need > free:
         raise ConfigError(
             field,
-            f"{path}/config.json describes a {config.model_type} of {need / 2**30:,.1f} GiB of weights, {free / 2**30:,.1f} GiB are free",
-            remedy="correct the file, spread the model over more ranks, or use a machine with more memory",
+            f"{path}/config.json describes a {config.model_type} of {need / 2**30:,.1f} GiB of "
+            f"weights, {free / 2**30:,.1f} GiB are free",
+            remedy="correct the file, spread the model over more ranks, or use a machine with "
+            "more memory",
         )
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}"

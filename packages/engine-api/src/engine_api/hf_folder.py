@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format: the one that a model comes from, and the one that it is saved as."""
+"""Folders in Hugging Face's format: a model's source, and the folder that it is saved to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-WEIGHT_FILES = ("model*.safetensors*",)  # as save_hf names them
+# Patterns of the names that save_hf gives to files of weights.
+WEIGHT_FILES = ("model*.safetensors*",)
 _FILE_BYTES = 4 << 30
 _COMPANIONS = (
     "tokenizer*",
@@ -33,7 +34,11 @@ _COMPANIONS = (
 
 
 def fetch(model: ModelSource) -> str:
-    """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
+    """Return the local folder of the model, downloading a hub id.
+
+    Weights are downloaded only for ``init: pretrained``, code only with ``trust_remote_code``.
+    Raises ``ConfigError`` if there is no such folder or model.
+    """
     if Path(model.path).is_dir():
         if model.revision is not None:
             raise ConfigError(
@@ -49,10 +54,11 @@ def fetch(model: ModelSource) -> str:
         RepositoryNotFoundError,
     )
 
-    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (
-        ["*.safetensors"] if model.init == "pretrained" else []
-    )
-    patterns += ["*.py"] if model.trust_remote_code else []
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    if model.init == "pretrained":
+        patterns.append("*.safetensors")
+    if model.trust_remote_code:
+        patterns.append("*.py")
     try:
         return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
@@ -65,9 +71,10 @@ def fetch(model: ModelSource) -> str:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor, by name, as the folder's index has it; None where the folder has no index.
+    """Return the file of each tensor by name from the folder's index, or None without an index.
 
-    Raises ``ConfigError`` for an index that cannot be read, or that names a file outside the folder.
+    Raises ``ConfigError`` for an index that cannot be read, or that names a file outside the
+    folder.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -90,7 +97,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
                 "model.path",
                 f"{path}: expected the name of a file in this folder for {tensor}, got {name!r}",
                 why="a file elsewhere would be read in its place",
-                remedy="fetch the model again from whom you trust",
+                remedy="fetch the model again from a source that you trust",
             )
     return files  # pyright: ignore[reportUnknownVariableType] - checked above
 
@@ -98,20 +105,22 @@ def read_index(folder: Path) -> dict[str, str] | None:
 def save_hf(
     export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any
 ) -> None:
-    """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor).
+    """Write the model on rank 0 while all ranks exhaust ``export``.
 
-    Written under ``.partial``, on the disk before it takes the folder's name: a kill leaves the former model or the new
-    one, whole. Files of the former folder that are no weights, and not written again, are kept.
+    Files have at most 4 GiB (or one tensor). They are written under ``.partial``, and are on the
+    disk before that folder takes the final name: a kill leaves the former model or the new one,
+    complete. Files of the former folder that are not weights, and are not written again, are kept.
 
     Args:
-        export: of all ranks together, as ``Engine.get_per_tensor_param`` gives it.
+        export: the export of all ranks together, from ``Engine.get_per_tensor_param``.
         directory: the final name.
         comm: all ranks that iterate ``export``.
         source: the folder that the model came from; its tokenizer's files are copied.
         hf_config: transformers' configuration of the model.
 
     Raises:
-        CheckpointWriteError: on rank 0, ``RankFailure`` elsewhere; ``directory`` is as it was.
+        CheckpointWriteError: on rank 0 (``RankFailure`` on the other ranks) if the model could not
+            be written; ``directory`` is as it was.
     """
     from safetensors import SafetensorError
 
@@ -119,7 +128,7 @@ def save_hf(
     writer = _Writer(place.with_name(place.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
         if writer is not None and writer.failure is None:
-            # The others wait in the next gather: a full disk is told when all are through.
+            # The other ranks wait in the next gather, so a full disk is reported after the last one.
             try:
                 writer.add(name, tensor)
             except (OSError, SafetensorError) as error:
@@ -130,21 +139,20 @@ def save_hf(
 
 
 class _Writer:
-    """Collects tensors into numbered files."""
+    """A writer that collects tensors into numbered files."""
 
     failure: Exception | None = None
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.files = directory, list[list[str]]()
-        self.pending, self.size, self.total, self.dtype = (
-            dict[str, "torch.Tensor"](),
-            0,
-            0,
-            "float32",
-        )
+        self.directory = directory
+        self.files: list[list[str]] = []
+        self.pending: dict[str, torch.Tensor] = {}
+        self.size = 0
+        self.total = 0
+        self.dtype = "float32"
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a CPU copy; flush when the file is full."""
+        """Keep a CPU copy of a tensor, and write a file when it is full."""
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.size + size > _FILE_BYTES:
             self.flush()
@@ -154,11 +162,12 @@ class _Writer:
         self.dtype = str(tensor.dtype).removeprefix("torch.")
 
     def flush(self) -> None:
-        """Write what is pending under a provisional name."""
+        """Write the pending tensors under a provisional name."""
         from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
         if not self.files:
-            shutil.rmtree(self.directory, ignore_errors=True)  # a killed save's remains
+            # A killed save may have left an unfinished folder.
+            shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
         self.files.append(list(self.pending))
         require_room(self.directory, self.size)
@@ -167,25 +176,24 @@ class _Writer:
             self.directory / f"part-{len(self.files):05d}.safetensors",
             metadata={"format": "pt"},
         )
-        self.pending, self.size = {}, 0
+        self.pending = {}
+        self.size = 0
 
     def close(self) -> None:
-        """Give the files their final names and write the index."""
+        """Rename the files to their final names and write the index."""
         self.flush()
-        count, weight_map = len(self.files), dict[str, str]()
+        count = len(self.files)
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self.files, start=1):
-            final = (
-                "model.safetensors"
-                if count == 1
-                else f"model-{index:05d}-of-{count:05d}.safetensors"
-            )
+            if count == 1:
+                final = "model.safetensors"
+            else:
+                final = f"model-{index:05d}-of-{count:05d}.safetensors"
             (self.directory / f"part-{index:05d}.safetensors").rename(self.directory / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
-            text = json.dumps(
-                {"metadata": {"total_size": self.total}, "weight_map": weight_map}, indent=1
-            )
-            (self.directory / INDEX).write_text(text)
+            content = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self.directory / INDEX).write_text(json.dumps(content, indent=1))
 
 
 def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
@@ -210,9 +218,10 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
 
 
 def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
-    """The configuration, and the tokenizer's files where ``directory`` has none of its own."""
+    """Write the configuration, and the tokenizer's files that ``directory`` does not have."""
     content = hf_config.to_dict() | {"dtype": writer.dtype}
-    # What begins with _ is of this process: an engine's attention function means nothing to whoever loads the folder.
+    # Keys that begin with _ belong to this process. An engine's attention function, for example, is
+    # unknown to a process that loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
     (writer.directory / "config.json").write_text(
         json.dumps(content, indent=2, sort_keys=True, default=str)

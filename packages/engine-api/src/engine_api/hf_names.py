@@ -2,9 +2,9 @@
 
 transformers 5 keeps the experts of most MoE families fused in memory
 (``experts.gate_up_proj [E, 2I, H]``) and splits them when it saves
-(``experts.3.gate_proj.weight [I, H]``). Exports, checkpoints and rollouts speak the
-saved names; this is the one place that knows how the two belong together. The table
-is transformers' own conversion mapping, read backwards.
+(``experts.3.gate_proj.weight [I, H]``). Exports, checkpoints and rollouts use the saved names; only
+this module maps them to the parameters in memory. The table is transformers' own conversion
+mapping, read backwards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One saved tensor, and the part of an in-memory parameter that it is.
+    """One saved tensor, with the part of an in-memory parameter that it is.
 
-    ``expert is None``: the whole parameter. Else ``parameter[expert, rows[0]:rows[1]]``.
+    If ``expert`` is None it is the whole parameter, and ``parameter[expert, rows[0]:rows[1]]`` if
+    not.
     """
 
     name: str
@@ -33,9 +34,10 @@ class Piece:
     rows: tuple[int, int] = (0, 0)
 
     def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The piece inside ``tensor``, the parameter's rows ``[first, first + len(tensor))`` of dimension 0.
+        """Return the piece as a view of ``tensor``, a range of the parameter's rows.
 
-        A view; with a zero in its shape where ``tensor`` holds nothing of the piece.
+        ``tensor`` has the rows ``[first, first + len(tensor))`` of dimension 0. The result has a
+        zero in its shape where ``tensor`` holds nothing of the piece.
         """
         if self.expert is None:
             return tensor
@@ -44,17 +46,25 @@ class Piece:
         return tensor[self.expert - first, self.rows[0] : self.rows[1]]
 
     def spec(self, first: int, count: int, replica: int) -> ShardSpec:
-        """Where ``view`` belongs in the saved tensor when the rank holds rows ``[first, first + count)``."""
+        """Return the box of ``view`` in the saved tensor.
+
+        The rank holds the rows ``[first, first + count)`` of the parameter.
+        """
         if self.expert is not None:
-            held = first <= self.expert < first + count
-            return ShardSpec.whole(self.shape, replica) if held else ShardSpec.nothing(self.shape)
+            is_local = first <= self.expert < first + count
+            if is_local:
+                return ShardSpec.whole(self.shape, replica)
+            return ShardSpec.nothing(self.shape)
         offset = (first, *(0 for _ in self.shape[1:])) if self.shape else ()
         shape = (count, *self.shape[1:]) if self.shape else ()
         return ShardSpec(global_shape=self.shape, offset=offset, shape=shape, replica=replica)
 
 
 def views(pieces: Sequence[Piece], tensor: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
-    """``Piece.view(tensor, first)`` of each; all experts' at once, for a model has thousands of them."""
+    """Return ``Piece.view(tensor, first)`` of each piece.
+
+    The views of all experts are made at once, because a model has thousands of them.
+    """
     kinds = {piece.rows for piece in pieces if piece.expert is not None}
     experts = {rows: tensor[:, rows[0] : rows[1]].unbind() for rows in kinds}
     return [
@@ -66,7 +76,9 @@ def views(pieces: Sequence[Piece], tensor: torch.Tensor, first: int = 0) -> list
 
 
 def pieces_of(model: Any) -> dict[str, list[Piece]]:
-    """In-memory parameter name → its saved tensors, in order; tied parameters once.
+    """Return the saved tensors of each in-memory parameter by its name, in order.
+
+    Tied parameters come once.
 
     Args:
         model: a transformers ``PreTrainedModel``, on any device (meta included), not yet wrapped.
@@ -76,7 +88,8 @@ def pieces_of(model: Any) -> dict[str, list[Piece]]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # Loading applies the transforms in order; saving undoes them from the last to the first, converters before renamings.
+    # Loading applies the transforms in order. Saving undoes them from the last to the first, with
+    # converters before renamings.
     transforms = [
         t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)
     ]

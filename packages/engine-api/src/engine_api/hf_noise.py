@@ -1,7 +1,8 @@
-"""What makes a training pass of a transformers model compute something else than its inference: dropout, jitter, sampling.
+"""Randomness in the training pass of a transformers model: dropout, jitter, sampling of experts.
 
-Log-probs of such a pass are neither those of the policy that answered nor those of the pass before. The one place that knows
-the keys of a ``config.json``; transformers is not imported.
+The log-probs of such a pass differ from those of the policy that generated the completions, and
+from those of the previous pass. Only this module knows the keys in a ``config.json``; transformers
+is not imported.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ from typing import Any, cast
 
 from engine_api.errors import ConfigError
 
-_NOISE = ("drop", "jitter")  # in the names of rates that transformers applies in training alone
-_OTHER_HEADS = (
-    "classifier_",
-    "summary_",
-)  # of heads that no engine has: a value is a plain product
+# Parts of the names of rates that transformers applies only in training.
+_NOISE = ("drop", "jitter")
+# Prefixes of the keys of heads that no engine has; a value head is a plain product.
+_OTHER_HEADS = ("classifier_", "summary_")
 
-# Families whose training pass draws whatever their configuration says.
+# Families whose training pass draws random numbers whatever their configuration says.
 _ALWAYS = {
-    "phimoe": "its router samples the experts of each token in training (sparsemixer); router_jitter_noise: 0.0 does not turn that off, "
-    "but changes the model in inference too",
+    "phimoe": "its router samples the experts of each token in training (sparsemixer); "
+    "router_jitter_noise: 0.0 does not turn that off, but changes the model in inference too",
 }
 
 
 def noise_rates(config: Any) -> dict[str, float]:
-    """Return the rates above 0 of a transformers configuration (the part of its language model), by dotted key."""
+    """Return the rates above 0 in the language model's part of a configuration, by dotted key."""
     return dict(_rates(config.get_text_config().to_dict(), ""))
 
 
@@ -50,31 +50,31 @@ def refuse_noise(config: Any, *, where: str) -> None:
     """Raise ``ConfigError`` for a configuration whose training pass would differ from inference.
 
     Args:
-        config: transformers', with the overrides of ``model.config_overrides`` in it.
+        config: transformers' configuration, with ``model.config_overrides`` applied.
         where: the engine, for the error.
     """
     rates = noise_rates(config)
     always = _ALWAYS.get(str(config.get_text_config().model_type))
     if not rates and always is None:
         return
-    said = (
-        ", ".join(f"{key} is {rate:g}" for key, rate in rates.items())
-        or f"a model of type {config.model_type}"
-    )
+    source = ", ".join(f"{key} is {rate:g}" for key, rate in rates.items())
+    if not rates:
+        source = f"a model of type {config.model_type}"
     raise ConfigError(
         "model.config_overrides",
-        f"{said}: training would compute other log-probs than inference",
+        f"{source}: training would compute other log-probs than inference",
         why=f"{where} trains what it infers; {always or 'these act in training alone'}",
         remedy="train another model" if always is not None else cure(config, rates),
     )
 
 
 def cure(config: Any, rates: Mapping[str, float]) -> str:
-    """Return the sentence that says how to turn ``rates`` off: an override where one reaches the key, else the file."""
+    """Return the advice that turns ``rates`` off.
+
+    It is an override where an override reaches the keys, and a change of the file if not.
+    """
     reached = all("." not in key and hasattr(config, key) for key in rates)
     off = ", ".join(f"{key}: 0.0" for key in rates)
-    return (
-        f"set model.config_overrides: {{{off}}}"
-        if reached
-        else f"set {off} in the model's config.json"
-    )
+    if reached:
+        return f"set model.config_overrides: {{{off}}}"
+    return f"set {off} in the model's config.json"

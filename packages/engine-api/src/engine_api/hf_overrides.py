@@ -1,6 +1,7 @@
-"""``model.config_overrides``: keys of a model's ``config.json`` that are set after transformers has read it.
+"""The overrides of ``model.config_overrides``, set after transformers has read ``config.json``.
 
-What transformers works out while it reads is not worked out again; a key that would then do nothing is refused.
+Values that transformers derives while it reads the file are not derived again; a key that would
+then have no effect is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
         overrides: keys of ``config.json`` and their values.
         field: the configuration key that holds them, for errors.
 
-    Raises ``ConfigError`` for a key that is unknown, or that would have no effect or half of it, and for a value that
-    the model's family does not take.
+    Raises ``ConfigError`` for a key that is unknown, or that would have no effect or only half of
+    it, and for a value that the model's family does not accept.
     """
     from transformers import PreTrainedConfig
 
@@ -42,8 +43,10 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
         try:
             setattr(config, key, value)
             text: Any = config.get_text_config()
-            config.to_dict()  # what a value of another kind breaks, too
-        except Exception as error:  # each family's own code looks at a value, and raises anything
+            # A value of a wrong kind may break this call too.
+            config.to_dict()
+        # Each family's own code checks a value, and may raise anything.
+        except Exception as error:
             raise ConfigError(
                 f"{field}.{key}",
                 f"a configuration of {config.model_type} does not take {value!r:.100}",
@@ -54,19 +57,21 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
             raise ConfigError(
                 f"{field}.{key}",
                 f"expected the configuration of a language model, got {text!r:.100}",
-                remedy="change the model's config.json itself, where its parts stand",
+                remedy="change this part in the model's config.json itself",
             )
     text = config.get_text_config()
     check_sizes(text, field, field)
     for key in (key for key in _ROPE if key in overrides):
         if any(part.get("rope_theta") is None for part in _rope(text)):
+            if overrides[key]:
+                remedy = f"add {bases} to it"
+            else:
+                remedy = f"give rope_parameters: {{rope_type: default, {bases}}}"
             raise ConfigError(
                 f"{field}.{key}",
                 "leaves RoPE without rope_theta",
-                why="it replaces all of RoPE's parameters, the base in the file too",
-                remedy=f"add {bases} to it"
-                if overrides[key]
-                else f"give rope_parameters: {{rope_type: default, {bases}}}",
+                why="it replaces all of RoPE's parameters, including the base in the file",
+                remedy=remedy,
             )
     if "layer_types" not in overrides and (key := _idle_window(text, overrides)):
         raise ConfigError(
@@ -78,10 +83,12 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
 
 
 def _is_key(config: Any, key: str) -> bool:
-    """Return whether ``key`` is one of ``config.json`` that still has an effect, not one of the class or its methods."""
-    if (
-        key.startswith("_") or key == "model_type"
-    ):  # the family has been chosen when the file was read
+    """Return whether ``key`` is a key of ``config.json`` that still has an effect.
+
+    Attributes and methods of the class are not such keys.
+    """
+    # The family was chosen when the file was read, so model_type has no effect any more.
+    if key.startswith("_") or key == "model_type":
         return False
     own = getattr_static(config, key, None)
     if isinstance(own, property):
@@ -90,28 +97,32 @@ def _is_key(config: Any, key: str) -> bool:
 
 
 def _rope(text: Any) -> Iterator[Mapping[str, Any]]:
-    """RoPE's parameters: one set, or one for each kind of layer."""
+    """Yield RoPE's parameters, as one set or as one for each kind of layer."""
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     kinds: list[Mapping[str, Any]] = [part for part in rope.values() if isinstance(part, Mapping)]
     yield from kinds or [rope]
 
 
 def _bases(text: Any) -> str:
-    """What the file says of RoPE's base, as an override would say it."""
+    """Return the file's base of RoPE in the notation of an override."""
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     kinds: dict[str, Mapping[str, Any]] = {
         kind: part for kind, part in rope.items() if isinstance(part, Mapping)
     }
-    told = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
-    return f"rope_theta: {', '.join(told) or rope.get('rope_theta', '…')}"
+    bases = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
+    return f"rope_theta: {', '.join(bases) or rope.get('rope_theta', '…')}"
 
 
 def _idle_window(text: Any, overrides: Mapping[str, Any]) -> str | None:
-    """The override of a window that changes nothing, or None."""
-    types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    """Return the key of a window's override that has no effect, or None."""
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
     slides = window is not None if types is None else "sliding_attention" in types
     if types is not None and "max_window_layers" in overrides:
         return "max_window_layers"
-    if (asked := overrides.get("use_sliding_window")) is not None and bool(asked) != slides:
+    requested = overrides.get("use_sliding_window")
+    if requested is not None and bool(requested) != slides:
         return "use_sliding_window"
-    return "sliding_window" if overrides.get("sliding_window") is not None and not slides else None
+    if overrides.get("sliding_window") is not None and not slides:
+        return "sliding_window"
+    return None

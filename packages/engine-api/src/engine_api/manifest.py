@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: what it holds, with sizes and checksums. JSON, nothing is unpickled."""
+"""The manifest of a checkpoint: its contents with sizes and checksums, as JSON.
+
+Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,30 @@ from engine_api.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointM
 from engine_api.plugin import CONTRACT, contract_problem
 
 MANIFEST = "manifest.json"
-DIGEST = "manifest.sha256"  # of the manifest's bytes, in the format of sha256sum
-FORMAT = 2  # the newest that is read; 1 where the state is portable, which earlier releases read
+# File with the checksum of the manifest's bytes, in the format of sha256sum.
+DIGEST = "manifest.sha256"
+# The newest format that is read. A manifest has 1 where the state is portable, and earlier releases
+# can read it.
+FORMAT = 2
 PORTABLE = "portable"
-WEIGHTS = ("model", "adapter")  # what the keys of weights begin with
-OPTIMIZER = "optim."  # what the keys of optimizer state begin with
+# Beginnings of the keys of weights, and of optimizer state.
+WEIGHTS = ("model", "adapter")
+OPTIMIZER = "optim."
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 DTYPES = frozenset((*_FLOATS, *_INTEGERS, "bool", "complex64"))
 _LARGEST = 2**63 - 1
-_LONGEST = 1024  # characters of a file's name, folders included
-_LONGEST_PART = 255  # bytes between two slashes: no file system takes more
+# Most characters of a file's name, folders included.
+_LONGEST = 1024
+# Most bytes between two slashes; no file system accepts more.
+_LONGEST_PART = 255
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One box of one tensor, and the file that holds it (under the tensor's key)."""
+    """One box of one tensor, with the file that holds it under the tensor's key."""
 
     file: str
     offset: tuple[int, ...]
@@ -48,31 +57,35 @@ class Entry:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     stepped: bool | None = None
-    """Whether the optimizer keeps state for this weight; None for what is no weight, and in
-    checkpoints of releases that did not record it."""
+    """True if the optimizer keeps state for this weight; None for an entry that is not a weight,
+    and in checkpoints of releases that did not record it."""
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What stands in ``manifest.json``; ``state`` only where it is not portable, with ``format`` 2."""
+    """The content of ``manifest.json``.
+
+    The file has ``state`` only where it is not portable, and then ``format`` is 2.
+    """
 
     step: int
     engine: str
     world_size: int
     topology: Mapping[str, int]
     tensors: Mapping[str, Entry]
-    files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
+    files: Mapping[str, Mapping[str, Any]]
+    """Size and checksum of each file by name: ``{"bytes", "sha256"}``."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     contract: str = CONTRACT
     format: int = 1
-    state: str = (
-        PORTABLE  # or the name of an engine's own format, whose tensors have no shards here
-    )
+    state: str = PORTABLE
+    """Name of the state's format: portable, or an engine's own, whose tensors have no shards
+    here."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """The size of all files in bytes, without the manifest."""
         return sum(int(f["bytes"]) for f in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -89,7 +102,10 @@ class Manifest:
 
 
 def seal(folder: Path) -> None:
-    """Write the digest of ``folder``'s manifest beside it; ``sha256sum -c manifest.sha256`` checks it too."""
+    """Write the digest of ``folder``'s manifest next to it.
+
+    ``sha256sum -c manifest.sha256`` can check it too.
+    """
     (folder / DIGEST).write_bytes(_sealed((folder / MANIFEST).read_bytes()))
 
 
@@ -98,13 +114,13 @@ def _sealed(manifest: bytes) -> bytes:
 
 
 def weight_of(key: str) -> str | None:
-    """Return the name of the weight whose value has this key; None for optimizer state."""
+    """Return the name of the weight whose value has this key, or None for optimizer state."""
     kind, _, name = key.partition(".")
     return name if kind in WEIGHTS else None
 
 
 def field_of(key: str) -> tuple[str, str] | None:
-    """Return weight and field of a key of optimizer state; None for other keys."""
+    """Return weight and field of a key of optimizer state, or None for other keys."""
     if not key.startswith(OPTIMIZER):
         return None
     name, _, kept = key.removeprefix(OPTIMIZER).rpartition(".")
@@ -115,16 +131,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of ``folder``: its digest, and every type and range in it.
 
     Raises:
-        CheckpointMissing: there is none.
-        CheckpointCorrupt: it cannot be read, was altered, or says what cannot be.
-        CheckpointMismatch: it was written by a newer format or contract.
+        CheckpointMissing: there is no manifest.
+        CheckpointCorrupt: it cannot be read, was altered, or has impossible values.
+        CheckpointMismatch: it has a newer format or contract.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointMissing(
             "no checkpoint here",
             where=str(folder),
-            why=_what_is_there(folder),
+            why=_describe_contents(folder),
             remedy="name a folder that holds manifest.json, or one with a `latest`",
         )
     try:
@@ -132,10 +148,10 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(data)
         version = _integer(_member(raw, "format", "the manifest"), "format", least=1)
         contract = _text(_member(raw, "contract", "the manifest"), "contract")
-    # ValueError: no JSON, no UTF-8, or not what a manifest begins with.
+    # A ValueError means invalid JSON or UTF-8, or that `format` or `contract` is missing or wrong.
     except (OSError, ValueError, RecursionError) as error:
         raise _corrupt("the manifest cannot be read", path, str(error)) from error
-    # A newer release may seal its manifests otherwise: that it is newer comes first.
+    # A newer release may seal its manifests differently, so the version is checked first.
     problem = contract_problem(contract)
     if version > FORMAT or problem:
         raise CheckpointMismatch(
@@ -149,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parse(raw)
     except ValueError as error:
         raise _corrupt(
-            "the manifest lacks parts, or says what cannot be", path, str(error)
+            "the manifest lacks parts, or has impossible values", path, str(error)
         ) from error
     if not sealed and any(entry.stepped is not None for entry in manifest.tensors.values()):
         raise _corrupt(
@@ -159,7 +175,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_seal(folder: Path, data: bytes) -> bool:
-    """Compare the manifest with its digest; return whether there is one (earlier releases wrote none)."""
+    """Compare the manifest with its digest, and return whether there is a digest.
+
+    Earlier releases wrote none.
+    """
     path = folder / DIGEST
     if not path.exists():
         return False
@@ -225,7 +244,7 @@ def _entry(key: str, raw: Any, files: Mapping[str, Any]) -> Entry:
     at = f"tensors[{key!r}]"
     dtype = _text(_member(raw, "dtype", at), f"{at}.dtype")
     if dtype not in DTYPES:
-        raise ValueError(f"{at}.dtype: {dtype!r} is no dtype")
+        raise ValueError(f"{at}.dtype: {dtype!r} is not a dtype")
     shape = _sizes(_member(raw, "shape", at), f"{at}.shape")
     stepped = raw.get("stepped")
     if stepped is not None and not isinstance(stepped, bool):
@@ -245,7 +264,7 @@ def _shard(raw: Any, at: str, whole: tuple[int, ...], files: Mapping[str, Any]) 
     shape = _sizes(_member(raw, "shape", at), f"{at}.shape")
     inside = len(offset) == len(shape) == len(whole)
     if not inside or any(a + n > size for a, n, size in zip(offset, shape, whole, strict=True)):
-        raise ValueError(f"{at}: {list(shape)} at {list(offset)} is no box in {list(whole)}")
+        raise ValueError(f"{at}: {list(shape)} at {list(offset)} is not a box in {list(whole)}")
     return Shard(file=file, offset=offset, shape=shape)
 
 
@@ -261,18 +280,18 @@ def _file(name: str, raw: Any) -> dict[str, Any]:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether ``name`` is a plain relative path that leads nowhere but into the folder it is looked for in."""
+    """Return whether ``name`` is a plain relative path that stays inside its folder."""
     path = PurePosixPath(name)
-    plain = (
-        name.isprintable() and "\\" not in name and path.as_posix() == name
-    )  # no surrogate is printable
+    # isprintable also excludes surrogates.
+    plain = name.isprintable() and "\\" not in name and path.as_posix() == name
     if not plain or path.is_absolute() or ".." in path.parts or name == ".":
         return False
     return len(name) <= _LONGEST and all(len(part.encode()) <= _LONGEST_PART for part in path.parts)
 
 
 def _integer(value: Any, at: str, *, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= _LARGEST:  # a bool is an int to isinstance
+    # isinstance would accept a bool as an int.
+    if type(value) is not int or not least <= value <= _LARGEST:
         raise _unexpected(at, f"an integer of at least {least}", value)
     return value
 
@@ -308,7 +327,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _what_is_there(folder: Path) -> str:
+def _describe_contents(folder: Path) -> str:
     if not folder.exists():
         return "the folder does not exist"
     if not folder.is_dir():
@@ -318,7 +337,7 @@ def _what_is_there(folder: Path) -> str:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """``{"bytes", "sha256"}`` of a file."""
+    """Return the size and checksum of a file as ``{"bytes", "sha256"}``."""
     with path.open("rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}

@@ -1,4 +1,4 @@
-"""Optimizers by name, and what they keep of a weight."""
+"""Optimizers by name, and the state that they keep of a weight."""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 def build_optimizer(
     config: OptimizerConfig, params: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """``adamw`` (fused where the weights' device has it) or a torch optimizer by path, over one group.
+    """Build ``adamw`` or a torch optimizer by path, over one parameter group.
 
-    Raises ``ConfigError``.
+    ``adamw`` is fused where the weights' device has it. Raises ``ConfigError`` for a name that is
+    not an optimizer, and for arguments that the optimizer refuses.
     """
     import torch
 
-    params, adamw = list(params), config.name == "adamw"
+    params = list(params)
+    adamw = config.name == "adamw"
     fused = all(device_of(param.device.type).fused_optimizer for param in params)
-    own: dict[str, Any] = (
-        {"betas": config.betas, "eps": config.eps, "fused": fused} if adamw else {}
-    )
+    own: dict[str, Any] = {}
+    if adamw:
+        own = {"betas": config.betas, "eps": config.eps, "fused": fused}
     try:
         cls: Any = torch.optim.AdamW if adamw else resolve_name(config.name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -46,11 +48,12 @@ def build_optimizer(
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
             "optimizer.name",
-            f"{config.name!r} is no torch optimizer",
-            remedy="give torch.optim.SGD or the like",
+            f"{config.name!r} is not a torch optimizer",
+            remedy="give a subclass of torch.optim.Optimizer, such as torch.optim.SGD",
         )
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | own | dict(config.kwargs)
-    construct: Any = cls  # the base class takes other arguments than its subclasses
+    # The base class has other arguments than its subclasses.
+    construct: Any = cls
     try:
         made: torch.optim.Optimizer = construct(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -64,23 +67,27 @@ def build_optimizer(
 
 
 def state_fields(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The state that this optimizer keeps for a weight, seen on a step of a weight of its own."""
+    """Return the names of the state that an optimizer keeps for a weight.
+
+    They are found with a step on a trial weight.
+    """
     import torch
 
     return set(_state_of_a_weight(optimizer, torch.float32))
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, weights: torch.dtype) -> dict[str, torch.dtype]:
-    """In which dtype this optimizer keeps each field of its state for weights of the dtype ``weights``.
+    """Return the dtype of each field of the optimizer's state for weights of dtype ``weights``.
 
-    Raises ``CheckpointMismatch`` for state that is no tensor: none can be loaded into it.
+    Raises ``CheckpointMismatch`` for state that is not a tensor, because no checkpoint can be
+    loaded into it.
     """
     state = _state_of_a_weight(optimizer, weights)
     if other := sorted(field for field, value in state.items() if not hasattr(value, "dtype")):
         raise CheckpointMismatch(
             "no checkpoint can be loaded into this optimizer",
             where=f"optimizer {type(optimizer).__name__}",
-            why=f"its {', '.join(other)} is no tensor",
+            why=f"its {', '.join(other)} is not a tensor",
             remedy="use adamw",
         )
     return {field: value.dtype for field, value in state.items()}
@@ -95,27 +102,29 @@ def _state_of_a_weight(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> 
     )
     param.grad = torch.zeros_like(param)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    probe.state, probe.param_groups = state, [{**optimizer.param_groups[0], "params": [param]}]
+    probe.state = state
+    probe.param_groups = [{**optimizer.param_groups[0], "params": [param]}]
     type(optimizer).step(probe)
     return state[param]
 
 
 def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
-    """Raise ``CheckpointMismatch`` when the ``optim.`` keys of a checkpoint are of another kind of optimizer."""
+    """Raise ``CheckpointMismatch`` if the ``optim.`` keys are of a different kind of optimizer."""
     saved = {key.rpartition(".")[2] for key in keys if key.startswith("optim.")}
     if saved and saved != (own := state_fields(optimizer)):
         raise CheckpointMismatch(
             "the checkpoint is of another optimizer",
             where=f"optimizer {type(optimizer).__name__}",
-            why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved))}",
+            why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, "
+            f"saved is {', '.join(sorted(saved))}",
             remedy="load it with the optimizer that it was saved with",
         )
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry]) -> None:
-    """Raise ``CheckpointMismatch`` for saved state that has not the shape in which this optimizer keeps it.
+    """Raise ``CheckpointMismatch`` for saved state whose shape is not that of the optimizer's.
 
-    What it keeps is a scalar, or has its weight's shape.
+    A field of the optimizer's state is a scalar, or has its weight's shape.
     """
     import torch
 
@@ -126,8 +135,9 @@ def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry])
             continue
         name, kept = found
         weight = next((entries[k] for kind in WEIGHTS if (k := f"{kind}.{name}") in entries), None)
+        # The checkpoint is of a different model. The keys are compared elsewhere.
         if weight is None:
-            continue  # of another model: the keys are compared elsewhere
+            continue
         expected = () if kept in scalars else weight.shape
         if entry.shape != expected:
             raise CheckpointMismatch(
@@ -141,8 +151,9 @@ def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry])
 def loaded_dtypes(
     optimizer: torch.optim.Optimizer, weights: torch.dtype, entries: Mapping[str, Entry]
 ) -> dict[str, torch.dtype]:
-    """``state_dtypes`` for a checkpoint of these tensors; empty where it has no ``optim.`` keys: any optimizer takes it.
+    """Return ``state_dtypes`` for a checkpoint with these entries.
 
+    The result is empty for a checkpoint without ``optim.`` keys, which any optimizer accepts.
     Raises ``CheckpointMismatch`` as ``check_fields``, ``check_shapes`` and ``state_dtypes`` do.
     """
     check_fields(optimizer, entries)

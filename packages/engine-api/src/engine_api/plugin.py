@@ -1,4 +1,4 @@
-"""The light descriptor that a plug-in's entry point names. Loading it imports no torch."""
+"""The light descriptor that a plug-in's entry point names; loading it imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from engine_api.capabilities import Capability
 
-CONTRACT = "1.3"  # MAJOR.MINOR of the contract, apart from package versions
+# MAJOR.MINOR of the contract, independent of package versions.
+CONTRACT = "1.3"
 
 ENGINE_GROUP = "engine_api.engines"
 ROLLOUT_GROUP = "engine_api.rollouts"
 
-# The distribution to install for a name that nobody offers here.
+# The distribution to install for a name that no installed plug-in offers.
 KNOWN_DISTRIBUTIONS = {
     "engine": {
         "fsdp": "engine-fsdp",
@@ -34,15 +35,22 @@ KNOWN_DISTRIBUTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Which class serves which (model type, backend, device) triples."""
+    """A class with the (model type, backend, device) triples that it serves."""
 
     backends: tuple[str, ...]
+    """Names of the backends that a caller may use for the class."""
+
     devices: tuple[str, ...]
-    target: str  # "module:Class", imported when an engine is created
+    """Types of the devices that the class runs on."""
+
+    target: str
+    """The class as "module:Class"; it is imported when an engine is created."""
+
     model_types: tuple[str, ...] = ("language_model",)
+    """Types of the models that the class trains."""
 
     def serves(self, model_type: str, backend: str, device: str) -> bool:
-        """Whether this row offers the triple."""
+        """Return whether this row offers the triple."""
         return (
             model_type in self.model_types and backend in self.backends and device in self.devices
         )
@@ -54,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """Whether a plug-in can run on a device of this machine, and if not, why and what to do."""
+    """A plug-in's answer on a device of this machine; if it cannot run, with reason and remedy."""
 
     ok: bool
     reason: str = ""
@@ -62,22 +70,29 @@ class ProbeResult:
 
 
 def always_available(device: str) -> ProbeResult:
-    """The probe of a plug-in that needs nothing special."""
+    """Return a positive answer; the probe of a plug-in that needs nothing special."""
     del device
     return ProbeResult(ok=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlugin:
-    """What a plug-in offers.
+    """The descriptor of a plug-in.
 
     Attributes:
-        capabilities: of an engine, what it can do; of a rollout, ``lora`` where it takes an adapter beside the base weights
-            (argument ``lora`` of the rollout and of its exporter).
-        options: ``"module:Class"`` of its own options dataclass.
-        exporter: of a rollout, ``"module:Class"`` of its ``WeightExporter``.
-        wire: of a rollout, ``"module:Class"`` of its ``WeightWire`` (since contract 1.2).
-        one_layout: whether its engines of one process must have the same ``Parallelism`` sizes, or the second one is refused.
+        name: name of the plug-in.
+        contract: version of the contract that it was written for, MAJOR.MINOR.
+        rows: its classes, with the triples that they serve.
+        capabilities: for an engine, its optional abilities; for a rollout, ``lora`` if it takes an
+            adapter in addition to the base weights (argument ``lora`` of the rollout and of its
+            exporter).
+        options: ``"module:Class"`` of its own options dataclass; None if it has none.
+        exporter: for a rollout, ``"module:Class"`` of its ``WeightExporter``; None if it has none.
+        wire: for a rollout, ``"module:Class"`` of its ``WeightWire`` (since contract 1.2); None if
+            it has none.
+        one_layout: True if its engines in one process must have the same ``Parallelism`` sizes, so
+            that a second one with other sizes is refused.
+        probe: function from a device's name to the answer whether the plug-in can run on it here.
     """
 
     name: str
@@ -92,12 +107,12 @@ class EnginePlugin:
 
 
 def _is_text(value: Any) -> bool:
-    # What cannot be printed (a line break, half of a surrogate pair) cannot be listed.
+    # A text that cannot be printed (a line break, half of a surrogate pair) cannot be listed.
     return isinstance(value, str) and bool(value.strip()) and value.isprintable()
 
 
 def _items(value: Any, *kinds: type) -> list[Any]:
-    """Return what a collection of one of the kinds holds; nothing for anything else."""
+    """Return the items of a collection of one of the kinds, and nothing for anything else."""
     return list(value) if isinstance(value, kinds) else []
 
 
@@ -128,7 +143,8 @@ def _is_target_or_none(value: Any) -> bool:
 _NAMES = "a tuple of one or more names"
 _TARGET = '"module:Class"'
 
-# Of a descriptor and of its rows: which value each field takes, in words and as a check.
+# For each field of a descriptor, of its rows and of a probe's answer: the expected value in words,
+# and its check.
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "name": ("a name", _is_text),
     "contract": ("a version, MAJOR.MINOR", _is_text),
@@ -164,7 +180,7 @@ def _misfit(
 
 
 def descriptor_problem(plugin: EnginePlugin) -> str | None:
-    """Return what is wrong with a descriptor's fields, with the field's name; None where all are as they must be."""
+    """Return the first problem of a descriptor's fields with the field's name, or None."""
     if problem := _misfit(plugin, _FIELDS, ""):
         return problem
     claimed: dict[tuple[str, str, str], int] = {}
@@ -174,19 +190,25 @@ def descriptor_problem(plugin: EnginePlugin) -> str | None:
         for triple in row.triples():
             if claimed.setdefault(triple, place) != place:
                 model_type, backend, device = triple
-                return f"rows[{claimed[triple]}] and rows[{place}] both serve {model_type} by {backend} on {device}"
+                return (
+                    f"rows[{claimed[triple]}] and rows[{place}] both serve {model_type} by "
+                    f"{backend} on {device}"
+                )
     return None
 
 
 def probe_problem(result: Any) -> str | None:
-    """Return what is wrong with a probe's answer, or None."""
+    """Return the problem of a probe's answer, or None."""
     if not isinstance(result, ProbeResult):
         return f"expected a ProbeResult, got {result!a:.100}"
     return _misfit(result, _PROBE_FIELDS, "")
 
 
 def is_older(contract: str, since: str) -> bool:
-    """Whether a plug-in that states ``contract`` was written before ``since``; False for what is no version."""
+    """Return whether a plug-in that states ``contract`` was written before ``since``.
+
+    The result is False for a text that is not a version.
+    """
     try:
         stated, wanted = (
             tuple(int(part) for part in version.split(".")) for version in (contract, since)
@@ -197,7 +219,10 @@ def is_older(contract: str, since: str) -> bool:
 
 
 def contract_problem(contract: str, ours: str = CONTRACT) -> str | None:
-    """Why a plug-in written for ``contract`` cannot be used, or None: same major, minor not above ours."""
+    """Return the reason why a plug-in written for ``contract`` cannot be used, or None.
+
+    It can be used if it has the same major as ours, and a minor that is not above ours.
+    """
     try:
         major, minor = (int(part) for part in contract.split("."))
     except ValueError:
@@ -205,8 +230,6 @@ def contract_problem(contract: str, ours: str = CONTRACT) -> str | None:
     our_major, our_minor = (int(part) for part in ours.split("."))
     if major != our_major:
         return f"written for contract {contract}, engine-api serves {ours}"
-    return (
-        f"written for contract {contract}, newer than engine-api's {ours}"
-        if minor > our_minor
-        else None
-    )
+    if minor > our_minor:
+        return f"written for contract {contract}, newer than engine-api's {ours}"
+    return None

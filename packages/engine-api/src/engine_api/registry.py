@@ -1,8 +1,8 @@
-"""Which class serves (model type, backend, device), and why.
+"""The registry that resolves (model type, backend, device) to a class.
 
-Every resolution keeps its trace: each candidate accepted, or rejected with a reason
-and what to do. An explicit device is never replaced; ``auto`` takes an accelerator, and
-the CPU only where no candidate's accelerator is usable, and the trace says so.
+Every resolution keeps its trace: each candidate accepted, or rejected with a reason and a remedy.
+An explicit device is never replaced; ``auto`` takes an accelerator, and the CPU only where no
+candidate's accelerator is usable, and the trace says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("engine_api")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One device of one plug-in that was looked at."""
+    """One device of one plug-in, with the verdict of its probe."""
 
     source: str
     device: str
@@ -47,17 +47,15 @@ class Candidate:
     remedy: str = ""
 
     def __str__(self) -> str:
-        verdict = ("accepted" if self.accepted else "rejected") + (
-            f": {self.reason}" if self.reason else ""
-        )
-        return f"{self.device} by {self.source}: {verdict}" + (
-            f" ({self.remedy})" if self.remedy else ""
-        )
+        verdict = "accepted" if self.accepted else "rejected"
+        reason = f": {self.reason}" if self.reason else ""
+        remedy = f" ({self.remedy})" if self.remedy else ""
+        return f"{self.device} by {self.source}: {verdict}{reason}{remedy}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolution:
-    """What was chosen, with the trace that led there."""
+    """The chosen plug-in, row and device, with the trace of the candidates."""
 
     plugin: EnginePlugin
     row: Row
@@ -71,15 +69,16 @@ class Resolution:
 
 
 class Registry:
-    """Plug-ins of one entry-point group, and rows registered in process."""
+    """The plug-ins of one entry-point group, and the rows registered in this process."""
 
     def __init__(self, group: str, kind: str) -> None:
-        self.group, self.kind = group, kind
+        self.group = group
+        self.kind = kind
         self._in_process: list[Found] = []
         self._discovered: list[Found] | None = None
 
     def found(self) -> list[Found]:
-        """Every plug-in, usable or not; entry points are read once a process."""
+        """Return every plug-in, usable or not; entry points are read once per process."""
         if self._discovered is None:
             self._discovered = discover(self.group)
         return [*self._discovered, *self._in_process]
@@ -91,7 +90,10 @@ class Registry:
     def register(
         self, *, model_type: str = "language_model", backend: str, device: str, **plugin: Any
     ) -> Callable[[type], type]:
-        """Class decorator: offer the class in this process, for a notebook or a test."""
+        """Return a class decorator that offers the class in this process.
+
+        It is meant for a notebook or a test.
+        """
 
         def add(cls: type) -> type:
             row = Row(
@@ -109,7 +111,7 @@ class Registry:
                     remedy="fix the argument of `register`",
                 )
             self._classes[row.target] = cls
-            # A notebook's cell that runs again replaces what it registered before.
+            # A notebook's cell that runs again replaces the class that it registered before.
             self._in_process = [
                 f for f in self._in_process if f.plugin is None or f.plugin.rows != (row,)
             ]
@@ -126,11 +128,11 @@ class Registry:
         return self.__dict__.setdefault("_class_table", {})
 
     def unregister(self, backend: str) -> None:
-        """Take back what ``register`` offered under ``backend``."""
+        """Remove the classes that ``register`` offered under ``backend``."""
         self._in_process = [f for f in self._in_process if f.name != backend]
 
     def rows(self) -> list[tuple[Found, Row]]:
-        """Every row of every usable plug-in."""
+        """Return every row of every usable plug-in."""
         return [
             (f, row) for f in self.found() if f.plugin and not f.problem for row in f.plugin.rows
         ]
@@ -138,7 +140,10 @@ class Registry:
     def resolve(
         self, *, model_type: str = "language_model", backend: str, device: str = "auto"
     ) -> Resolution:
-        """Choose; raises the ``PluginError`` that says what is wrong and what to do."""
+        """Return the plug-in, row and device that serve a request.
+
+        Raises a ``PluginError`` with reason and remedy if there is none.
+        """
         offers = [
             (f, row)
             for f, row in self.rows()
@@ -147,7 +152,7 @@ class Registry:
         if not offers:
             raise self._not_found(model_type, backend)
         wanted_devices = DEVICES if device == "auto" else (device,)
-        # Before any probe: which plug-ins claim the same does not depend on what this machine has.
+        # Conflicts are checked before any probe, because they do not depend on this machine.
         for wanted in wanted_devices:
             self._refuse_conflict(offers, model_type, backend, wanted)
         trace: list[Candidate] = []
@@ -158,7 +163,7 @@ class Registry:
         raise self._unavailable(model_type, backend, device, offers, trace)
 
     def load(self, resolution: Resolution) -> Any:
-        """The class of a resolution; raises ``PluginLoadError``."""
+        """Return the class of a resolution, or raise ``PluginLoadError``."""
         return self._classes.get(resolution.row.target) or resolution.load()
 
     def _try_device(
@@ -191,13 +196,14 @@ class Registry:
             )
 
     def conflicts(self) -> list[str]:
-        """Return the triples that more than one plug-in claims, with the plug-ins; asks no probe."""
+        """Return the triples that several plug-ins claim, with the plug-ins; it runs no probe."""
         claims: dict[tuple[str, str, str], list[str]] = {}
         for found, row in self.rows():
             for triple in row.triples():
                 claims.setdefault(triple, []).append(found.source)
         return [
-            f"{model_type} by {backend} on {device} is offered by {' and '.join(sources)}: uninstall one of them"
+            f"{model_type} by {backend} on {device} is offered by {' and '.join(sources)}: "
+            "uninstall one of them"
             for (model_type, backend, device), sources in sorted(claims.items())
             if len(sources) > 1
         ]
@@ -241,12 +247,11 @@ class Registry:
             )
         known = sorted({b for _, row in self.rows() for b in row.backends} | set(distributions))
         broken = ", ".join(found.source for found in self.found() if found.problem)
+        why = f"broken, and not asked: {broken}; `python -m engine_api doctor` says why"
         return PluginNotFound(
             f"no {self.kind} is called {backend!r}",
             where=self.group,
-            why=f"broken, and not asked: {broken}; `python -m engine_api doctor` says why"
-            if broken
-            else "",
+            why=why if broken else "",
             remedy=near_matches(backend, known),
         )
 
@@ -315,11 +320,12 @@ class EngineRegistry:
         device: str = "auto",
         config: EngineConfig,
     ) -> Any:
-        """Resolve, import and construct an engine (not yet initialized).
+        """Resolve, import and construct an engine, which is not yet initialized.
 
         Raises:
-            PluginError: nothing fits; the subclass and the text say why and what to do.
-            UnsupportedCapability: ``config`` asks for what the engine does not declare.
+            PluginError: no plug-in fits; the subclass and the text give reason and remedy.
+            UnsupportedCapability: ``config`` requests a capability that the engine does not
+                declare.
         """
         resolution = _engines.resolve(model_type=model_type, backend=backend, device=device)
         return _engines.load(resolution)(config, resolution=resolution)
@@ -344,9 +350,10 @@ class RolloutRegistry:
 
     @staticmethod
     def create_exporter(*, name: str, device: str = "auto", **arguments: Any) -> WeightExporter:
-        """What turns an engine's weights into what rollout ``name`` installs; raises ``PluginError``.
+        """Construct the exporter that turns an engine's weights into the form of rollout ``name``.
 
-        ``arguments`` go to the plug-in's own exporter; without one the engine's export is taken as it is.
+        ``arguments`` go to the plug-in's own exporter; without one the engine's export is used as
+        it is. Raises ``PluginError``.
         """
         resolution = _rollouts.resolve(backend=name, device=device)
         if resolution.plugin.exporter is None:
@@ -358,7 +365,10 @@ class RolloutRegistry:
 
     @staticmethod
     def create_wire(*, name: str, device: str = "auto", timeout_s: float) -> WeightWire | None:
-        """What brings exports to rollout ``name`` in other processes, if its plug-in has that; raises ``PluginError``."""
+        """Construct the wire that carries exports to rollout ``name`` in other processes.
+
+        It is None if the plug-in has no wire. Raises ``PluginError``.
+        """
         resolution = _rollouts.resolve(backend=name, device=device)
         if resolution.plugin.wire is None:
             return None

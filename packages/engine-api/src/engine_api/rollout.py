@@ -1,4 +1,4 @@
-"""The contract of a rollout: it generates completions from the engine's weights."""
+"""The contract of a rollout, which generates completions from the engine's weights."""
 
 from __future__ import annotations
 
@@ -21,29 +21,43 @@ FinishReason = Literal["stop", "length", "abort"]
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How completions are drawn."""
+    """The sampling settings of a generation."""
 
-    n: int = 1  # completions a prompt
+    n: int = 1
+    """Number of completions per prompt."""
+
     max_new_tokens: int = 256
-    temperature: float = 1.0  # 0: greedy
+    """Largest number of tokens of a completion."""
+
+    temperature: float = 1.0
+    """Divisor of the logits; 0 is greedy decoding."""
+
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    """Probability mass that nucleus sampling keeps, in (0, 1]; 1 keeps all tokens."""
+
+    top_k: int = 0
+    """Number of most likely tokens that are kept; 0 keeps all tokens."""
+
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion."""
+
     seed: int | None = None
+    """Seed of the draws; None leaves it to the rollout."""
 
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One completion.
+    """One completion of a prompt.
 
     Attributes:
-        prompt_index: which prompt it answers.
+        prompt_index: index of its prompt.
         tokens: generated ids, the stop token included.
-        log_probs: one a token, of the sampled token under the distribution that it was drawn from
-            (temperature applied; before top-p and top-k truncation).
-        weight_versions: one a token, the version of the weights that made it.
-        finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``abort``.
+        log_probs: one value per token, of the sampled token under the distribution that it was
+            drawn from (temperature applied; before top-p and top-k truncation).
+        weight_versions: one value per token, the version of the weights that generated it.
+        finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``abort`` after
+            an abort.
     """
 
     prompt_index: int
@@ -56,17 +70,20 @@ class Completion:
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncResult:
-    """What one weight sync did.
+    """The result of one weight sync.
 
     Attributes:
-        version: of the weights that are served from now on.
-        num_tensors: Hugging Face tensors that were installed; ``num_quantized`` of them in FP8.
-        num_bytes: of those tensors as they were installed, scales included.
-        seconds: a phase each: ``gather``, ``quantize``, ``transfer``, ``install``, ``audit``; a phase that a rollout
-            has not is absent. Phases may overlap: their sum is not the time of the sync.
-        audited: whether the served weights were compared with the export.
-        wire_bytes: that came to the rollout's process from the engine's, scales and padding included; 0 where both are one.
-            Whoever carries them says it, not the rollout (since contract 1.2).
+        version: version of the weights that are served from now on.
+        num_tensors: number of Hugging Face tensors that were installed.
+        num_quantized: number of those in FP8.
+        num_bytes: size in bytes of those tensors as they were installed, scales included.
+        seconds: duration of each phase: ``gather``, ``quantize``, ``transfer``, ``install``,
+            ``audit``. A phase that a rollout does not have is absent. Phases may overlap, so their
+            sum is not the duration of the sync.
+        audited: True if the served weights were compared with the export.
+        wire_bytes: bytes that the rollout's process received from the engine's, scales and padding
+            included; 0 where both are the same process. The carrier sets it, not the rollout (since
+            contract 1.2).
     """
 
     version: int
@@ -80,33 +97,39 @@ class SyncResult:
 
 @runtime_checkable
 class WeightExporter(Protocol):
-    """Turns an engine's weights into what a rollout installs, on every rank of the engine.
+    """A converter of an engine's weights into a rollout's form, on every rank of the engine.
 
-    A rollout plug-in may bring its own (``EnginePlugin.exporter``), which quantizes before it gathers, say; without
-    one the engine's own export is installed.
+    A rollout plug-in may bring its own (``EnginePlugin.exporter``), which for example quantizes
+    before it gathers. Without one the engine's own export is installed.
     """
 
     def export(self, engine: Engine) -> WeightExport:
-        """One sync's stream. All ranks of the engine call it and exhaust it, also those without a rollout."""
+        """Return the stream of one sync.
+
+        All ranks of the engine call it and exhaust it, including those without a rollout.
+        """
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Free everything; a second call does nothing."""
         ...
 
 
 class WholeExporter:
-    """The engine's own export, whole tensors in ``dtype`` (None: as stored)."""
+    """An exporter of whole tensors in ``dtype``, from the engine's own export.
+
+    None is the stored dtype.
+    """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
 
     def export(self, engine: Engine) -> WeightExport:
-        """``engine.get_per_tensor_param``."""
+        """Return ``engine.get_per_tensor_param`` in the exporter's dtype."""
         return engine.get_per_tensor_param(dtype=self._dtype)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing, because the exporter holds nothing."""
 
 
 class WeightSender(Protocol):
@@ -114,92 +137,113 @@ class WeightSender(Protocol):
 
     @property
     def address(self) -> str:
-        """For the receivers of the next ``send`` alone, which may be another one each time.
+        """The address for the receivers of the next ``send`` only; it may change each time.
 
-        Whoever knows it may take part: it goes to the receivers, into no log.
+        A process that knows it may take part. It is given to the receivers and never logged.
         """
         ...
 
     def send(self, export: WeightExport) -> int:
-        """Carry one export to every receiver; the bytes that each was sent.
+        """Carry one export to every receiver, and return the number of bytes sent to each.
 
-        Raises what the export raises; ``RolloutError`` when a receiver fails, is gone or falls silent. Then it fails at
-        all of them, and the export may be left unfinished: the caller runs it to its end.
+        Raises the errors of the export, and ``RolloutError`` when a receiver fails, is gone or
+        falls silent. Then the sync fails at all receivers, and the export may be left unfinished:
+        the caller runs it to its end.
         """
         ...
 
 
 @runtime_checkable
 class WeightWire(Protocol):
-    """Brings exports to rollouts in processes of their own (since contract 1.2).
+    """A carrier of exports to rollouts in processes of their own (since contract 1.2).
 
-    A rollout plug-in may bring its own (``EnginePlugin.wire``), for what its exporter makes and its rollout installs. It is
-    made with the arguments ``resolution`` and ``timeout_s``, of each step of a sync. Without one, and for an engine that does
-    not declare ``export_shards``, the caller carries the engine's whole tensors.
+    A rollout plug-in may bring its own (``EnginePlugin.wire``), for the tensors that its exporter
+    makes and its rollout installs. It is constructed with the arguments ``resolution`` and
+    ``timeout_s``, the deadline of each step of a sync in seconds. Without one, and for an engine
+    that does not declare ``export_shards``, the caller carries the engine's whole tensors.
     """
 
     def serve(self, host: str, receivers: int) -> WeightSender:
-        """The engine's end. ``host``: where the ``receivers`` processes reach this one."""
+        """Return the engine's end.
+
+        ``host`` is the address at which the ``receivers`` processes reach this process.
+        """
         ...
 
     def receive(self, address: str, rank: int) -> AbstractContextManager[WeightExport]:
-        """A rollout's end: one export, for ``update_weights``; ``rank`` from 0.
+        """Return a rollout's end as a context with one export, for ``update_weights``.
 
-        When the block ends the sender hears that all is installed, when it raises that it failed. Raises ``RolloutError``:
-        the sender cannot be reached, failed, fell silent, or carries another sync than that of ``address``.
+        ``rank`` counts the receivers from 0. The sender is informed that everything is installed
+        when the block ends, and that the sync failed when it raises. Raises ``RolloutError`` if the
+        sender cannot be reached, failed, fell silent, or carries a sync other than that of
+        ``address``.
         """
         ...
 
     def close(self) -> None:
-        """Give back what either end keeps between syncs; idempotent."""
+        """Free everything that either end keeps between syncs; a second call does nothing."""
         ...
 
 
 class Generation(Protocol):
-    """Completions of one prompt that may still be running."""
+    """The completions of one prompt, which may still be running."""
 
     def done(self) -> bool:
-        """Whether ``result`` would return at once."""
+        """Return whether ``result`` would return at once."""
         ...
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
-        """Wait for all ``sampling.n`` completions; ``prompt_index`` is 0.
+        """Wait for all ``sampling.n`` completions and return them, with ``prompt_index`` 0.
 
-        Raises ``RolloutError`` when the rollout failed, ``TimeoutError`` after ``timeout_s``.
+        Raises ``RolloutError`` when the rollout failed, and ``TimeoutError`` after ``timeout_s``
+        seconds (None: no limit).
         """
         ...
 
     def abort(self) -> None:
-        """Stop here: what was generated so far comes as completions that end with ``abort``."""
+        """Stop the generation.
+
+        The tokens generated so far become completions that end with ``abort``.
+        """
         ...
 
 
 @runtime_checkable
 class Rollout(Protocol):
-    """What the trainer calls. Nothing else is called from outside."""
+    """The members of a rollout that the trainer calls; nothing else is called from outside."""
 
     weight_version: int
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        """``sampling.n`` completions a prompt, grouped by prompt. Raises ``RolloutError``."""
+        """Return ``sampling.n`` completions per prompt, grouped by prompt.
+
+        Raises ``RolloutError`` if the generation fails.
+        """
         ...
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
-        """Install a whole export. Raises ``RolloutError`` and refuses to generate until a good one."""
+        """Install a whole export as the weights of ``version``.
+
+        If it fails it raises ``RolloutError``, and the rollout refuses to generate until an update
+        succeeds.
+        """
         ...
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """Give back the memory of weights and of caches, or of one of them."""
+        """Free the memory of weights and of caches, or of one of them."""
         ...
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """Take it again; after the weights slept they must be updated before the next ``generate``."""
+        """Allocate the memory again that ``sleep`` freed.
+
+        Weights that slept must be updated before the next ``generate``.
+        """
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Free everything; a second call does nothing."""
         ...
 
 
@@ -208,5 +252,8 @@ class AsyncRollout(Rollout, Protocol):
     """A rollout that also generates in the background."""
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Begin to generate. Tokens carry the weight version that made them. Raises ``RolloutError``."""
+        """Start a generation in the background and return it.
+
+        Each token carries the version of the weights that generated it. Raises ``RolloutError``.
+        """
         ...
