@@ -67,6 +67,6 @@ def _mostly_within(difference: Tensor, bound: Tensor) -> bool:
 
 
 def _most_wrong(wrong: Tensor, bounds: Sequence[int]) -> bool:
-    """Return whether nearly every document of two tokens or more in ``bounds`` has a wrong token."""
+    """Return whether nearly every document of two tokens or more has a wrong token."""
     hit = [bool(wrong[start:stop].any()) for start, stop in pairwise(bounds) if stop - start > 1]
     return bool(hit) and sum(hit) / len(hit) >= _MOST
