@@ -1,4 +1,4 @@
-"""Ranks as threads, plug-ins as folders, and a bigram model as an engine."""
+"""Fixtures: ranks as threads, plug-ins as folders, and a bigram model as an engine."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ VOCABULARY = 11
 
 
 class ThreadComm:
-    """One of several ranks that are threads of this process."""
+    """The control plane of one of several ranks that are threads of this process."""
 
     def __init__(self, rank: int, rows: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(rows)
-        self._rows, self._barrier = rows, barrier
+        self.rank = rank
+        self.world_size = len(rows)
+        self._rows = rows
+        self._barrier = barrier
 
     def all_gather(self, value: Any) -> list[Any]:
         self._rows[self.rank] = value
         self._barrier.wait()
-        everybody = list(self._rows)
+        gathered = list(self._rows)
         self._barrier.wait()
-        return everybody
+        return gathered
 
     def close(self) -> None:
         pass
 
 
 def run_ranks(count: int, work: Callable[[Comm], Any]) -> list[Any]:
-    """What ``work`` returned, or the exception that it raised, by rank."""
+    """Return the result of ``work``, or the exception that it raised, by rank."""
     rows: list[Any] = [None] * count
     barrier = threading.Barrier(count, timeout=DEADLINE_S)
     with ThreadPoolExecutor(count) as pool:
@@ -58,7 +60,10 @@ def ranks() -> Callable[[int, Callable[[Comm], Any]], list[Any]]:
 
 @pytest.fixture
 def make_batch() -> Callable[..., Batch]:
-    """Documents of these lengths, ids from a seed, loss on all but first tokens (or nowhere)."""
+    """Return a function that makes a batch of documents of the given lengths.
+
+    Ids are drawn from a seed. All but first tokens carry loss of the given weight.
+    """
 
     def make(lengths: Sequence[int], *, seed: int = 0, weight: float = 1.0) -> Batch:
         generator = torch.Generator().manual_seed(seed)
@@ -73,7 +78,10 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture
 def add_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Fake an installed distribution: a dist-info folder with entry points, and a module."""
+    """Return a function that fakes an installed distribution.
+
+    The distribution is a dist-info folder with entry points, and modules.
+    """
 
     def add(
         name: str,
@@ -99,7 +107,10 @@ def add_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 
 class BigramEngine(BaseEngine):
-    """log p(next | previous) is a table; ranks are data-parallel, gradients are summed over the control plane."""
+    """An engine whose log p(next | previous) is a table.
+
+    Its ranks are data-parallel, and gradients are summed over the control plane.
+    """
 
     vocab_size = VOCABULARY
 
@@ -138,9 +149,9 @@ class BigramEngine(BaseEngine):
         first = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill(
             0, batch.cu_seqlens[:-1], value=True
         )
-        entropy = (
-            -(rows.exp() * rows).sum(-1).masked_fill(first, 0.0) if "entropy" in needs else None
-        )
+        entropy = None
+        if "entropy" in needs:
+            entropy = -(rows.exp() * rows).sum(-1).masked_fill(first, 0.0)
         return TokenOutputs(log_probs=value.masked_fill(first, 0.0), entropy=entropy)
 
     def _clip_gradients(self, max_norm: float | None) -> float:
@@ -195,7 +206,10 @@ class BigramEngine(BaseEngine):
 
 @pytest.fixture
 def make_engine() -> Callable[..., BigramEngine]:
-    """An initialized bigram engine; arguments go to ``EngineConfig``, capabilities to its descriptor."""
+    """Return a function that makes an initialized bigram engine.
+
+    Arguments go to ``EngineConfig``, capabilities to its descriptor.
+    """
 
     def make(
         *,

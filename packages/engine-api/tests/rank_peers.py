@@ -1,7 +1,8 @@
-"""What runs in the ranks of test_rank_failures: collectives, in one of which the last rank goes away.
+"""The program of the ranks of test_rank_failures: collectives, in one of which the last rank fails.
 
-``python rank_peers.py HOW CALL TIMEOUT_S``; ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
-A rank that is left prints what it was told as JSON.
+Usage: ``python rank_peers.py HOW CALL TIMEOUT_S``, with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+and ``MASTER_PORT`` in the environment. A remaining rank prints the failures that it received as
+JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FATAL_CALL = 3
 
 
 def go_away(how: str) -> None:
-    """Be no peer any more, in one way or another."""
+    """Stop taking part, in the way that ``how`` names."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stopped":
@@ -35,7 +36,7 @@ def go_away(how: str) -> None:
 
 
 def work(how: str, call: str, comm: TorchComm) -> None:
-    """Make five calls of a kind."""
+    """Make five calls of the kind ``call``, in one of which the last rank fails."""
     fatal = comm.rank == comm.world_size - 1
     for step in range(5):
         with watched(f"call at step {step}"):
@@ -50,7 +51,7 @@ def work(how: str, call: str, comm: TorchComm) -> None:
 
 
 def main(how: str, call: str, timeout_s: float) -> None:
-    """Work, and say what came of it."""
+    """Make the calls, and print the failures of other ranks."""
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", timeout=limit)
     comm = TorchComm(limit)
@@ -59,7 +60,8 @@ def main(how: str, call: str, timeout_s: float) -> None:
     except RankFailure as failure:
         print(json.dumps({str(rank): text for rank, text in failure.failures.items()}), flush=True)
     except KeyError:
-        sys.stdin.read()  # alive, and out of its calls, until the test has heard the others
+        # This rank stays alive, outside of any call, until the test has read the other ranks.
+        sys.stdin.read()
     finally:
         comm.close()
     left = [

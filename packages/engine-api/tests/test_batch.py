@@ -1,4 +1,4 @@
-"""Batches: what is refused, with field and index, and what packing and selecting keep."""
+"""Tests of batches: refusals that name field and index, packing and selecting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The portable checkpoint, written and read by several ranks: whole, atomic, checked."""
+"""Tests of the portable checkpoint with several ranks: complete, atomic, checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WHOLE = {
 
 
 def rows_of(key: str, rank: int, count: int) -> ShardSpec:
-    """Dimension 0 in equal pieces, the last ones empty or short; scalars are copies."""
+    """Return equal shards of dimension 0, the last ones short or empty; scalars are copies."""
     shape = tuple(WHOLE[key].shape)
     if not shape:
         return ShardSpec.whole((), replica=rank)
@@ -81,7 +81,7 @@ def read(comm, folder: Path, cut=columns_of, **changes):
 
 @pytest.fixture
 def saved(tmp_path, ranks):
-    """A checkpoint of two ranks at ``<folder>/step-5``."""
+    """Write a checkpoint of two ranks at ``<folder>/step-5``."""
     assert [i.step for i in ranks(2, lambda comm: write(comm, tmp_path / "step-5", epoch=2))] == [
         5,
         5,
@@ -128,7 +128,7 @@ def test_a_portable_manifest_is_as_earlier_releases_read_it(saved):
 
 
 def own_format(comm, folder):
-    """What an engine writes whose tensors stand in a file of its own."""
+    """Write the files of an engine with a format of its own."""
 
     def save(partial):
         (partial / f"state/{comm.rank}.own").write_bytes(b"1234")
@@ -205,7 +205,7 @@ def flip(saved):
 
 
 def change(saved, alter):
-    """Alter the manifest's JSON, and make its digest that of the altered one."""
+    """Change the manifest's JSON, and write the digest of the changed manifest."""
     path = saved / "step-5/manifest.json"
     raw = json.loads(path.read_text())
     alter(raw)
@@ -226,7 +226,7 @@ def hole(saved):
 
 
 def twice_and_never(saved):
-    """As many elements as the whole has, half of them twice and half of them never."""
+    """Cover half of the elements twice and half of them never, as many as the whole has."""
 
     def alter(raw):
         first, second = raw["tensors"]["model.b"]["shards"]
@@ -355,7 +355,7 @@ def test_a_sealed_manifest_that_says_what_cannot_be_is_refused(saved, ranks, alt
 
 
 def outcome(ranks, folder):
-    """What a load gives, or the type of its error."""
+    """Return the result of a load, or the type of its error."""
     (result,) = ranks(1, lambda comm: read(comm, folder))
     if isinstance(result, Exception):
         assert isinstance(result, CheckpointError), repr(result)
@@ -395,7 +395,7 @@ def test_a_digest_is_what_sha256sum_writes(saved):
 
 
 def lacking(*gone, step=5):
-    """Which state is missing in a checkpoint of AdamW without these keys."""
+    """Return the missing state of an AdamW checkpoint without these keys."""
     fields = ("exp_avg", "exp_avg_sq", "step")
     keys = [
         "model.a",
@@ -500,7 +500,7 @@ def test_an_extra_that_is_not_json_stops_all_ranks(saved, ranks):
 
 def test_a_pointer_that_a_kill_left_behind_is_not_believed_and_is_repaired(saved, ranks):
     ranks(1, lambda comm: write(comm, saved / "step-12", step=12))
-    # As a save leaves it that was killed between its rename and the replacement of the pointer.
+    # A save that is killed between its rename and the replacement of the pointer leaves this state.
     (saved / "latest").rename(saved / "step-12/latest")
     assert checkpoint.locate(saved).name == "step-12"
     (saved / "latest").write_text("step-5")
@@ -524,7 +524,7 @@ def test_a_folder_without_steps_has_nothing_to_repair(tmp_path):
 
 
 def test_names_are_on_the_disk_before_the_folder_has_its_own(tmp_path, ranks, monkeypatch):
-    """Without it a loss of power may leave a renamed folder that lacks files."""
+    """Check the sync without which a loss of power may leave a renamed folder that lacks files."""
     order = []
     fsync, rename = os.fsync, Path.rename
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""``python -m engine_api``: what it prints, how fast, and without torch."""
+"""Tests of ``python -m engine_api``: its output, its speed, and that it imports no torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_list_takes_a_fraction_of_what_importing_torch_takes(acme):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Processor time, and a ratio: a busy machine slows both.
+    # The test compares processor times as a ratio, because a busy machine slows both.
     listing = min(seconds("from engine_api.__main__ import main; main(['list'])") for _ in range(3))
     assert listing < seconds("import torch") / 2
 
@@ -188,7 +188,10 @@ def test_two_plugins_that_claim_the_same_are_shown(capsys, add_distribution):
     add_distribution(
         "emca", {"emca": "emca_cli:PLUGIN"}, {"emca_cli": PLUGIN}, group="engine_api.engines"
     )
-    said = "conflict: language_model by acme on cuda is offered by acme==1.0 (acme_cli:PLUGIN) and emca==1.0"
+    said = (
+        "conflict: language_model by acme on cuda is offered by "
+        "acme==1.0 (acme_cli:PLUGIN) and emca==1.0"
+    )
     assert main(["list"]) == 0
     assert said in capsys.readouterr().out
     assert main(["doctor"]) == 1
@@ -196,6 +199,9 @@ def test_two_plugins_that_claim_the_same_are_shown(capsys, add_distribution):
 
 
 def test_the_command_line_imports_no_torch(acme):
-    code = "import sys; from engine_api.__main__ import main\nfor c in (['list'], ['doctor'], ['explain', 'acme']):\n    main(c)\n"
+    code = (
+        "import sys; from engine_api.__main__ import main\n"
+        "for c in (['list'], ['doctor'], ['explain', 'acme']):\n    main(c)\n"
+    )
     done = run(code + "assert 'torch' not in sys.modules and 'numpy' not in sys.modules", acme)
     assert done.returncode == 0, done.stderr

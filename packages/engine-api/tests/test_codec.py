@@ -1,4 +1,4 @@
-"""What travels between processes is data: JSON and buffers, never a pickle."""
+"""Tests of the codec: messages between processes are JSON and buffers, never a pickle."""
 
 from __future__ import annotations
 

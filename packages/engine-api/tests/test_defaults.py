@@ -1,4 +1,4 @@
-"""What an engine has without writing it: refusals by call, plain hooks; and optimizers by name."""
+"""Tests of an engine's defaults (refusals by call, plain hooks) and of optimizers by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_dtypes_of_state_follow_those_of_weights():
 
 
 class _Counts(torch.optim.SGD):
-    """Keeps a number that is not a tensor."""
+    """An optimizer whose state holds a number that is not a tensor."""
 
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["count"] = 1

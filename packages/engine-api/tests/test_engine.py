@@ -1,4 +1,4 @@
-"""What ``BaseEngine`` gives to every engine, on a bigram model: states, sums, skips, checkpoints."""
+"""Tests of ``BaseEngine`` on a bigram model: states, sums, skips, checkpoints."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_an_engine_that_trains_seeds_its_process(make_engine):
     assert not set(drawn(seed=2)) & set(first)
     random.seed(5)
     before = random.getstate()
-    make_engine(seed=1, optimizer=None).close()  # a reference, made while another engine trains
+    # It stands for a reference model, created while another engine trains.
+    make_engine(seed=1, optimizer=None).close()
     assert random.getstate() == before
 
 
@@ -195,9 +196,8 @@ def test_inference_is_pure_and_in_the_callers_order(make_engine, make_batch):
 def test_schedule_follows_applied_steps(make_engine, make_batch):
     engine = make_engine(schedule=ScheduleConfig(name="linear", warmup_steps=2, total_steps=4))
     rates = [engine.train_batch(make_batch([4]), sft_loss).lr]
-    rates.append(
-        engine.train_batch(make_batch([4], weight=0.0), sft_loss).lr
-    )  # skipped: does not count
+    # This step is skipped and does not count.
+    rates.append(engine.train_batch(make_batch([4], weight=0.0), sft_loss).lr)
     rates += [engine.train_batch(make_batch([4]), sft_loss).lr for _ in range(3)]
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.05])
 
@@ -275,7 +275,8 @@ def test_training_goes_on_from_a_checkpoint(make_engine, make_batch, tmp_path, a
     engine, batch = make_engine(**parts), make_batch(LENGTHS)
     engine.train_batch(batch, sft_loss)
     handle = engine.save_checkpoint(tmp_path / "step-1", extra={"epoch": 1})
-    after = engine.train_batch(batch, sft_loss)  # an asynchronous save must not see this one
+    # An asynchronous save must not see this step.
+    after = engine.train_batch(batch, sft_loss)
     assert handle.result().step == 1
     other = make_engine(seed=3, **parts)
     info = other.load_checkpoint(tmp_path)
@@ -297,7 +298,8 @@ def test_a_checkpoint_moves_between_world_sizes(make_engine, make_batch, ranks, 
     engine = make_engine(seed=9)
     engine.load_checkpoint(tmp_path / "x")
     assert same(before, weights(engine))
-    assert not hasattr(engine, "restored")  # another world size: no rank's RNG is this one's
+    # The world size differs, so no saved generators belong to this rank.
+    assert not hasattr(engine, "restored")
 
 
 def test_a_failed_load_changes_nothing(make_engine, make_batch, tmp_path):

@@ -1,4 +1,4 @@
-"""Errors keep their fields between processes; configurations are checked where they are made."""
+"""Tests of errors and configurations: errors survive pickling, configurations are checked early."""
 
 from __future__ import annotations
 

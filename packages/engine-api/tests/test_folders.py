@@ -1,4 +1,7 @@
-"""Folders and files are replaced as a whole: a process that is killed anywhere leaves the old ones or the new ones."""
+"""Tests of the replacement of folders and files as a whole.
+
+A process that is killed at any moment leaves the old ones or the new ones.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ pytestmark = pytest.mark.filterwarnings(
 def killed_everywhere(
     folder: Path, work: Callable[[], None], prepare: Callable[[], None]
 ) -> Iterator[int]:
-    """Do ``work`` in a child that dies before its n-th change of files in ``folder``, for each n; then once to its end."""
+    """Run ``work`` in a child that dies before its n-th change of files in ``folder``, for each n.
+
+    Yield n after each run; the last run reaches its end.
+    """
     for count in range(10_000):
         prepare()
         child = os.fork()
@@ -132,7 +138,7 @@ def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
 
 
 class Config:
-    """What of transformers' configuration is asked for."""
+    """A stand-in for transformers' configuration with the members that are used."""
 
     def to_dict(self):
         return {"model_type": "test"}

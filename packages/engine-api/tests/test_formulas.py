@@ -1,4 +1,4 @@
-"""Schedules, losses, token weights, shards."""
+"""Tests of the formulas of schedules, losses, token weights and shards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_aggregation_modes_are_weights():
         0,
         1,
         0,
-    ]  # a document without tokens weighs nothing
+    ]
     with pytest.raises(ConfigError, match="seq-mean-token-mean"):
         token_weights(mask, cu, "mean")
 

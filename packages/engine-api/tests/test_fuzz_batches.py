@@ -1,4 +1,8 @@
-"""Batches from anything: a ``Batch`` that keeps its promises, or a ``BatchError`` that names the field."""
+"""Fuzz tests of batches.
+
+Arbitrary arguments give a ``Batch`` that keeps its promises, or a ``BatchError`` that names the
+field.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,8 @@ junk = st.one_of(
 )
 
 
-# Tensors made of a plain one that an engine cannot index, copy or hash, or of another shape or dtype, by kind.
+# Functions from a plain tensor to one that an engine cannot index, copy or hash, or to one of a
+# different shape or dtype, by kind.
 STRANGE = {
     "sparse": lambda whole: whole.float().to_sparse(),
     "meta": lambda whole: whole.to("meta"),
@@ -77,7 +82,7 @@ STRANGE = {
 
 @st.composite
 def tensors(draw: st.DrawFn, size: int) -> torch.Tensor:
-    """A tensor of about ``size`` values: of any dtype, shape, layout and storage."""
+    """Draw a tensor of about ``size`` values, of any dtype, shape, layout and storage."""
     if draw(st.booleans()):
         return STRANGE[draw(st.sampled_from(sorted(STRANGE)))](torch.arange(max(size, 1)))
     values = draw(st.lists(st.floats(-2, VOCABULARY + 1), min_size=size, max_size=size))
@@ -103,7 +108,7 @@ def tensors(draw: st.DrawFn, size: int) -> torch.Tensor:
 
 @st.composite
 def boundaries(draw: st.DrawFn, size: int) -> object:
-    """``cu_seqlens`` that are right half of the time, else wrong in one way or of another kind."""
+    """Draw ``cu_seqlens`` that are right half of the time, and wrong in some way if not."""
     inner = sorted(draw(st.sets(st.integers(1, max(size - 1, 1)), max_size=3)) - {size})
     ends = [0, *inner, size] if size else [0]
     wrong = draw(st.sampled_from(["", "", "", "", "falls", "starts", "ends", "junk", "tensor"]))
@@ -122,7 +127,7 @@ def boundaries(draw: st.DrawFn, size: int) -> object:
 
 @st.composite
 def parts(draw: st.DrawFn) -> dict[str, object]:
-    """The three arguments of a ``Batch``."""
+    """Draw the three arguments of a ``Batch``."""
     size = draw(st.integers(0, 6))
     good_ids = st.lists(st.integers(0, VOCABULARY - 1), min_size=size, max_size=size).map(
         lambda ids: torch.tensor(ids, dtype=torch.int64)
@@ -137,7 +142,7 @@ def parts(draw: st.DrawFn) -> dict[str, object]:
 
 
 def assert_promises(batch: Batch) -> None:
-    """What the docstring of ``Batch`` says is so, and everything that an engine does with a batch works."""
+    """Check the promises of ``Batch``'s docstring, and all operations that engines use."""
     assert batch.input_ids.dtype == torch.int64
     assert batch.boundaries[0] == 0
     assert batch.boundaries[-1] == batch.num_tokens
@@ -157,7 +162,7 @@ def assert_promises(batch: Batch) -> None:
 
 
 def outcome(make) -> Batch | BatchError:
-    """The batch, or the error that refuses it; any other exception fails the test."""
+    """Return the batch or the error that refuses it; any other exception fails the test."""
     try:
         return make()
     except BatchError as error:
@@ -196,7 +201,7 @@ def test_a_batch_keeps_its_promises_or_is_refused_by_field(given_parts):
 
 @st.composite
 def documents(draw: st.DrawFn) -> object:
-    """What ``Batch.pack`` is given: mappings of columns, mostly of one length."""
+    """Draw arguments of ``Batch.pack``: mappings of columns, mostly of the same length."""
     names = draw(
         st.sampled_from([["input_ids"], ["input_ids", "loss_weight"], ["input_ids", "x"], ["x"]])
     )

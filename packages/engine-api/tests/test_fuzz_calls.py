@@ -1,4 +1,7 @@
-"""Calls of an engine with anything for arguments: a result that keeps the contract, or a typed error and nothing changed."""
+"""Fuzz tests of an engine's members.
+
+Arbitrary arguments give a result that keeps the contract, or a typed error and no change.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ CONFIG = {
 
 
 class MadeUpError(Exception):
-    """What a user's own loss raises."""
+    """An error of a user's own loss."""
 
 
 def raises(outputs, batch):
@@ -67,7 +70,7 @@ def with_needs(needs) -> Callable[..., Any]:
 
 
 class WithCoefficients:
-    """A loss that says its gradient beforehand, rightly or not."""
+    """A loss that states its gradient in advance, correctly or not."""
 
     def __init__(self, coefficients) -> None:
         self.coefficients = coefficients
@@ -158,7 +161,7 @@ BATCHES: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """A real engine with a tiny model from random weights, after one step."""
+    """Return a real engine with a tiny model of random weights, after one step."""
     if not any("fsdp2" in row.backends for _, row in EngineRegistry.rows()):
         pytest.skip("engine-fsdp is not installed")
     folder = tmp_path_factory.mktemp("model")
@@ -181,7 +184,10 @@ def engine(tmp_path_factory):
 
 @dataclass(frozen=True)
 class State:
-    """All that a call could change: weights and optimizer by key, the version, generators, gradients."""
+    """The state that a call could change.
+
+    It is weights and optimizer by key, version, generators and gradients.
+    """
 
     tensors: dict[str, torch.Tensor]
     version: int
@@ -198,7 +204,7 @@ class State:
         return State(tensors, engine.weight_version, generators, gradients)
 
     def is_kept_by(self, other: State) -> bool:
-        """Whether weights, optimizer, version and generators are bitwise the same."""
+        """Return whether weights, optimizer, version and generators are bitwise the same."""
         same = self.tensors.keys() == other.tensors.keys() and all(
             torch.equal(tensor, other.tensors[key]) for key, tensor in self.tensors.items()
         )
@@ -212,7 +218,10 @@ class State:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the contract's error or the loss's own that it raises; any other exception fails the test."""
+    """Return the result of a call, or the error of the contract or of the loss that it raises.
+
+    Any other exception fails the test.
+    """
     try:
         return call()
     except (EngineError, MadeUpError) as error:
@@ -220,7 +229,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def assert_usable(engine) -> None:
-    """A good call works, and says what it said before: inference changes nothing."""
+    """Check that a good call still works, and that inference returns the same values as before."""
     first, second = (engine.infer_batch(good_batch(), entropy=True) for _ in range(2))
     assert bool(first.log_probs.isfinite().all())
     assert torch.equal(first.log_probs, second.log_probs)

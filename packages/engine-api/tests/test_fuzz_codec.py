@@ -1,4 +1,7 @@
-"""Whatever bytes come from a socket, decoding them gives data or a ``CodecError``; whatever is encoded comes back."""
+"""Fuzz tests of the codec.
+
+Decoding arbitrary bytes gives data or a ``CodecError``, and encoded values decode to equal ones.
+"""
 
 from __future__ import annotations
 

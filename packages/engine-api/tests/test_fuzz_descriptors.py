@@ -1,4 +1,7 @@
-"""Whatever a plug-in's descriptor, its probe and its metadata hold, every other plug-in is still listed."""
+"""Fuzz tests of descriptors, probes and metadata.
+
+Whatever a plug-in has there, every other plug-in is still listed.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 
 
 class Odd(BaseException):
-    """An error that no ``except Exception`` takes."""
+    """An error that ``except Exception`` does not catch."""
 
 
 class Hostile:
-    """Raises wherever it is looked at, while ``armed`` is true: hypothesis looks at values too."""
+    """A value that raises at each access while ``armed`` is true, as hypothesis accesses it too."""
 
     armed = False
 
@@ -124,7 +127,7 @@ DESCRIPTORS = st.builds(
 
 
 class Text(importlib.metadata.Distribution):
-    """A distribution whose metadata are given."""
+    """A distribution with given metadata."""
 
     def __init__(self, metadata: str, entries: str) -> None:
         self._texts = {"METADATA": metadata, "entry_points.txt": entries}
@@ -137,20 +140,20 @@ class Text(importlib.metadata.Distribution):
 
 
 class Finder(importlib.metadata.DistributionFinder):
-    """What the import system asks for installed distributions."""
+    """A finder that the import system asks for installed distributions."""
 
     def __init__(self) -> None:
         self.found: list[Text] = []
 
     def find_spec(self, *_: Any) -> None:
-        """Nothing is imported through it."""
+        """Return None, because nothing is imported through this finder."""
 
     def find_distributions(self, context: Any = None) -> Iterator[Text]:
         return iter(self.found)
 
 
 class Raising(ModuleType):
-    """A module whose import raises."""
+    """A loader of a module whose import raises."""
 
     error: BaseException
 
@@ -160,7 +163,7 @@ class Raising(ModuleType):
 
 @pytest.fixture(scope="module")
 def finder() -> Iterator[Finder]:
-    """In front of a good plug-in, and of no other: what is installed here is not looked at."""
+    """Put the plug-in in front of a good one, and hide the plug-ins that are installed here."""
     good = ModuleType("fuzzed_good")
     good.PLUGIN = EnginePlugin(
         name="good",
@@ -184,7 +187,7 @@ def metadata(name: str) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """What each command prints; all of it can be written as UTF-8."""
+    """Return the output of each command, after a check that it can be written as UTF-8."""
     found = {}
     for command in (["list"], ["explain", "only-good"], ["explain", "odd"], ["doctor"]):
         with contextlib.redirect_stdout(io.StringIO()) as told:

@@ -1,4 +1,7 @@
-"""Fuzz the state of generators: whatever a file holds is refused before anything changes, or restored."""
+"""Fuzz tests of the state of generators.
+
+An arbitrary state is refused before anything changes, or restored.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ JSON = st.recursive(
 
 
 def places(value, at=()):
-    """Yield the path of each value inside of ``value``; of a long list the ends."""
+    """Yield the path of each value inside ``value``, of a long list only its ends."""
     yield at
     if isinstance(value, dict):
         for key, inner in value.items():

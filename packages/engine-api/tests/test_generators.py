@@ -1,4 +1,4 @@
-"""The generators of a process: seeded by seed and rank, captured, checked before anything changes, restored."""
+"""Tests of a process's generators: seeding by seed and rank, capture, check, restoration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from engine_api.generators import capture, check, restore, seed_all
 
 
 def draws():
-    """Return numbers of each generator that user code draws from, normal ones too: of those one is kept."""
+    """Return numbers of each generator that user code draws from.
+
+    Normal numbers are among them, because the generators keep one of those for the next draw.
+    """
     python = random.random(), random.gauss(0, 1)
     numpy = np.random.rand(), np.random.randn()  # noqa: NPY002 - the global one
     return *python, *numpy, float(torch.rand(())), float(torch.randn(()))
 
 
 def test_generators_come_back_as_they_were():
-    draws()  # a normal number is kept by now
+    # After this call the generators keep a normal number.
+    draws()
     state = json.loads(json.dumps(capture("cpu")))
     before = draws()
     check(state, "cpu")

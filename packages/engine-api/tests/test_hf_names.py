@@ -1,4 +1,4 @@
-"""Parts of fused parameters, one by one and all at once."""
+"""Tests of the pieces of fused parameters, one by one and all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a model's configuration that act in training alone."""
+"""Tests of the keys of a model's configuration that act only in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a model's config.json that a configuration overrides: each has its effect, or is refused."""
+"""Tests of overrides of a model's config.json: each has its effect, or is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_rope_of_several_kinds_of_layers_is_told_each_base():
     }
     with pytest.raises(
         ConfigError,
-        match=r"add rope_theta: 1000000\.0 \(full_attention\), 10000\.0 \(sliding_attention\) to it",
+        match=r"add rope_theta: 1000000\.0 \(full_attention\), "
+        r"10000\.0 \(sliding_attention\) to it",
     ):
         override(
             transformers.Gemma3TextConfig(rope_parameters=rope),

@@ -1,4 +1,4 @@
-"""Splitting by budget: properties over many length lists; and what all ranks agree on."""
+"""Tests of the split by token budget: properties over many lists of lengths, and agreement."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def test_least_bins_keep_the_budget_and_every_document(lengths, budget):
     bins = least_bins(lengths, budget)
     assert each_document_once(bins, lengths)
     assert all(sum(lengths[i] for i in b) <= budget for b in bins)
-    assert len(bins) <= max(
-        1, 2 * sum(lengths) / budget + 1
-    )  # first-fit leaves at most one bin under half full
+    # First-fit leaves at most one bin under half full.
+    assert len(bins) <= max(1, 2 * sum(lengths) / budget + 1)
 
 
 @given(LENGTHS, BUDGET, st.integers(0, 5))
@@ -38,7 +37,8 @@ def test_the_agreed_count_is_kept(lengths, budget, more):
     assert len(bins) == count
     assert each_document_once(bins, lengths)
     assert all(sum(lengths[i] for i in b) <= budget for b in bins)
-    assert bins == split_micro_batches(lengths, budget, count)  # the same on every rank
+    # The split is the same on every rank.
+    assert bins == split_micro_batches(lengths, budget, count)
 
 
 @given(LENGTHS, st.integers(1, 6))
@@ -107,10 +107,9 @@ def test_ranks_that_share_documents_must_share_them(ranks, make_batch):
         )
 
     assert all(isinstance(e, BatchError) for e in ranks(2, lambda comm: work(comm, (0, 1))))
-    assert [m.loss_weight for m in ranks(2, lambda comm: work(comm, (0, 0)))] == [
-        3.0,
-        3.0,
-    ]  # counted once
+    # The weights of documents that two ranks share count once.
+    weights = [m.loss_weight for m in ranks(2, lambda comm: work(comm, (0, 0)))]
+    assert weights == [3.0, 3.0]
 
 
 def test_missing_weights_are_asked_for_only_where_needed(ranks):

@@ -1,4 +1,4 @@
-"""A rank that goes away is named by every other one, whatever they wait in."""
+"""Tests of failed ranks: every other rank names them, whatever it waits in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from engine_api.stores import serve_store
 
 PEERS = Path(__file__).with_name("rank_peers.py")
 DEADLINE_S = 240.0
-LONG_S = 600.0  # a timeout that no test waits for
+# A timeout that no test waits for.
+LONG_S = 600.0
 SHORT_S = 6.0
 SAID = {
     "killed": "is gone (killed? out of memory?)",
@@ -34,7 +35,10 @@ SAID = {
 
 @contextlib.contextmanager
 def ranks(world, *arguments):
-    """``world`` processes of rank_peers over a store of this one; none of them outlives the block."""
+    """Start ``world`` processes of rank_peers over a store of this process.
+
+    None of them outlives the block.
+    """
     store = serve_store("127.0.0.1", world, DEADLINE_S)
     common = {
         "WORLD_SIZE": str(world),
@@ -58,7 +62,8 @@ def ranks(world, *arguments):
         yield started
     finally:
         for process in started:
-            process.kill()  # a stopped one too
+            # SIGKILL also ends a stopped process.
+            process.kill()
             process.communicate()
 
 
@@ -126,7 +131,8 @@ def test_an_abandoned_export_closes_what_it_reads():
     [
         (
             RuntimeError(
-                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+                "Connection closed by peer"
             ),
             True,
         ),
@@ -171,7 +177,10 @@ def heartbeat_started(pid):
 
 
 def test_only_connections_to_the_named_processes_are_shut_down():
-    code = "import socket,sys; s=socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print(flush=True); sys.stdin.read()"
+    code = (
+        "import socket,sys; s=socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "
+        "print(flush=True); sys.stdin.read()"
+    )
     here = Process.this()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

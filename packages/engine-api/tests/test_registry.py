@@ -1,4 +1,7 @@
-"""Finding and choosing plug-ins: absent, broken, conflicting, for another contract, on absent devices."""
+"""Tests of the registry.
+
+Plug-ins may be absent, broken, conflicting, for a different contract, or for absent devices.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +194,10 @@ def test_an_import_that_takes_long_is_named_in_the_log(registry, add_distributio
     add_distribution("slow", {"slow": "slow_plugin:PLUGIN"}, {"slow_plugin": slow})
     assert registry.resolve(backend="acme").device == "cpu"
     assert texts == [
-        "the import of slow==1.0 (slow_plugin:PLUGIN) has not returned for 0.1 s; a descriptor must import nothing heavy"
+        (
+            "the import of slow==1.0 (slow_plugin:PLUGIN) has not returned for 0.1 s; "
+            "a descriptor must import nothing heavy"
+        )
     ]
 
 

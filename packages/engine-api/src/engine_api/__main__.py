@@ -95,9 +95,8 @@ def _explain(backend: str, model_type: str, device: str, *, rollout: bool) -> in
         print(candidate)
     print(f"-> {resolution.row.target} on {resolution.device}")
     if not rollout:
-        print(
-            f"   declares: {', '.join(sorted(resolution.plugin.capabilities)) or 'nothing optional'}"
-        )
+        declared = ", ".join(sorted(resolution.plugin.capabilities))
+        print(f"   declares: {declared or 'nothing optional'}")
     return 0
 
 

@@ -89,7 +89,7 @@ def check_device(device: object, own: str) -> None:
 
 
 def check_export(dtype: object, bucket_bytes: object = 1) -> None:
-    """Raise ``ConfigError`` for a dtype that cannot hold weights, or a size that is not positive."""
+    """Raise ``ConfigError`` for a dtype that cannot hold weights, or a size below 1."""
     import torch
 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -200,7 +200,7 @@ def _check_metric(name: object, value: object) -> None:
 
 
 def check_coefficients(value: object, like: torch.Tensor) -> None:
-    """Raise ``ConfigError`` unless ``value`` is None or has one number per token of ``like`` [T]."""
+    """Raise ``ConfigError`` unless ``value`` is None or has the shape of ``like`` ``[T]``."""
     import torch
 
     fits = (

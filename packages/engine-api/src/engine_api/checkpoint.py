@@ -139,8 +139,8 @@ def write_files(
         together(comm, lambda: _check_extra(extra))
         together(comm, lambda: _prepare(directory, partial) if comm.rank == 0 else None)
         need = sum(together(comm, lambda: num_bytes))
-        # Writing a memory-mapped file on a full disk ends the process with SIGBUS, so the free space
-        # for all ranks is checked first.
+        # Writing a memory-mapped file on a full disk ends the process with SIGBUS, so the free
+        # space for all ranks is checked first.
         together(comm, lambda: require_room(partial, need))
         parts = together(comm, lambda: _write_rank(partial, comm.rank, save, rank_state))
         manifest = _merge(

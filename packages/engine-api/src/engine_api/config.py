@@ -155,7 +155,8 @@ class Memory:
     """Token budget of a micro-batch on one data-parallel rank; a single document must fit in it."""
 
     pad_to_multiple: int = 1
-    """Multiple of tokens to which micro-batches are padded, for steadier shapes; 1 is no padding."""
+    """Number of tokens to a multiple of which micro-batches are padded, for steadier shapes; 1 is
+    no padding."""
 
     logit_chunk: int = 4096
     """Number of tokens whose logits exist at the same time."""

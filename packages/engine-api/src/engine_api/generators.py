@@ -101,7 +101,7 @@ def restore(state: Mapping[str, Any], device_type: str) -> None:
         device_of(device_type).set_rng_state(_decode(state[device_type]))
 
 
-# --- for each generator: its state from JSON, and a trial on a generator that is used nowhere else --
+# --- for each generator: its state from JSON, and a trial on an unused generator -----------------
 
 
 def _python_state(value: Any) -> tuple[Any, ...]:

@@ -16,7 +16,8 @@ gone (seen on the same host; on other hosts known by a note of a rank that saw i
     engine_api/<group>/notes           number of notes
     engine_api/<group>/note/<n>        Note
 
-A process has one watch, made with its first ``TorchComm`` and ended with its last; without one ``watched`` does nothing.
+A process has one watch, made with its first ``TorchComm`` and ended with its last; without one
+``watched`` does nothing.
 """
 
 # torch's own annotations are partial.
@@ -142,7 +143,7 @@ def is_distributed(error: BaseException) -> bool:
     return isinstance(error, torch.distributed.DistError) or _GLOO.search(str(error)) is not None
 
 
-# --- the process's watch ------------------------------------------------------------------------------
+# --- the process's watch -----------------------------------------
 
 _current: Watch | None = None
 _members = 0
@@ -304,7 +305,7 @@ class Watch:
         atexit.register(self.stop)
         self._thread.start()
 
-    # --- called by the threads of the engine --------------------------------------------------------
+    # --- called by the threads of the engine -----------------------------------------
 
     def enter(self, name: str, lane: str) -> _Open:
         """Begin a call, and return it."""
@@ -373,7 +374,7 @@ class Watch:
                 self._wake.set()
                 self._round.wait(min(left, LOOK_S))
 
-    # --- search for the failed ranks -------------------------------------------------------------------
+    # --- search for the failed ranks -----------------------------------------
 
     def _find_culprits(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
         """Return the fate of the ranks that caused a failure, by rank."""
@@ -447,7 +448,7 @@ class Watch:
         beat, _ = self._beats.get(rank, (None, 0.0))
         return "never seen" if beat is None else f"last seen {age(beat.at)}, {_doing(beat)}"
 
-    # --- the thread -----------------------------------------------------------------------------------
+    # --- the thread -----------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -502,7 +503,10 @@ class Watch:
             )
 
     def _watch_neighbours(self) -> None:
-        """Follow the beat of the next rank that is not gone; other ranks follow the further ones."""
+        """Follow the beat of the next rank that is not gone.
+
+        Other ranks follow the further ones.
+        """
         now = time.monotonic()
         # This process itself was asleep.
         if now - self._looked > 3 * PERIOD_S:
@@ -551,7 +555,7 @@ class Watch:
         others = (note for note in self._notes if note.rank != self._rank and not note.expected)
         return bool(self._gone) or any(note.call in (None, opened.call) for note in others)
 
-    # --- the store --------------------------------------------------------------------------------------
+    # --- the store -----------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self.name}/{name}"

@@ -128,7 +128,8 @@ def save_hf(
     writer = _Writer(place.with_name(place.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
         if writer is not None and writer.failure is None:
-            # The other ranks wait in the next gather, so a full disk is reported after the last one.
+            # The other ranks wait in the next gather, so a full disk is reported after the last
+            # gather.
             try:
                 writer.add(name, tensor)
             except (OSError, SafetensorError) as error:

@@ -123,7 +123,8 @@ def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregatio
     Args:
         mask: ``[T]``, 1 where a token counts.
         cu_seqlens: ``[D+1]`` document boundaries.
-        mode: ``token-mean``: every token weighs the same (divide by Σ mask; DAPO, arXiv:2503.14476);
+        mode: ``token-mean``: every token weighs the same (divide by Σ mask; DAPO,
+            arXiv:2503.14476);
             ``seq-mean-token-sum``: the same weights (divide by the number of documents instead);
             ``seq-mean-token-sum-norm``: the same weights (divide by the number of documents times a
             constant length; Dr. GRPO, arXiv:2503.20783); ``seq-mean-token-mean``: each document
