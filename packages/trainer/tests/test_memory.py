@@ -45,7 +45,8 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     check(engine - gradient + rollout)
     with pytest.raises(
         ConfigError,
-        match=r"(?s)gpu0 needs 37.3 GiB.*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
+        match=r"(?s)gpu0 has 37.3 GiB free; policy, rollout placed there need at least 37.3 GiB"
+        r".*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
     ):
         check(engine - gradient + rollout - 1e6)
     check(engine + rollout, {"sleep": False})

@@ -1,4 +1,4 @@
-"""Conversations of several turns with tools: a user's plain async function, one call a trajectory.
+"""Conversations of several turns with tools, by a user's async function called per trajectory.
 
 ::
 
@@ -8,8 +8,9 @@
             turn = await episode.generate(calculate(turn.text))
         return episode.end()
 
-``episode`` is what the function talks to, ``generators`` turn its calls into those of a rollout, ``runner`` runs many
-trajectories at once (``engine_trainer.placement.ray.agent_rollouts`` beside training). Tokens go in and out as they are: what the model said is never tokenized again.
+``episode`` is the interface of the function, ``generators`` turn its calls into those of a rollout,
+and ``runner`` runs many trajectories at once (``engine_trainer.placement.ray.agent_rollouts`` while
+training goes on). Tokens go in and out as they are: the model's text is never tokenized again.
 """
 
 from __future__ import annotations

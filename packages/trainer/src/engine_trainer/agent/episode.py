@@ -1,4 +1,7 @@
-"""What an agent function is given: the conversation so far, token by token, and the model to go on with it."""
+"""The conversation that an agent function continues, token by token.
+
+The function receives an ``Episode``, with the tokens so far and the model that continues them.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,45 @@ from engine_api.rollout import Completion
 from engine_trainer.data import ChatTokenizer, Prompt
 
 End = Literal["done", "limit", "timeout", "failed"]
-Input = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, tokens, or messages
+Input = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, tokens, or messages."""
 
 
 class AgentError(EngineError):
-    """An agent function raised, or used its episode wrongly; ``__cause__`` is what it raised, where it was here."""
+    """An agent function raised, or used its episode wrongly.
+
+    ``__cause__`` is the error that it raised, where it ran in this process.
+    """
 
     @classmethod
     def failed(cls, problem: str, prompt: Prompt, count: int, most: int) -> Self:
-        """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
+        """Build the error for the ``count``-th failure, where a run tolerates ``most``."""
         return cls(
             problem + (f"; failed trajectories: {count}" if most else ""),
             where="agent.function",
             why=about(prompt),
-            remedy="mend it; agent.max_failures lets some trajectories end there",
+            remedy="fix it; agent.max_failures lets some trajectories end there",
         )
 
 
 def about(prompt: Prompt) -> str:
-    """For errors."""
+    """Return a text about the prompt for errors."""
     return f"problem {prompt.text[:400]!r}"
 
 
 class EpisodeOver(BaseException):
-    """No turn or no token is left. Not an ``Exception``: an agent's own ``except Exception`` must not eat it."""
+    """No turn or no token is left.
+
+    It is not an ``Exception``, so that an agent's own ``except Exception`` does not catch it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the model said in one turn; ``finished``: it stopped by itself."""
+    """The model's tokens of one turn.
+
+    ``finished`` is True if it stopped by itself.
+    """
 
     text: str
     tokens: list[int]
@@ -53,15 +66,16 @@ class Trajectory:
 
     Attributes:
         tokens: the model's and the tools', in their order.
-        loss_weights: one a token, 1 where the model made it, 0 where a tool did.
-        log_probs, weight_versions: one a token, of the rollout; where a tool made it 0, and the version of the turn before
-            (at the beginning: of the first turn).
-        text: what the model said in all its turns.
-        finished: the function came to its end, and the model's last turn to a stop.
-        turns: of the model.
-        end: why it ended: by itself, no turn or token left, out of time, or the function failed.
-        problem: what the function raised, where it failed.
-        info: what the function noted (``Episode.info``); the reward finds it in ``metadata``.
+        loss_weights: one per token, 1 where the model made it, 0 where a tool did.
+        log_probs, weight_versions: one per token, from the rollout; where a tool made it 0, and the
+            version of the turn before (at the beginning: of the first turn).
+        text: the model's text of all its turns.
+        finished: the function returned, and the model's last turn stopped by itself.
+        turns: number of the model's turns.
+        end: reason of the end: by itself, no turn or token left, out of time, or the function
+            failed.
+        problem: error that the function raised, where it failed.
+        info: notes of the function (``Episode.info``); the reward finds them in ``metadata``.
     """
 
     tokens: list[int]
@@ -78,17 +92,20 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One turn to be generated: which trajectory, which turn of it, after which tokens."""
+    """A turn to be generated, with its trajectory, its number there and the tokens before it."""
 
     number: int
     turn: int
     tokens: list[int]
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()  # beside the rollout's own
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the turn, in addition to the rollout's own."""
 
 
 class Clock:
-    """The time that a function has for itself; None: any. It stands still while the model speaks.
+    """The time limit of a function; None: no limit.
+
+    It stands still while the model generates.
 
     Attributes:
         out: set when the time is up.
@@ -96,17 +113,19 @@ class Clock:
 
     def __init__(self, seconds: float | None) -> None:
         self.out = asyncio.Event()
-        self._left, self._since = seconds, 0.0
+        self._left = seconds
+        self._since = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
     def go(self) -> None:
-        """It runs from now on."""
+        """Start the clock."""
         if self._left is not None and self._handle is None:
             loop = asyncio.get_running_loop()
-            self._since, self._handle = loop.time(), loop.call_later(self._left, self.out.set)
+            self._since = loop.time()
+            self._handle = loop.call_later(self._left, self.out.set)
 
     def stop(self) -> None:
-        """It stands still."""
+        """Stop the clock."""
         if self._left is not None and self._handle is not None:
             self._handle.cancel()
             self._left -= asyncio.get_running_loop().time() - self._since
@@ -114,10 +133,10 @@ class Clock:
 
 
 class Generator(Protocol):
-    """The model, as episodes ask it."""
+    """The model, as episodes call it."""
 
     async def generate(self, request: Request) -> Completion:
-        """One completion. Raises ``RolloutError``."""
+        """Return one completion. Raises ``RolloutError``."""
         ...
 
 
@@ -126,7 +145,7 @@ class Episode:
 
     Attributes:
         prompt: the problem: ``text``, ``answer``, ``metadata``, ``tokens``.
-        info: for whatever the reward function is to know.
+        info: notes for the reward function.
         clock: the function's time limit.
     """
 
@@ -141,16 +160,18 @@ class Episode:
         max_turns: int,
         max_turn_tokens: int | None,
     ) -> None:
-        self.prompt, self.info = prompt, dict[str, Any]()
+        self.prompt = prompt
+        self.info = dict[str, Any]()
         self.clock: Clock | None = None
-        self._asking: asyncio.Task[Any] | None = None  # the function, or a task that it has started
+        # The task that waits for the model: the function, or a task that it has started.
+        self._asking: asyncio.Task[Any] | None = None
         self._left = False
-        self._number, self._generator, self._tokenizer = number, generator, tokenizer
-        self._max_tokens, self._max_turns, self._max_turn_tokens = (
-            max_tokens,
-            max_turns,
-            max_turn_tokens,
-        )
+        self._number = number
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
         self._said: list[int] = []
         self._weights: list[float] = []
         self._log_probs: list[float] = []
@@ -169,7 +190,7 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow, the model's and the tools' together."""
+        """The number of tokens that may still follow, the model's and the tools' together."""
         return self._max_tokens - len(self._said)
 
     async def generate(
@@ -179,16 +200,19 @@ class Episode:
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Turn:
-        """Append ``given`` (see ``append``) and let the model go on.
+        """Append ``given`` (see ``append``) and let the model continue.
 
         Args:
-            given: a tool's result, or what somebody else says; it carries no loss.
-            max_new_tokens: of this turn; less than ``agent.max_turn_tokens`` and what is left of all.
+            given: a tool's result, or the text of another speaker; it carries no loss.
+            max_new_tokens: limit of this turn, in addition to ``agent.max_turn_tokens`` and the
+                tokens left.
             stop_token_ids: end this turn too.
 
         Raises ``EpisodeOver``, which need not be caught, when no turn or no token is left.
         """
-        if self._left:  # a task that is left over: an error that it catches, to ask again, would hold the event loop
+        # A task outlived its function. With an error, which it might catch to ask again, it would
+        # block the event loop.
+        if self._left:
             await asyncio.get_running_loop().create_future()
         if self._asking is not None:
             raise AgentError(
@@ -212,9 +236,12 @@ class Episode:
         return self._record(await self._ask(request))
 
     def append(self, given: Input) -> None:
-        """Add tokens that the model did not make: text (tokenized by itself), tokens, or messages through the chat template.
+        """Add tokens that the model did not make.
 
-        After messages it is the model's turn again. Raises ``EpisodeOver`` when they do not fit.
+        They are text (tokenized by itself), tokens, or messages through the chat template. After
+        messages it is the model's turn again.
+
+        Raises ``EpisodeOver`` when they do not fit.
         """
         tokens = self._tokens_of(given)
         if len(tokens) > self.room:
@@ -225,11 +252,11 @@ class Episode:
         self._versions += [self._versions[-1] if self._versions else -1] * len(tokens)
 
     def end(self) -> Trajectory:
-        """The conversation as it stands: what an agent function returns."""
+        """Return the conversation so far, for an agent function to return."""
         return self.close("done")
 
     def close(self, end: End, problem: str = "") -> Trajectory:
-        """The conversation, with why it ended; the runner's."""
+        """Return the conversation with the reason of its end; for the runner."""
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
         return Trajectory(
@@ -246,7 +273,7 @@ class Episode:
         )
 
     def leave(self) -> None:
-        """Its function has ended: whatever that has started asks no more; the runner's."""
+        """Stop all further requests, because the function has ended; for the runner."""
         self._left = True
         if self._asking is not None:
             self._asking.cancel()
@@ -268,7 +295,8 @@ class Episode:
         self._said += completion.tokens
         self._weights += [1.0] * len(completion.tokens)
         self._log_probs += completion.log_probs
-        if completion.weight_versions:  # what was appended before anything was said
+        # Tokens that were appended before the first turn get the version of that turn.
+        if completion.weight_versions:
             self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]
         self._versions += completion.weight_versions
         turn = Turn(

@@ -1,4 +1,8 @@
-"""How episodes reach a rollout: each turn by itself where it generates in the background, many turns in one batch, or in slices."""
+"""Generators that bring the turns of episodes to a rollout.
+
+Each turn is submitted by itself where the rollout generates in the background, or many turns are
+generated in one batch, or in slices.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,23 @@ from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
 from engine_trainer.utils.threads import DaemonThreads
 
-TOGETHER_S = 0.02  # for conversations that are about to ask for a turn, to be in the same slice
-PATIENCE_S = 0.1  # while all of them wait for tools: no weights can come meanwhile
-ABORTS = 100  # in a row without a token: a rollout that only ever aborts is not serving
+TOGETHER_S = 0.02
+"""Seconds to wait for conversations about to request a turn, to be in the same slice."""
+PATIENCE_S = 0.1
+"""Seconds to wait while all conversations wait for tools: no weights can be synced meanwhile."""
+ABORTS = 100
+"""Aborts in a row without a token, after which a rollout is taken as not serving."""
 
 
 def derive(seed: int | None, *parts: Any) -> int | None:
-    """Another seed for each combination of ``parts``; None stays None."""
+    """Return a different seed for each combination of ``parts``; None stays None."""
     if seed is None:
         return None
     return int.from_bytes(hashlib.sha256(repr((seed, parts)).encode()).digest()[:8], "big") >> 1
 
 
 def sampling_of(request: Request, sampling: SamplingParams, seed: int | None) -> SamplingParams:
-    """One turn's parameters."""
+    """Return one turn's sampling parameters."""
     stops = tuple(dict.fromkeys([*sampling.stop_token_ids, *request.stop_token_ids]))
     return replace(
         sampling, n=1, max_new_tokens=request.max_new_tokens, stop_token_ids=stops, seed=seed
@@ -36,19 +43,23 @@ def sampling_of(request: Request, sampling: SamplingParams, seed: int | None) ->
 
 
 class Submitted:
-    """Each turn is submitted by itself. A turn that a weight sync aborted is continued with the new weights.
+    """A generator that submits each turn by itself.
 
-    A turn's random numbers are a function of the seed, the episode's first prompt, which of its samples it is, and the turn.
+    A turn that a weight sync aborted is continued with the new weights. A turn's random numbers are
+    a function of the seed, the episode's first prompt, the number of its sample, and the turn.
 
     Attributes:
-        failed: what the rollout raised. A function may catch it as if it were its tool's: whoever runs functions looks here.
+        failed: the rollout's error. A function may catch it as if it were its tool's, therefore the
+            runner looks here.
     """
 
     def __init__(
         self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any]
     ) -> None:
-        self._rollout, self._sampling, self._names = rollout, sampling, names
-        self._threads = DaemonThreads()  # one waits for each turn
+        self._rollout = rollout
+        self._sampling = sampling
+        self._names = names
+        self._threads = DaemonThreads()  # one thread waits for each turn
         self.failed: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
@@ -77,7 +88,7 @@ class Submitted:
                 )
 
     def leave(self) -> None:
-        """A trajectory's place is empty; nobody waits for it."""
+        """Do nothing when a trajectory has ended, because no other one waits for it."""
 
     async def _once(self, request: Request, part: int) -> Completion:
         seed = derive(self._sampling.seed, self._names[request.number], request.turn, part)
@@ -90,9 +101,11 @@ class Submitted:
                     self._threads, generation.result
                 )
             except asyncio.CancelledError:
-                generation.abort()  # its thread returns
+                # The abort lets the waiting thread return.
+                generation.abort()
                 raise
-        except Exception as error:  # the function may catch any: the run ends of it all the same
+        except Exception as error:
+            # The function may catch the error, but the run must end with it.
             self.failed = self.failed or error
             raise
         return completion
@@ -101,52 +114,56 @@ class Submitted:
 @dataclass(frozen=True, kw_only=True)
 class _Waiting:
     request: Request
-    answer: asyncio.Future[Completion]
+    result: asyncio.Future[Completion]
 
 
 class Batched:
-    """A batch is generated when every trajectory that runs waits for one: no order of events decides what is in it.
+    """A generator that runs a batch when every running trajectory waits for a turn.
 
-    So a run repeats exactly where the functions do. A batch's random numbers come from the seed and its number.
+    No order of events decides which turns a batch has, so a run repeats exactly where the functions
+    do. A batch's random numbers come from the seed and its number.
 
     Args:
         rollout: generates while everything else waits.
-        sampling: of all turns.
-        running: trajectories at the same time; each place ends with ``leave``.
+        sampling: parameters of all turns.
+        running: number of concurrent trajectories; each slot ends with ``leave``.
 
     Attributes:
         failed: see ``Submitted``.
     """
 
     def __init__(self, rollout: Rollout, sampling: SamplingParams, running: int) -> None:
-        self._rollout, self._sampling, self._running = rollout, sampling, running
+        self._rollout = rollout
+        self._sampling = sampling
+        self._running = running
         self._waiting: list[_Waiting] = []
         self._batches = 0
         self.failed: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
         """See ``Generator``."""
-        mine = _Waiting(request=request, answer=asyncio.get_running_loop().create_future())
+        mine = _Waiting(request=request, result=asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         self._generate_when_all_wait()
         try:
-            return await mine.answer
+            return await mine.result
         finally:
-            if mine in self._waiting:  # it was cancelled
+            # It still waits only if it was cancelled.
+            if mine in self._waiting:
                 self._waiting.remove(mine)
 
     def leave(self) -> None:
-        """A trajectory's place is empty and stays so."""
+        """Give up the slot of a trajectory."""
         self._running -= 1
         self._generate_when_all_wait()
 
     def _generate_when_all_wait(self) -> None:
         if not self._waiting or len(self._waiting) < self._running:
             return
-        batch, self._waiting = sorted(self._waiting, key=lambda w: w.request.number), []
-        batch = [
-            one for one in batch if not one.answer.done()
-        ]  # one was cancelled, and has not run since
+        batch = sorted(self._waiting, key=lambda w: w.request.number)
+        self._waiting = []
+        # A cancelled trajectory that has not run since is still among the waiting ones.
+        batch = [waiting for waiting in batch if not waiting.result.done()]
 
         def seed(kind: int) -> int | None:
             return derive(self._sampling.seed, self._batches + kind)
@@ -155,24 +172,25 @@ class Batched:
             completions = generate_all(
                 self._rollout, [w.request for w in batch], self._sampling, seed
             )
-        except Exception as error:  # noqa: BLE001 - raised in all that wait, not in the one that came last alone
+        except Exception as error:  # noqa: BLE001 - raised in all waiting trajectories
             self.failed = self.failed or error
-            for one in batch:
-                one.answer.set_exception(error)
+            for waiting in batch:
+                waiting.result.set_exception(error)
             return
         self._batches += len({_kind(w.request) for w in batch})
-        for one, completion in zip(batch, completions, strict=True):
-            one.answer.set_result(completion)
+        for waiting, completion in zip(batch, completions, strict=True):
+            waiting.result.set_result(completion)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Turn:
-    """One that waits; ``said`` is what it has so far."""
+    """A waiting turn; ``said`` has its parts so far."""
 
     request: Request
-    answer: Future[Completion] = field(default_factory=Future[Completion])
+    result: Future[Completion] = field(default_factory=Future[Completion])
     said: list[Completion] = field(default_factory=list[Completion])
-    empty: int = 0  # slices in a row without a token
+    empty: int = 0
+    """Number of slices in a row without a token."""
 
     def left(self, slice_tokens: int) -> Request:
         """The next slice, of what was said so far as the prompt."""
@@ -181,7 +199,10 @@ class _Turn:
         return replace(self.request, tokens=[*self.request.tokens, *done], max_new_tokens=most)
 
     def add(self, said: Completion) -> None:
-        """What the next slice gave. Raises ``RolloutError`` after too many that gave nothing."""
+        """Add the completion of a slice.
+
+        Raises ``RolloutError`` after too many slices without a token.
+        """
         self.said.append(said)
         self.empty = 0 if said.tokens or self.complete else self.empty + 1
         if self.empty >= ABORTS:
@@ -189,53 +210,59 @@ class _Turn:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is to follow: it stopped, or has all of its tokens."""
+        """True if the turn stopped or has all of its tokens."""
         full = sum(len(part.tokens) for part in self.said) >= self.request.max_new_tokens
         return full or self.said[-1].finish_reason == "stop"
 
 
 class Sliced:
-    """Turns are generated a slice at a time, in ``advance``, in another thread than the episodes': in between weights may change.
+    """A generator whose turns are generated a slice at a time, in ``advance``.
 
-    A turn that was begun goes on in the next slice, whatever the weights are then. What a conversation does beside asking,
-    its tools above all, goes on meanwhile.
+    It is called in a different thread than the episodes'; between slices weights may change. A turn
+    that was begun continues in the next slice with the weights then. Meanwhile a conversation's
+    other work goes on, above all its tools.
 
     Args:
-        sampling: of all turns; its seed is not read.
-        slice_tokens: at most so many tokens a turn and call.
+        sampling: parameters of all turns; its seed is not read.
+        slice_tokens: maximum number of tokens per turn and call.
     """
 
     def __init__(self, sampling: SamplingParams, slice_tokens: int) -> None:
-        self._sampling, self._slice = sampling, slice_tokens
+        self._sampling = sampling
+        self._slice = slice_tokens
         self._waiting: list[_Turn] = []
-        self._busy = 0  # trajectories that run and do not wait for the model
+        self._busy = 0  # running trajectories that do not wait for the model
         self._changed = threading.Condition()
 
     async def generate(self, request: Request) -> Completion:
-        """See ``Generator``; within ``enter`` and ``leave``."""
+        """Return one turn, between ``enter`` and ``leave``; see ``Generator``."""
         turn = _Turn(request=request)
         with self._changed:
             self._waiting.append(turn)
             self._busy -= 1
             self._changed.notify_all()
         try:
-            return await asyncio.wrap_future(turn.answer)
+            return await asyncio.wrap_future(turn.result)
         finally:
-            self._forget(turn)  # where it was cancelled
+            # Has an effect where the turn was cancelled.
+            self._forget(turn)
 
     def enter(self) -> None:
-        """A trajectory begins; before its function does, in any thread."""
+        """Register a trajectory before its function begins, in any thread."""
         with self._changed:
             self._busy += 1
 
     def leave(self) -> None:
-        """It has ended."""
+        """Remove a trajectory that has ended."""
         with self._changed:
             self._busy -= 1
             self._changed.notify_all()
 
     def advance(self, rollout: Rollout, seed: int) -> None:
-        """One slice of every turn that is asked for; of none where all conversations wait for tools. Raises ``RolloutError``."""
+        """Generate one slice of every requested turn.
+
+        Generates nothing where all conversations wait for tools. Raises ``RolloutError``.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._busy == 0, TOGETHER_S)
             self._changed.wait_for(lambda: bool(self._waiting) or self._busy == 0, PATIENCE_S)
@@ -247,11 +274,11 @@ class Sliced:
             strict=True,
         ):
             turn.add(said)
-            if turn.complete and self._forget(turn) and turn.answer.set_running_or_notify_cancel():
-                turn.answer.set_result(_joined(turn.said))
+            if turn.complete and self._forget(turn) and turn.result.set_running_or_notify_cancel():
+                turn.result.set_result(_joined(turn.said))
 
     def _forget(self, turn: _Turn) -> bool:
-        """Whether it was still waited for."""
+        """Remove a turn and return whether it was still waited for."""
         with self._changed:
             if turn not in self._waiting:
                 return False
@@ -266,26 +293,28 @@ def generate_all(
     sampling: SamplingParams,
     seed: Callable[[int], int | None],
 ) -> list[Completion]:
-    """One completion for each request, in order; those with equal limits and stops in one batch. Raises ``RolloutError``.
+    """Return one completion for each request, in order.
+
+    Requests with equal limits and stops are in one batch. Raises ``RolloutError``.
 
     Args:
-        seed: of the ``kind``-th batch, from 1.
+        seed: returns the seed of the ``kind``-th batch, from 1.
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for place, request in enumerate(requests):
-        kinds.setdefault(_kind(request), []).append(place)
+    for index, request in enumerate(requests):
+        kinds.setdefault(_kind(request), []).append(index)
     found: dict[int, Completion] = {}
-    for number, places in enumerate(kinds.values(), start=1):
-        same = [requests[place] for place in places]
+    for number, indices in enumerate(kinds.values(), start=1):
+        same = [requests[index] for index in indices]
         completions = rollout.generate(
             [r.tokens for r in same], sampling_of(same[0], sampling, seed(number))
         )
-        found |= {places[completion.prompt_index]: completion for completion in completions}
-    return [found[place] for place in range(len(requests))]
+        found |= {indices[completion.prompt_index]: completion for completion in completions}
+    return [found[index] for index in range(len(requests))]
 
 
 def nothing_said(slices: int) -> RolloutError:
-    """The error of a rollout that would be asked for ever."""
+    """Return the error of a rollout that would be called for ever."""
     return RolloutError(
         f"{slices} slices without a token, and no end",
         where="overlap.mode: full",

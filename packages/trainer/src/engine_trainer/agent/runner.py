@@ -1,4 +1,4 @@
-"""Runs an agent function for many trajectories at once."""
+"""The runner of an agent function for many trajectories at once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ from engine_trainer.utils.threads import event_loop
 
 log = logging.getLogger("engine_trainer")
 AgentFn = Callable[[Episode], Awaitable[Trajectory]]
-FAREWELL_S = 2.0  # for functions to let go when they are cancelled
-BEAT_S = 0.25  # between two signs that functions leave the event loop free
+FAREWELL_S = 2.0
+"""Seconds that functions have to end when they are cancelled."""
+BEAT_S = 0.25
+"""Seconds between two signs that functions leave the event loop free."""
 
 
 class AgentLoop:
@@ -47,31 +49,37 @@ class AgentLoop:
     """
 
     def __init__(self, section: AgentSection, tokenizer: ChatTokenizer) -> None:
-        self.section, self.tokenizer = section, tokenizer
+        self.section = section
+        self.tokenizer = tokenizer
         self.function = _load(section.function, section.kwargs)
         self._failures = 0
 
     def run(
         self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[list[Trajectory]]:
-        """``sampling.n`` trajectories for each prompt; ``sampling.max_new_tokens`` holds for each as a whole.
+        """Return ``sampling.n`` trajectories for each prompt.
+
+        ``sampling.max_new_tokens`` limits each trajectory as a whole.
 
         Raises:
             RolloutError: the rollout failed.
-            AgentError: the function raised more often than ``agent.max_failures``, or does not return a trajectory.
+            AgentError: the function raised more often than ``agent.max_failures``, or does not
+                return a trajectory.
         """
         if not prompts:
             return []
-        with event_loop(FAREWELL_S) as loop, self._alarm() as held:
-            found = run_past_exits(loop, self._run(rollout, prompts, sampling, held))
+        with event_loop(FAREWELL_S) as loop, self._alarm() as hang_alarm:
+            found = run_past_exits(loop, self._run(rollout, prompts, sampling, hang_alarm))
         return [[found[i * sampling.n + k] for k in range(sampling.n)] for i in range(len(prompts))]
 
     def _alarm(self) -> AbstractContextManager[Alarm | None]:
-        """For a function that never awaits: it holds the event loop, and no limit of the loop's own comes."""
+        """Return an alarm for a function that never awaits.
+
+        Such a function blocks the event loop, and no limit of the loop's own takes effect.
+        """
         limit = self.section.timeout_s
-        if (
-            limit is None or threading.current_thread() is not threading.main_thread()
-        ):  # no signal comes through there
+        # The alarm is a signal, which only the main thread receives.
+        if limit is None or threading.current_thread() is not threading.main_thread():
             return nullcontext()
         return alarm(limit + BEAT_S, again=True)
 
@@ -80,20 +88,20 @@ class AgentLoop:
         rollout: Rollout,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        held: Alarm | None,
+        hang_alarm: Alarm | None,
     ) -> dict[int, Trajectory]:
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.n)]
-        places = min(self.section.concurrency, len(asked))
-        generator = _generator(rollout, sampling, _names(prompts, sampling.n), places, held)
+        slots = min(self.section.concurrency, len(asked))
+        generator = _generator(rollout, sampling, _names(prompts, sampling.n), slots, hang_alarm)
         episodes = enumerate(
             self._episode(number, prompt, generator, sampling)
             for number, (prompt, _) in enumerate(asked)
         )
         found: dict[int, Trajectory] = {}
         tasks = [
-            asyncio.create_task(self._place(episodes, generator, found)) for _ in range(places)
+            asyncio.create_task(self._run_slot(episodes, generator, found)) for _ in range(slots)
         ]
-        beat = asyncio.create_task(_beat(held))
+        beat = asyncio.create_task(_beat(hang_alarm))
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -104,7 +112,7 @@ class AgentLoop:
     async def converse(
         self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams
     ) -> Trajectory:
-        """One trajectory, of whichever number. Raises as ``run``."""
+        """Return one trajectory with the given number. Raises the errors of ``run``."""
         return await self._one(self._episode(number, prompt, generator, sampling))
 
     def _episode(
@@ -120,22 +128,27 @@ class AgentLoop:
             max_turn_tokens=self.section.max_turn_tokens,
         )
 
-    async def _place(
+    async def _run_slot(
         self,
         episodes: Iterator[tuple[int, Episode]],
         generator: Submitted | Batched,
         found: dict[int, Trajectory],
     ) -> None:
-        """One trajectory after the other."""
+        """Run one trajectory after the other."""
         for number, episode in episodes:
             found[number] = await self._one(episode)
-            if generator.failed is not None:  # whatever its function made of it
+            # The rollout's error ends the run, even if the function has caught it.
+            if generator.failed is not None:
                 raise generator.failed
         generator.leave()
 
     async def _one(self, episode: Episode) -> Trajectory:
-        """The function in a task of its own: one that pays no heed to its cancellation is left behind, and holds nobody."""
-        episode.clock = clock = Clock(self.section.timeout_s)
+        """Run the function in a task of its own.
+
+        One that ignores its cancellation is left behind, and blocks no one.
+        """
+        clock = Clock(self.section.timeout_s)
+        episode.clock = clock
         talk = asyncio.create_task(_awaited(self.function(episode)))
         out = asyncio.create_task(clock.out.wait())
         clock.go()
@@ -149,7 +162,7 @@ class AgentLoop:
         return self._ended(episode, talk, late)
 
     def _ended(self, episode: Episode, talk: asyncio.Task[Trajectory], late: bool) -> Trajectory:
-        """``late``: its time was up."""
+        """Return the trajectory of a task that has ended; ``late``: its time was up."""
         try:
             if talk.done():
                 return _checked(talk.result(), episode.prompt)
@@ -157,7 +170,8 @@ class AgentLoop:
             return episode.close("limit")
         except EngineError:
             raise
-        except (Exception, SystemExit, DeadlineExceeded, asyncio.CancelledError) as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and named
+        except (Exception, SystemExit, DeadlineExceeded, asyncio.CancelledError) as error:  # noqa: BLE001 - counted and named
+            # A user's function may raise anything; the error is counted and named.
             late = isinstance(error, DeadlineExceeded) or (
                 late and isinstance(error, TimeoutError | asyncio.CancelledError)
             )
@@ -188,7 +202,8 @@ def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
             "agent.function",
             f"{target} is not async",
             why="it awaits the model",
-            remedy="write async def; a slow tool runs beside it with await asyncio.to_thread(tool, …)",
+            remedy="write async def; a slow tool runs in a thread with "
+            "await asyncio.to_thread(tool, …)",
         )
     require_arguments(function, "agent.function", ["episode"], kwargs)
     return cast("AgentFn", partial(function, **kwargs))
@@ -210,7 +225,7 @@ async def _awaited(talk: Awaitable[Trajectory]) -> Trajectory:
 
 
 async def _end(*tasks: asyncio.Task[Any], seconds: float) -> None:
-    """Cancel tasks and wait for them, no longer than that; what they raise is read."""
+    """Cancel tasks, wait for them at most ``seconds``, and read their errors."""
     for task in tasks:
         task.cancel()
     done, _ = await asyncio.wait(tasks, timeout=seconds)
@@ -219,10 +234,10 @@ async def _end(*tasks: asyncio.Task[Any], seconds: float) -> None:
             task.exception()
 
 
-async def _beat(held: Alarm | None) -> None:
-    """Put the alarm off as long as the event loop turns."""
-    while held is not None:
-        held.restart()
+async def _beat(hang_alarm: Alarm | None) -> None:
+    """Put the alarm off as long as the event loop is free."""
+    while hang_alarm is not None:
+        hang_alarm.restart()
         await asyncio.sleep(BEAT_S)
 
 
@@ -230,33 +245,35 @@ def _generator(
     rollout: Rollout,
     sampling: SamplingParams,
     names: Sequence[Any],
-    places: int,
-    held: Alarm | None,
+    slots: int,
+    hang_alarm: Alarm | None,
 ) -> Submitted | Batched:
     if isinstance(rollout, AsyncRollout):
         return Submitted(rollout, sampling, names)
-    return Batched(
-        rollout if held is None else cast("Rollout", _Unhurried(rollout, held)),
-        replace(sampling, n=1),
-        places,
-    )
+    if hang_alarm is not None:
+        rollout = cast("Rollout", _Unhurried(rollout, hang_alarm))
+    return Batched(rollout, replace(sampling, n=1), slots)
 
 
 class _Unhurried:
-    """A rollout that holds the event loop for as long as it takes: the alarm is for the functions."""
+    """A rollout whose calls stop the alarm, which is meant for the functions alone."""
 
-    def __init__(self, rollout: Rollout, held: Alarm) -> None:
-        self._rollout, self._held = rollout, held
+    def __init__(self, rollout: Rollout, hang_alarm: Alarm) -> None:
+        self._rollout = rollout
+        self._hang_alarm = hang_alarm
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        with self._held.stopped():
+        with self._hang_alarm.stopped():
             return self._rollout.generate(prompts, sampling)
 
 
 def _names(prompts: Sequence[Prompt], n: int) -> list[Any]:
-    """What tells trajectories apart wherever they run: the prompt, how often it came before here, and which sample."""
+    """Return for each trajectory a name that is the same wherever it runs.
+
+    It has the prompt, the count of its earlier occurrences here, and the number of the sample.
+    """
     seen: dict[tuple[int, ...], int] = {}
     names: list[Any] = []
     for prompt in prompts:

@@ -1,1 +1,1 @@
-"""Algorithms as pure functions: advantages, losses as sums, shaping of rewards and masks."""
+"""Algorithms as pure functions, which are advantages, losses as sums, and shaping."""

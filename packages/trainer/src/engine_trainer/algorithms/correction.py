@@ -1,19 +1,21 @@
-"""Rollout correction: importance weights and rejection for completions that another implementation drew.
+"""Rollout correction, with importance weights and rejection for a rollout's completions.
 
-A rollout (other kernels, FP8) samples from q while the engine's same weights give p. With r_t = p_t / q_t a token, a
-policy gradient over q's samples is one under p when each term is multiplied by a ratio. Ratios at three levels:
+A rollout (other kernels, FP8) samples from q while the engine's same weights give p. Let r_t = p_t
+/ q_t of a token: a policy gradient over q's samples is one under p when each term is multiplied by
+a ratio. There are ratios at three levels:
 
     token       r_t
     sequence    Π r_t over the counted tokens of a document
     geometric   (Π r_t)^(1/n), the exponential of the mean log-ratio
 
-Weights (``truncate``, ``icepop``) and rejection (``inside``) are separate, and both may be on. All of it is a function of
-log-probs that carry no gradient. A log-ratio is clamped (``exp_ratio``; a sequence's after its sum), so that
-nothing overflows.
+Weights (``truncate``, ``icepop``) and rejection (``inside``) are separate, and both may be on. All
+of it is a function of log-probs that carry no gradient. A log-ratio is clamped (``exp_ratio``; a
+sequence's after its sum), so that nothing overflows.
 
-Sources: Ionides 2008, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17); Yao et al. 2025, "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training" (token TIS); Liu et al. 2025, "When Speed Kills Stability"
-(sequence weights, sequence and geometric rejection); Ling Team 2025, arXiv:2510.18855 (IcePop).
+Sources: Ionides 2008, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17); Yao et al.
+2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (token TIS); Liu et
+al. 2025, "When Speed Kills Stability" (sequence weights, sequence and geometric rejection); Ling
+Team 2025, arXiv:2510.18855 (IcePop).
 """
 
 from __future__ import annotations
@@ -59,13 +61,16 @@ class Ratios:
         return sums.index_add_(0, self.document, where_counted(values.double(), self.counted))
 
     def units(self, level: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ratios of a level, and which of them count: ``[T]`` of tokens, ``[D]`` of sequences."""
+        """Return the ratios of a level and which of them count.
+
+        Both are ``[T]`` for tokens, ``[D]`` for sequences.
+        """
         if level == "token":
             return self.token, self.counted
         return (self.sequence if level == "sequence" else self.geometric), self.counts > 0
 
     def spread(self, values: torch.Tensor, level: str) -> torch.Tensor:
-        """``[T]``: what ``units(level)`` was turned into, a value a token."""
+        """Return the values of ``units(level)`` per token: ``[T]``."""
         return values if level == "token" else values[self.document]
 
 
@@ -97,23 +102,23 @@ def ratios(
 
 
 def truncate(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """Truncated importance sampling: ``min(r, cap)``, of tokens or of sequences."""
+    """Return ``min(r, cap)`` of tokens or sequences (truncated importance sampling)."""
     return ratio.clamp(max=cap)
 
 
 def icepop(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """IcePop (arXiv:2510.18855): r within ``[low, high]``, else 0."""
+    """Return r within ``[low, high]`` and 0 outside (IcePop, arXiv:2510.18855)."""
     return ratio * inside(ratio, low, high)
 
 
 def inside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Bool: which units rejection keeps; both bounds belong to the band."""
+    """Return a mask of the units that rejection keeps; both bounds belong to the band."""
     return (ratio >= low) & (ratio <= high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corrected:
-    """What the loss is given.
+    """The correction of a loss.
 
     Attributes:
         weights: ``[T]`` float32, factor of the policy term; 1 without weights.
@@ -127,19 +132,20 @@ class Corrected:
 
 
 def correct(given: Ratios, section: CorrectionSection) -> Corrected:
-    """Weights and rejection as ``section`` says; without a gradient."""
+    """Return weights and rejection as ``section`` says, without a gradient."""
     weights, weight_sums = _weigh(given, section)
     kept, reject_sums = _reject(given, section)
     return Corrected(weights=weights.float(), kept=kept, sums=weight_sums | reject_sums)
 
 
 def correction_figures(sums: Mapping[str, float], section: CorrectionSection) -> dict[str, float]:
-    """``correction/…`` from sums over all ranks; a share is one of the units (tokens or sequences) of its level.
+    """Return ``correction/…`` from sums over all ranks; empty where nothing counts.
 
-    With weights ``weight_mean``, ``ess`` (effective sample size over the number of units, Kish: (Σw)² / (n Σw²), 0
-    to 1), and ``clipped`` (share above the cap), or for IcePop ``masked_low`` and ``masked_high``. With rejection
-    ``rejected_low``, ``rejected_high`` and ``rejected_tokens`` (the share of tokens that lost their loss). Empty
-    where nothing counts.
+    A fraction is of the units (tokens or sequences) of its level. With weights: ``weight_mean``,
+    ``ess`` (effective sample size over the number of units, Kish: (Σw)² / (n Σw²), 0 to 1), and
+    ``clipped`` (fraction above the cap), or for IcePop ``masked_low`` and ``masked_high``. With
+    rejection: ``rejected_low``, ``rejected_high`` and ``rejected_tokens`` (the fraction of tokens
+    that lost their loss).
     """
     figures: dict[str, float] = {}
     if section.weighted and (units := sums["correction_units"]):
@@ -159,7 +165,10 @@ def correction_figures(sums: Mapping[str, float], section: CorrectionSection) ->
 
 
 def effective_size(weight: float, square: float, count: float) -> float:
-    """Kish's effective sample size as a share: ``(Σw)² / (n Σw²)``; 0 when every weight is 0."""
+    """Return Kish's effective sample size as a fraction, ``(Σw)² / (n Σw²)``.
+
+    It is 0 when every weight is 0.
+    """
     return weight**2 / (count * square) if square else 0.0
 
 
@@ -170,10 +179,14 @@ def _weigh(
         return torch.ones_like(given.token), {}
     level = "sequence" if section.weight == "sequence" else "token"
     ratio, counted = given.units(level)
-    low, high = (section.low, section.high) if section.weight == "icepop" else (0.0, section.cap)
-    weight = (
-        icepop(ratio, low, high) if section.weight == "icepop" else truncate(ratio, section.cap)
-    )
+    if section.weight == "icepop":
+        low = section.low
+        high = section.high
+        weight = icepop(ratio, low, high)
+    else:
+        low = 0.0
+        high = section.cap
+        weight = truncate(ratio, section.cap)
     units = weight * counted
     return given.spread(weight, level), {
         "correction_units": counted.sum(),

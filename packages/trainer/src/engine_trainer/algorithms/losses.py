@@ -39,11 +39,12 @@ KINDS: tuple[Kind, ...] = ("ppo", "gspo", "gspo_token", "cispo")
 def kl_divergence(
     log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: Estimator
 ) -> torch.Tensor:
-    """Estimate each token's KL(policy ‖ reference) from one sample (Schulman 2020, "Approximating KL").
+    """Estimate each token's KL(policy ‖ reference) from one sample, in nats.
 
-    With ``d = log_probs - ref_log_probs``: ``k1 = d`` (unbiased, may be negative), ``k2 = d² / 2``
-    (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative). What is true of the value is not
-    true of its gradient: a penalty in the loss is ``kl_penalty``, and a penalty in the reward is ``k1``.
+    Schulman 2020, "Approximating KL Divergence". With ``d = log_probs - ref_log_probs``: ``k1 = d``
+    (unbiased, may be negative), ``k2 = d² / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, never
+    negative). These properties of the value do not hold for its gradient: a penalty in the loss is
+    ``kl_penalty``, and a penalty in the reward is ``k1``.
 
     Args:
         log_probs, ref_log_probs: ``[T]`` floating; the difference is clamped to ±``MAX_LOG_RATIO``.
@@ -90,16 +91,17 @@ def kl_penalty(
             overshot (r and d large) keeps its gradient.
     """
     value = kl_divergence(log_probs, ref_log_probs, estimator)
-    held = value.detach() > bound if bound is not None and estimator == "k3" else None
+    bounded = value.detach() > bound if bound is not None and estimator == "k3" else None
     if log_ratio is None:
-        return value if held is None else value.clamp(max=bound)
+        return value if bounded is None else value.clamp(max=bound)
     # The slope is written out: autograd would take that of k3 as a difference of two numbers up to
     # exp(20).
     ratio = exp_ratio(log_ratio.detach())
     d = _log_ratio(log_probs, ref_log_probs).detach()
     slope = ratio * (d + 1 if estimator == "k1" else d)
-    if held is not None:
-        value, slope = value.clamp(max=bound), slope.masked_fill(held, 0.0)
+    if bounded is not None:
+        value = value.clamp(max=bound)
+        slope = slope.masked_fill(bounded, 0.0)
     return (ratio * value).detach() + slope * (log_probs - log_probs.detach())
 
 
@@ -109,9 +111,10 @@ def _log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A policy gradient with clipped or bounded ratios, and what DAPO and GRPO add.
+    """A policy gradient with clipped or bounded ratios, and the terms that DAPO and GRPO add.
 
-    With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction c, the sum over tokens of::
+    With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction
+    c, the sum over tokens of::
 
         w · ( c · S(r, A) + kl_coef · c · KL(r) - entropy_coef · H )
 
@@ -119,11 +122,13 @@ class PolicyLoss:
     ``kl_penalty``. What a batch holds at tokens without weight is not read: it may be NaN.
 
     Attributes:
-        kind: ``ppo``, S = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv:1707.06347, eq. 7); ``gspo`` and
-            ``gspo_token``, with the ratio of the sequence (arXiv:2507.18071); ``cispo``, with r as a bounded weight
-            (arXiv:2506.13585).
-        clip_low, clip_high: DAPO's clip-higher is ``clip_high > clip_low`` (arXiv:2503.14476, eq. 8).
-        dual_clip: for ``ppo``, above 1: where A < 0, S is at most ``-A dual_clip`` (arXiv:1912.09729, eq. 5); or None.
+        kind: ``ppo``, S = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv:1707.06347, eq.
+            7); ``gspo`` and ``gspo_token``, with the ratio of the sequence (arXiv:2507.18071);
+            ``cispo``, with r as a bounded weight (arXiv:2506.13585).
+        clip_low, clip_high: DAPO's clip-higher is ``clip_high > clip_low`` (arXiv:2503.14476, eq.
+            8).
+        dual_clip: for ``ppo``, above 1: where A < 0, S is at most ``-A dual_clip``
+            (arXiv:1912.09729, eq. 5); or None.
         kl_coef: weight of the KL to ``ref_log_probs``; 0: the field is not read.
         kl_estimator: see ``kl_divergence``; GRPO's is ``k3`` (arXiv:2402.03300, eq. 4).
         kl_importance: multiply the KL by the ratio r of each token, and by c where there is a
@@ -132,13 +137,14 @@ class PolicyLoss:
         kl_bound: nats; see ``kl_penalty``.
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.
-        on_policy: the weights are still those that made the old log-probs, so that r is 1 and its gradient is that
-            of the log-probs: ``old_log_probs`` is not read, and need not have been computed.
+        on_policy: the weights are still those that made the old log-probs, so that r is 1 and its
+            gradient is that of the log-probs: ``old_log_probs`` is not read, and need not have been
+            computed.
         corrected: c is the field ``correction``; else it is 1.
 
-    Metrics (sums over tokens with weight): ``tokens``, ``weight``, ``policy_loss`` (weighted), ``ratio``,
-    ``clipped_low``, ``clipped_high``, ``clipped_dual`` (counts), ``old_kl`` (k3 of old to new policy) and, where
-    computed, ``ref_kl``, ``entropy``.
+    Metrics (sums over tokens with weight): ``tokens``, ``weight``, ``policy_loss`` (weighted),
+    ``ratio``, ``clipped_low``, ``clipped_high``, ``clipped_dual`` (counts), ``old_kl`` (k3 of old
+    to new policy) and, where computed, ``ref_kl``, ``entropy``.
 
     Raises:
         ConfigError: for a value outside its range.
@@ -181,18 +187,22 @@ class PolicyLoss:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the engine must compute."""
+        """The outputs that the engine must compute."""
         return ("log_probs", "entropy") if self.entropy or self.entropy_coef else ("log_probs",)
 
     @property
     def only_advantages(self) -> bool:
-        """Whether a token without an advantage has no gradient, so that it need not be trained on."""
+        """True if a token without an advantage has no gradient.
+
+        Such a token need not be trained on.
+        """
         return self.kl_coef == 0 and self.entropy_coef == 0
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum over ``batch``; see the class."""
         assert outputs.log_probs is not None
-        weight, counted = batch.loss_weight, batch.loss_weight > 0
+        weight = batch.loss_weight
+        counted = weight > 0
         log_probs = where_counted(outputs.log_probs, weight)
         old = (
             log_probs.detach() if self.on_policy else where_counted(batch["old_log_probs"], weight)
@@ -200,7 +210,7 @@ class PolicyLoss:
         log_ratio = log_probs - old
         surrogate = self._surrogate(log_probs, log_ratio, batch)
         loss = (self._policy_weight(batch) * surrogate.value).sum()
-        metrics = {name: (where & counted).sum() for name, where in surrogate.held.items()}
+        metrics = {name: (where & counted).sum() for name, where in surrogate.clips.items()}
         metrics |= {
             "tokens": counted.sum(),
             "weight": weight.sum(),
@@ -208,17 +218,15 @@ class PolicyLoss:
             "ratio": (surrogate.ratio * counted).sum(),
             "old_kl": _old_kl(log_ratio.detach(), counted),
         }
-        loss = (
-            loss
-            + self._kl(log_probs, log_ratio, batch, metrics)
-            + self._entropy(outputs.entropy, weight, metrics)
-        )
+        loss = loss + self._kl(log_probs, log_ratio, batch, metrics)
+        loss = loss + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """``[T]``: the derivative by each log-prob on policy, where r is 1; else None (it depends on r).
+        """Return the derivative ``[T]`` by each log-prob on policy, where r is 1; else None.
 
-        ``-w c A``, and for ``gspo`` its mean over the sequence: each of a sequence's tokens has the same part in its ratio.
+        Off policy it depends on r. The derivative is ``-w c A``, and for ``gspo`` its mean over the
+        sequence: each of a sequence's tokens has the same part in its ratio.
         """
         if not (self.on_policy and self.only_advantages):
             return None
@@ -226,9 +234,8 @@ class PolicyLoss:
         if self.kind != "gspo":
             return own
         counted = (batch.loss_weight > 0).to(own.dtype)
-        mean = sum_by_document(own, batch.cu_seqlens) / sum_by_document(
-            counted, batch.cu_seqlens
-        ).clamp(min=1.0)
+        counts = sum_by_document(counted, batch.cu_seqlens)
+        mean = sum_by_document(own, batch.cu_seqlens) / counts.clamp(min=1.0)
         return mean[document_of(batch.cu_seqlens, own.device)] * counted
 
     def _policy_weight(self, batch: Batch) -> torch.Tensor:
@@ -239,7 +246,8 @@ class PolicyLoss:
         self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch
     ) -> Surrogate:
         advantages = where_counted(batch["advantages"], batch.loss_weight)
-        low, high = 1 - self.clip_low, 1 + self.clip_high
+        low = 1 - self.clip_low
+        high = 1 + self.clip_high
         if self.kind == "ppo":
             return clipped(
                 exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip
@@ -298,13 +306,16 @@ def _old_kl(log_ratio: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def denominator(mode: Aggregation, token_counts: Sequence[int], length: int | None = None) -> float:
-    """Return what a sum with ``token_weights(…, mode)`` is divided by, over the whole optimizer batch of all ranks.
+    """Return the divisor of a sum with ``token_weights(…, mode)``.
+
+    It is over the whole optimizer batch of all ranks.
 
     Args:
-        mode: ``token-mean``: the number of tokens (the sum of the weights; DAPO's token-level loss);
-            ``seq-mean-token-sum``, ``seq-mean-token-mean``: the number of sequences;
+        mode: ``token-mean``: the number of tokens (the sum of the weights; DAPO's token-level
+            loss); ``seq-mean-token-sum``, ``seq-mean-token-mean``: the number of sequences;
             ``seq-mean-token-sum-norm``: the number of sequences times ``length``.
-        token_counts: one a sequence, the tokens that count; a sequence without any is no sequence here.
+        token_counts: one a sequence, the tokens that count; a sequence without any is no sequence
+            here.
         length: tokens, the same in all steps of a run; for ``seq-mean-token-sum-norm``, which needs
             it.
 

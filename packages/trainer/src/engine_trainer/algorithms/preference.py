@@ -1,10 +1,11 @@
-"""Losses over pairs of a chosen and a rejected document: DPO and its relatives, and the reward model's.
+"""Losses over pairs of a chosen and a rejected document, for DPO and reward models.
 
-A pair's loss f(h) is a function of one number h, a difference of two sums over tokens: of log-prob ratios (DPO), or of
-the values at the last tokens (a reward model). Its gradient is ``f'(h) (∇ sum_chosen - ∇ sum_rejected)``. So with ``f'(h)``
-taken at the present weights the training pass is a *linear* sum over tokens (``LinearLoss``): the two documents of a pair
-need not meet in a micro-batch, nor on a rank, the head may form its gradients in the forward pass, and the gradient is
-that of f itself. The price is one forward pass more a step, for h.
+A pair's loss f(h) is a function of one number h, a difference of two sums over tokens: of log-prob
+ratios (DPO), or of the values at the last tokens (a reward model). Its gradient is ``f'(h) (∇
+sum_chosen - ∇ sum_rejected)``. So with ``f'(h)`` taken at the present weights the training pass is
+a *linear* sum over tokens (``LinearLoss``): the two documents of a pair need not be in one
+micro-batch, nor on one rank, the head may form its gradients in the forward pass, and the gradient
+is that of f itself. The price is one more forward pass per step, for h.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ Output = Literal["log_probs", "values"]
 def pair_loss(
     margin: torch.Tensor, beta: float, name: PairLossName = "sigmoid"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each pair and its derivative by the margin.
+    """Return the loss of each pair and its derivative by the margin.
 
     Args:
-        margin: ``[N]`` h. For DPO ``(log π(chosen) - log ref(chosen)) - (log π(rejected) - log ref(rejected))``, nats.
+        margin: ``[N]`` h. For DPO ``(log π(chosen) - log ref(chosen)) - (log π(rejected) - log
+            ref(rejected))``, nats.
         beta: β > 0, nats⁻¹.
-        name: ``sigmoid``: -log σ(β h) (DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7; with β = 1 and h a
-            difference of rewards Bradley and Terry's likelihood, as in arXiv:2203.02155, eq. 1);
-            ``hinge``: max(0, 1 - β h) (SLiC's with a reference, arXiv:2309.06657);
-            ``ipo``: (h - 1 / (2β))² (Azar et al. 2023, arXiv:2310.12036, eq. 17, τ = β).
+        name: ``sigmoid``: -log σ(β h) (DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7; with β =
+            1 and h a difference of rewards Bradley and Terry's likelihood, as in arXiv:2203.02155,
+            eq. 1); ``hinge``: max(0, 1 - β h) (SLiC's with a reference, arXiv:2309.06657); ``ipo``:
+            (h - 1 / (2β))² (Azar et al. 2023, arXiv:2310.12036, eq. 17, τ = β).
 
     Returns:
         Loss and slope, both ``[N]`` float64.
@@ -76,31 +78,29 @@ _LOSSES: dict[str, Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearLoss:
-    """``Σ_t coefficient_t x_t`` of the log-probs or the values x; the batch's field ``coefficient`` carries the slopes.
+    """The sum ``Σ_t coefficient_t x_t`` of the log-probs or the values x.
 
-    ``loss_weight`` says which tokens carry loss at all, and is not a factor.
+    The batch's field ``coefficient`` carries the slopes. ``loss_weight`` says which tokens carry
+    loss at all, and is not a factor.
     """
 
     output: Output = "log_probs"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the engine must compute."""
+        """The outputs that the engine must compute."""
         return (self.output,)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The sum, without metrics: the pairs' own are known before."""
+        """Return the sum, without metrics, because those of the pairs are known beforehand."""
         given = outputs.log_probs if self.output == "log_probs" else outputs.values
         assert given is not None
         weight = batch.loss_weight
-        return LossOutput(
-            loss=(where_counted(batch["coefficient"], weight) * where_counted(given, weight)).sum()
-        )
+        terms = where_counted(batch["coefficient"], weight) * where_counted(given, weight)
+        return LossOutput(loss=terms.sum())
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """Return the derivative by each log-prob, which is known beforehand: ``[T]``."""
-        return (
-            where_counted(batch["coefficient"], batch.loss_weight)
-            if self.output == "log_probs"
-            else None
-        )
+        if self.output != "log_probs":
+            return None
+        return where_counted(batch["coefficient"], batch.loss_weight)

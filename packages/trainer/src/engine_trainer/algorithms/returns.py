@@ -1,10 +1,11 @@
-"""Advantages a token: rewards along a completion, returns, generalized advantage estimation, whitening.
+"""Per-token advantages, from rewards along a completion to returns, GAE and whitening.
 
-Functions of packed documents. ``mask [T]`` is above 0 on the tokens that the policy chose; the others (the prompt, what a
-tool said) are no actions and are passed over, so that the token after an action is the next one that counts. By the
-contract's alignment ``values[t]`` is about the state before token t, that is V(s_t) of the action t. After a document's
-last action comes nothing: its value is 0, whether the completion ended by itself or was cut. All results are float64
-and 0 where a token does not count.
+All are functions of packed documents. ``mask [T]`` is above 0 on the tokens that the policy chose;
+other tokens (the prompt, a tool's output) are no actions and are passed over, so that the token
+after an action is the next one that counts. By the contract's alignment ``values[t]`` is about the
+state before token t, that is V(s_t) of the action t. The value after a document's last action is 0,
+whether the completion ended by itself or was cut. All results are float64 and 0 where a token does
+not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from engine_api.codec import register
 from engine_trainer.algorithms.packed import document_of
 
-VARIANCE_FLOOR = 1e-8  # as verl's masked_whiten
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance, as in verl's masked_whiten."""
 
 
 def token_rewards(
@@ -29,16 +31,18 @@ def token_rewards(
     kl: torch.Tensor | None = None,
     coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """The score at each completion's last token, and the KL penalty at every one.
+    """Return the score at each completion's last token, and the KL penalty at every token.
 
-    As in Ziegler et al. 2019 (arXiv:1909.08593, section 2.1) and InstructGPT (arXiv:2203.02155, eq. 2).
+    As in Ziegler et al. 2019 (arXiv:1909.08593, section 2.1) and InstructGPT (arXiv:2203.02155, eq.
+    2).
 
     Args:
-        scores: ``[D]``, what a whole completion earned; that of a document without a counted token is lost.
+        scores: ``[D]``, the reward of each whole completion; that of a document without a counted
+            token is lost.
         mask: ``[T]``.
         cu_seqlens: ``[D+1]``.
         kl: ``[T]`` nats, of the policy to the reference; see ``kl_divergence``.
-        coefficient: of ``kl``.
+        coefficient: factor of ``kl``.
 
     Returns:
         ``[T]`` float64.
@@ -56,10 +60,10 @@ def token_rewards(
 def returns_to_go(
     rewards: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """``[T]``: G_t = Σ_k γ^k r_{t+k} over the actions from t to the end of the document.
+    """Return G_t = Σ_k γ^k r_{t+k} over the actions from t to the end of the document: ``[T]``.
 
-    With ``token_rewards`` and γ = 1 the advantage of REINFORCE++ before its normalization (arXiv:2501.03262): the
-    reward less the KL from t on.
+    With ``token_rewards`` and γ = 1 it is the advantage of REINFORCE++ before its normalization
+    (arXiv:2501.03262): the reward less the KL from t on.
     """
     at, document = _counted(mask, cu_seqlens)
     return _spread(_discount(rewards[at].double(), document, gamma), at, mask)
@@ -74,9 +78,10 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+    """Return generalized advantage estimates and the critic's targets.
 
-    ``δ_t = r_t + γ V(s_{t+1}) - V(s_t)`` and ``A_t = Σ_k (γλ)^k δ_{t+k}``.
+    Schulman et al. 2016, arXiv:1506.02438, eq. 16: ``δ_t = r_t + γ V(s_{t+1}) - V(s_t)`` and ``A_t
+    = Σ_k (γλ)^k δ_{t+k}``.
 
     Args:
         rewards: ``[T]``, see ``token_rewards``.
@@ -101,15 +106,19 @@ def gae(
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Count, mean and squared deviations of numbers; parts on several ranks merge to those of the whole (Chan et al. 1979)."""
+    """The count, mean and squared deviations of numbers.
+
+    Parts on several ranks merge to those of the whole (Chan et al. 1979).
+    """
 
     count: int
     mean: float
-    deviations: float  # Σ (x - mean)²
+    deviations: float
+    """Σ (x - mean)²."""
 
     @staticmethod
     def of(values: torch.Tensor, mask: torch.Tensor) -> Moments:
-        """Of the counted ones of ``values`` ``[T]``."""
+        """Return the moments of the counted ones of ``values`` ``[T]``."""
         counted = values[mask > 0].double()
         if not len(counted):
             return Moments(count=0, mean=0.0, deviations=0.0)
@@ -120,7 +129,10 @@ class Moments:
 
     @staticmethod
     def merge(parts: Sequence[Moments]) -> Moments:
-        """Of all parts together; the same on every rank that is given the same parts."""
+        """Return the moments of all parts together.
+
+        They are the same on every rank that has the same parts.
+        """
         count = sum(p.count for p in parts)
         if not count:
             return Moments(count=0, mean=0.0, deviations=0.0)
@@ -130,14 +142,15 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """With Bessel's correction; 0 of fewer than two."""
+        """The variance with Bessel's correction; 0 for fewer than two numbers."""
         return self.deviations / (self.count - 1) if self.count > 1 else 0.0
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """``(x - mean) / sqrt(variance + 1e-8)`` of the counted tokens.
+    """Return ``(x - mean) / sqrt(variance + 1e-8)`` of the counted tokens.
 
-    REINFORCE++'s normalization over the global batch (arXiv:2501.03262), and what PPO does with its advantages in practice.
+    REINFORCE++'s normalization over the global batch (arXiv:2501.03262), and what PPO does with its
+    advantages in practice.
 
     Args:
         values: ``[T]``.
@@ -152,18 +165,21 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
 
 
 def _counted(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N]`` positions of the tokens that count, and the document of each."""
+    """Return the positions ``[N]`` of the tokens that count, and the document of each."""
     at = (mask > 0).nonzero()[:, 0]
     return at, document_of(cu_seqlens)[at]
 
 
 def _discount(values: torch.Tensor, document: torch.Tensor, factor: float) -> torch.Tensor:
-    """``y_t = x_t + factor · y_{t+1}`` within each document, by doubling: after a round of ``reach`` r, y_t sums 2r terms."""
+    """Return ``y_t = x_t + factor · y_{t+1}`` within each document.
+
+    It is computed by doubling: after a round of ``reach`` r, y_t sums 2r terms.
+    """
     longest = int(torch.bincount(document).max()) if len(document) else 0
     reach = 1
     while reach < longest:
         same = document[reach:] == document[:-reach]
-        # Chosen, not multiplied by 0: what is not finite stays in its own document.
+        # Chosen, not multiplied by 0, so that numbers that are not finite stay in their document.
         values = torch.cat(
             [
                 values[:-reach] + torch.where(same, factor**reach * values[reach:], 0.0),

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 def overlong_penalty(
     lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0
 ) -> torch.Tensor:
-    """Soft overlong punishment (eq. 13): 0 up to ``max_length - buffer``, then falling in a line to ``-factor``.
+    """Return DAPO's soft overlong punishment (eq. 13).
+
+    It is 0 up to ``max_length - buffer``, then falls in a line to ``-factor``.
 
     Args:
         lengths: ``[…]`` integer, tokens of each completion.
@@ -39,10 +41,13 @@ def overlong_penalty(
 
 
 def informative(rewards: torch.Tensor) -> torch.Tensor:
-    """Dynamic sampling (eq. 11): which groups have completions that differ; the others have no gradient.
+    """Return which groups have completions that differ, for dynamic sampling (eq. 11).
+
+    Other groups have no gradient.
 
     Args:
-        rewards: ``[P, n]``, before the overlong punishment: a group whose lengths differ has not been solved in part.
+        rewards: ``[P, n]``, before the overlong punishment: a group whose completions differ only
+            in length counts as flat.
 
     Returns:
         ``[P]`` bool.

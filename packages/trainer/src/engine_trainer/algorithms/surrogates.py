@@ -1,7 +1,8 @@
-"""What a policy loss makes of ratios and advantages, a token: PPO's clip, GSPO's sequence ratios, CISPO's weights.
+"""Surrogates of a policy loss per token: PPO's clip, GSPO's sequence ratios, CISPO's weights.
 
-A surrogate is a loss (to be minimized), ``[T]``, whose gradient goes through the log-probs. ``counted [T]`` says which
-tokens carry loss. A log-ratio is clamped to ±``MAX_LOG_RATIO`` before its exponential.
+A surrogate is a loss (to be minimized), ``[T]``, whose gradient goes through the log-probs.
+``counted [T]`` says which tokens carry loss. A log-ratio is clamped to ±``MAX_LOG_RATIO`` before
+its exponential.
 """
 
 from __future__ import annotations
@@ -13,37 +14,38 @@ import torch
 
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 
-# exp(20) = 4.9e8: past it a ratio says only "far away", and float32 would overflow at 88.
 MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8: a larger ratio says only "far away", and float32 would overflow at 88."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surrogate:
-    """A loss a token, and what it was made of.
+    """A loss per token, and the ratio that it was made of.
 
     Attributes:
         value: ``[T]`` with a gradient.
         ratio: ``[T]``.
-        held: name → ``[T]`` bool, where a clip holds a token (or its sequence) back.
+        clips: name → ``[T]`` bool, where a clip removes the gradient of a token (or of its
+            sequence).
     """
 
     value: torch.Tensor
     ratio: torch.Tensor
-    held: Mapping[str, torch.Tensor]
+    clips: Mapping[str, torch.Tensor]
 
 
 def exp_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """``exp``, clamped as the module says."""
+    """Return ``exp(log_ratio)``, clamped as the module says."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def mean_log_ratio(
     log_ratio: torch.Tensor, counted: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
-    """``[T]``: the mean of the log-ratios of a document's counted tokens, at each of its tokens; 0 where none counts.
+    """Return the mean log-ratio of a document's counted tokens, at each of its tokens: ``[T]``.
 
-    Its exponential is GSPO's ratio of a sequence (arXiv:2507.18071, eq. 7). Documents are whole in a micro-batch, so
-    that the mean is of the whole sequence.
+    It is 0 where none counts. Its exponential is GSPO's ratio of a sequence (arXiv:2507.18071, eq.
+    7). Documents are whole in a micro-batch, so that the mean is of the whole sequence.
     """
     sums = sum_by_document(log_ratio.where(counted, 0.0), cu_seqlens)
     counts = sum_by_document(counted.to(log_ratio.dtype), cu_seqlens)
@@ -58,21 +60,21 @@ def clipped(
     high: float,
     dual: float | None = None,
 ) -> Surrogate:
-    """``max(-A r, -A clip(r, low, high))`` (PPO, arXiv:1707.06347, eq. 7).
+    """Return ``max(-A r, -A clip(r, low, high))`` (PPO, arXiv:1707.06347, eq. 7).
 
     With ``dual``, at most ``-A dual`` where A < 0 (arXiv:1912.09729, eq. 5).
     """
     value = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
-    # Where the clip holds a token back, not wherever the ratio is outside.
-    held = {
+    # Where the clip removes a token's gradient, not wherever the ratio is outside.
+    clips = {
         "clipped_low": (ratio < low) & (advantages < 0),
         "clipped_high": (ratio > high) & (advantages > 0),
     }
     if dual is not None:
         ceiling = -advantages * dual
-        held["clipped_dual"] = (advantages < 0) & (value > ceiling)
+        clips["clipped_dual"] = (advantages < 0) & (value > ceiling)
         value = value.where(advantages >= 0, value.minimum(ceiling))
-    return Surrogate(value=value, ratio=ratio.detach(), held=held)
+    return Surrogate(value=value, ratio=ratio.detach(), clips=clips)
 
 
 def gspo(
@@ -86,12 +88,13 @@ def gspo(
     high: float,
     level: str,
 ) -> Surrogate:
-    """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
+    """Return the surrogate of group sequence policy optimization.
 
-    ``level`` ``sequence`` (eq. 5): the ratio ``s = exp(mean log-ratio)`` of the whole sequence, the same value at each of
-    its tokens. ``token`` (GSPO-token, eq. 13): ``sg(s) · p_t / sg(p_t)``, with the same value and a gradient through token t
-    alone, for advantages that differ within a sequence; where they do not, value and gradient of the sum over a
-    sequence are the same as those of ``sequence``.
+    Zheng et al. 2025, arXiv:2507.18071. ``level`` ``sequence`` (eq. 5): the ratio ``s = exp(mean
+    log-ratio)`` of the whole sequence, the same value at each of its tokens. ``token`` (GSPO-token,
+    eq. 13): ``sg(s) · p_t / sg(p_t)``, with the same value and a gradient through token t alone,
+    for advantages that differ within a sequence; where they do not, value and gradient of the sum
+    over a sequence are the same as those of ``sequence``.
     """
     mean = mean_log_ratio(log_ratio, counted, cu_seqlens)
     if level == "token":
@@ -107,10 +110,12 @@ def cispo(
     low: float,
     high: float,
 ) -> Surrogate:
-    """``-sg(clip(r, low, high)) A log p``: clipped IS-weight policy optimization (arXiv:2506.13585, eq. 4 and 5).
+    """Return ``-sg(clip(r, low, high)) A log p`` (clipped IS-weight policy optimization).
 
-    No token's gradient is dropped, its weight is bounded instead. The paper bounds from above alone: ``low = 0``.
+    arXiv:2506.13585, eq. 4 and 5. No token's gradient is dropped, its weight is bounded instead.
+    The paper bounds from above alone: ``low = 0``.
     """
     ratio = exp_ratio(log_ratio.detach())
-    held = {"clipped_low": ratio < low, "clipped_high": ratio > high}
-    return Surrogate(value=-ratio.clamp(low, high) * advantages * log_probs, ratio=ratio, held=held)
+    value = -ratio.clamp(low, high) * advantages * log_probs
+    clips = {"clipped_low": ratio < low, "clipped_high": ratio > high}
+    return Surrogate(value=value, ratio=ratio, clips=clips)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLoss:
-    """PPO's value loss, clipped about the values before the update (Engstrom et al. 2020, arXiv:2005.12729, section 3).
+    """PPO's value loss, clipped about the values before the update.
+
+    Engstrom et al. 2020, arXiv:2005.12729, section 3.
 
     With V the values, R the returns, w the weight, the sum over tokens of::
 
@@ -25,10 +27,12 @@ class ValueLoss:
     Fields of the batch, ``[T]``: ``loss_weight``, ``returns`` and, with a clip, ``old_values``.
 
     Attributes:
-        clip: how far a value may go from ``old_values`` in one step's updates; in the unit of rewards; None: any way.
+        clip: how far a value may go from ``old_values`` in one step's updates; in the unit of
+            rewards; None: any way.
 
-    Metrics (sums over tokens with weight): ``tokens``, ``value``, ``return``, ``return_square``, ``error`` (R - V),
-    ``error_square`` and ``clipped`` (a count: the clipped term is the larger one).
+    Metrics (sums over tokens with weight): ``tokens``, ``value``, ``return``, ``return_square``,
+    ``error`` (R - V), ``error_square`` and ``clipped`` (a count: the clipped term is the larger
+    one).
 
     Raises:
         ConfigError: for a clip that is not above 0.
@@ -49,18 +53,18 @@ class ValueLoss:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum over ``batch``; see the class."""
         assert outputs.values is not None
-        weight, counted = batch.loss_weight, batch.loss_weight > 0
-        values, returns = (
-            where_counted(outputs.values, weight),
-            where_counted(batch["returns"], weight),
-        )
+        weight = batch.loss_weight
+        counted = weight > 0
+        values = where_counted(outputs.values, weight)
+        returns = where_counted(batch["returns"], weight)
         square = (values - returns).square()
         metrics = _metrics(values.detach(), returns, counted)
         if self.clip is not None:
             old = where_counted(batch["old_values"], weight)
-            held = (values.maximum(old - self.clip).minimum(old + self.clip) - returns).square()
-            metrics["clipped"] = ((held > square) & counted).sum()
-            square = square.maximum(held)
+            near = values.maximum(old - self.clip).minimum(old + self.clip)
+            clipped = (near - returns).square()
+            metrics["clipped"] = ((clipped > square) & counted).sum()
+            square = square.maximum(clipped)
         return LossOutput(loss=(weight * square).sum() / 2, metrics=metrics)
 
 
@@ -78,7 +82,10 @@ def _metrics(
 
 
 def explained_variance(sums: dict[str, float]) -> float:
-    """``1 - Var(R - V) / Var(R)`` from the loss's metrics; 1: V is right, 0: no better than the mean; 0 where R is one number."""
+    """Return ``1 - Var(R - V) / Var(R)`` from the loss's metrics.
+
+    1: V is right, 0: no better than the mean. It is 0 where R is one number.
+    """
     n = sums["tokens"]
     if not n:
         return 0.0

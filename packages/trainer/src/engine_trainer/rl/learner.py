@@ -1,4 +1,4 @@
-"""From groups and rewards to updates of the engine."""
+"""The learner, from groups and rewards to updates of the engines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rollouts that the trainer brings along: ``local``, Hugging Face generation in the trainer's own process."""
+"""The trainer's own rollout ``local``, Hugging Face generation in the trainer's process."""

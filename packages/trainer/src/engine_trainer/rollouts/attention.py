@@ -1,8 +1,9 @@
-"""Decoding attention without repeating keys and values, registered through transformers' ``AttentionInterface``.
+"""Decoding attention without repeated keys and values.
 
-With a padding mask transformers' own sdpa copies the keys and values of all past tokens once for each query head
-of a group, for each new token. A single new token needs no causal mask, so that the query heads of a group can
-stand in the place of query positions instead: the same numbers, nothing is copied.
+It is registered through transformers' ``AttentionInterface``. With a padding mask transformers' own
+sdpa copies the keys and values of all past tokens once for each query head of a group, for each new
+token. A single new token needs no causal mask, so that the query heads of a group can be given as
+query positions instead: the numbers are the same, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine_api.errors import RolloutError
 
 NAME = "engine_trainer_decode"
 
-# What some families hand to their attention and this one does not compute.
+# Arguments that some families pass to their attention, and that this one does not compute.
 _UNSERVED = ("s_aux", "softcap", "position_bias")
 
 
@@ -31,16 +32,18 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in transformers' calling convention.
+    """Return attention in transformers' calling convention.
 
     Args:
-        query: ``[rows, heads, new, head_dim]``; key, value: ``[rows, kv_heads, past + new, head_dim]``.
+        query: ``[rows, heads, new, head_dim]``; key, value: ``[rows, kv_heads, past + new,
+            head_dim]``.
         attention_mask: ``[rows, 1, new, past + new]`` bool, or None.
 
     Returns:
         ``[rows, new, heads, head_dim]``, and None for the attention weights.
 
-    Raises ``RolloutError`` for a model family whose attention has more terms (sinks, soft caps, biases).
+    Raises ``RolloutError`` for a model family whose attention has more terms (sinks, soft caps,
+    biases).
     """
     extra = [name for name in _UNSERVED if kwargs.get(name) is not None]
     if extra:
@@ -49,9 +52,9 @@ def decode_attention(
             where="rollout 'local'",
             remedy="use another rollout for this model family",
         )
-    if (
-        chosen := kwargs.pop("indices", None)
-    ) is not None:  # indexed attention: each new token sees these places alone
+    # With indexed attention each new token sees these positions alone.
+    chosen = kwargs.pop("indices", None)
+    if chosen is not None:
         seen = torch.zeros(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         seen = seen.scatter(-1, chosen.long(), True)[:, None]
         attention_mask = seen if attention_mask is None else attention_mask & seen

@@ -31,17 +31,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class LocalRollout:
-    """Generates with a copy of the engine's weights. See ``engine_api.rollout.Rollout`` for what the members promise.
+    """A rollout that generates with a copy of the engine's weights.
 
-    The model is built from its configuration alone; weights come only from ``update_weights``.
+    See ``engine_api.rollout.Rollout`` for the promises of its members. The model is built from its
+    configuration alone; weights come only from ``update_weights``.
 
     Args:
         resolution: from the registry; its device is used.
-        model: which architecture; a folder or hub id with a ``config.json``.
+        model: folder or hub id with a ``config.json``, which gives the architecture.
         pad_token_id: fills short prompts of a batch; it changes no result.
-        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``.
-        batch_size: completions that are generated at the same time.
-        dtype: of weights and computation; logits are turned to float32 before the softmax.
+        eos_token_ids: end every completion, in addition to ``SamplingParams.stop_token_ids``.
+        batch_size: number of completions that are generated at the same time.
+        dtype: dtype of weights and computation; logits are converted to float32 before the softmax.
 
     Raises:
         ConfigError: unknown dtype, batch size below 1.
@@ -68,11 +69,14 @@ class LocalRollout:
             raise ConfigError(
                 "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
             )
-        self.weight_version = -1  # none yet
+        self.weight_version = -1  # no weights yet
         self._kind = device_of(resolution.device)
         self._device = self._kind.current()
-        self._source, self._dtype = model, _DTYPES[dtype]
-        self._pad, self._eos, self._batch_size = pad_token_id, tuple(eos_token_ids), batch_size
+        self._source = model
+        self._dtype = _DTYPES[dtype]
+        self._pad = pad_token_id
+        self._eos = tuple(eos_token_ids)
+        self._batch_size = batch_size
         self._not_ready = "no weights have been installed"
         self._model: Any = self._build()
         self._text = self._model.config.get_text_config()
@@ -84,9 +88,10 @@ class LocalRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        """See ``Rollout.generate``; the global random generators stay as they are.
+        """Generate completions; see ``Rollout.generate``.
 
-        Raises ``RolloutError`` before a good weight sync, while asleep, for an empty prompt or one that is too long.
+        The global random generators stay as they are. Raises ``RolloutError`` before a good weight
+        sync, while asleep, for an empty prompt or one that is too long.
         """
         if self._not_ready:
             raise RolloutError(
@@ -104,16 +109,16 @@ class LocalRollout:
             decoded = decode(
                 self._model, [prompts[i] for i in chunk], sampling, numbers[rows], stop, self._pad
             )
-            for place, index in enumerate(chunk):
-                found[index] = self._completions(
-                    decoded, index, range(place * sampling.n, (place + 1) * sampling.n)
-                )
+            for position, index in enumerate(chunk):
+                own = range(position * sampling.n, (position + 1) * sampling.n)
+                found[index] = self._completions(decoded, index, own)
         return [completion for index in range(len(prompts)) for completion in found[index]]
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
-        """See ``Rollout.update_weights``; names must be the model's own Hugging Face names, each once.
+        """Install an export; see ``Rollout.update_weights``.
 
-        A tensor is copied as the export gives it, so that ``install`` is the one phase, and there is nothing to audit.
+        Names must be the model's own Hugging Face names, each once. A tensor is copied as the
+        export gives it, so that ``install`` is the one phase, and there is nothing to audit.
         """
         if self._table is None:
             raise RolloutError(
@@ -121,7 +126,8 @@ class LocalRollout:
             )
         self._not_ready = "the last weight sync failed, some weights are old and some are new"
         begin = time.perf_counter()
-        self._table.install(export)  # a stale one is read to its end, too: other ranks gather along
+        # A stale export is read to its end too, because other ranks take part in its gathers.
+        self._table.install(export)
         check_version(version, self.weight_version, where=WHERE)
         if not self._verified and self._limit >= POSITIONS:
             self._not_ready = "this model family cannot be served"
@@ -130,7 +136,8 @@ class LocalRollout:
             )
         if self._kind.has_streams:
             self._kind.module.synchronize(self._device)
-        self.weight_version, self._not_ready = version, ""
+        self.weight_version = version
+        self._not_ready = ""
         return SyncResult(
             version=version,
             num_tensors=self._table.num_tensors,
@@ -139,7 +146,10 @@ class LocalRollout:
         )
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """Give the weights' memory back; the modules stay, so that waking up is quick. Caches live for one call only."""
+        """Free the weights' memory.
+
+        The modules stay, so that waking up is quick. Caches live for one call only.
+        """
         del kv_cache
         if self._model is None:
             raise RolloutError(
@@ -147,13 +157,14 @@ class LocalRollout:
             )
         if not weights:
             return
-        self._table, self._not_ready = None, "it sleeps"
+        self._table = None
+        self._not_ready = "it sleeps"
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
         self._kind.empty_cache()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """Take the memory again; the weights are undefined until ``update_weights``."""
+        """Allocate the weights' memory; they are undefined until ``update_weights``."""
         del kv_cache
         if self._model is None:
             raise RolloutError(
@@ -166,8 +177,9 @@ class LocalRollout:
             self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Idempotent."""
-        self._model = self._table = None
+        """Close the rollout; idempotent."""
+        self._model = None
+        self._table = None
         self._not_ready = "it is closed"
 
     def _build(self) -> Any:
@@ -192,7 +204,7 @@ class LocalRollout:
         return model.requires_grad_(False).eval()
 
     def _built(self, config: Any, device: torch.device) -> Any:
-        # Building draws initial weights; the run's own random numbers must not notice.
+        # Building draws initial weights, which must not change the run's own random numbers.
         devices = [] if self._kind.rng_state() is None else [self._device]
         with torch.random.fork_rng(devices=devices, device_type=self._device.type), device:
             try:
@@ -202,7 +214,8 @@ class LocalRollout:
                     attn_implementation=attention.NAME,
                     trust_remote_code=self._source.trust_remote_code,
                 )
-            except Exception as error:  # each family's own code reads the configuration, and knows its own attention alone
+            except Exception as error:
+                # Each family's own code reads the configuration, and knows its own attention alone.
                 raise unbuildable(config, self._source.path, error) from error
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
@@ -218,15 +231,16 @@ class LocalRollout:
         )
 
     def _chunks(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-        """Prompts of like length together, so that little is padded; at least one prompt each."""
+        """Return batches of prompts of similar length, so that little is padded.
+
+        Each batch has at least one prompt.
+        """
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         size = max(1, self._batch_size // n)
-        # Llama 4 scales queries by their place in the batch, padding included.
-        by_place = getattr(self._text, "attn_temperature_tuning", False)
-        groups = [
-            list(same)
-            for _, same in groupby(order, key=lambda i: len(prompts[i]) if by_place else 0)
-        ]
+        # Llama 4 scales queries by their position in the batch, padding included.
+        by_position = getattr(self._text, "attn_temperature_tuning", False)
+        same_length = groupby(order, key=lambda i: len(prompts[i]) if by_position else 0)
+        groups = [list(group) for _, group in same_length]
         return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
     def _completions(self, decoded: Decoded, index: int, rows: range) -> list[Completion]:

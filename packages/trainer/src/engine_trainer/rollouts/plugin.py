@@ -1,4 +1,4 @@
-"""The descriptor of the ``local`` rollout. Loading it imports no torch."""
+"""The descriptor of the ``local`` rollout, which imports no torch when it is loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Drawing tokens: one uniform number a token, known before the first forward pass.
+"""Drawing of tokens, with one uniform number per token known before the first forward pass.
 
-Which numbers a completion gets depends on the seed, its prompt's tokens and its place among that
-prompt's completions, on nothing else. So a completion does not depend on the batch, the rank
-or the world that it was generated in (as far as the logits do not), and no generator has a state to be saved.
+A completion's numbers depend on the seed, its prompt's tokens and its index among that prompt's
+completions, and on nothing else. So a completion does not depend on the batch, the rank or the
+world that it was generated in (as far as the logits do not), and no generator has a state to be
+saved.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 
 from engine_api.rollout import SamplingParams
 
-# Probabilities as integers: their sums are exact, so that the choice is the same on every device and in every order.
+# Probabilities are integers, multiples of 1 / _ONE: their sums are exact, so that the choice is the
+# same on every device and in every order.
 _ONE = 1 << 40
 
 
 def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torch.Tensor:
-    """``[prompts · n, max_new_tokens]`` float64 in [0, 1), rows grouped by prompt; global generators stay untouched.
+    """Return ``[prompts · n, max_new_tokens]`` float64 in [0, 1), rows grouped by prompt.
 
-    A prompt that occurs twice gets other numbers the second time. ``seed=None`` takes entropy from the system.
+    Global generators stay untouched. A prompt that occurs twice gets different numbers the second
+    time. ``seed=None`` takes entropy from the system.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     seen: dict[tuple[int, ...], int] = {}
@@ -43,7 +46,7 @@ def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torc
 def draw(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row, by inversion of the cumulative distribution.
+    """Draw one token per row, by inversion of the cumulative distribution.
 
     Args:
         logits: ``[R, V]`` floating.
@@ -51,7 +54,8 @@ def draw(
         sampling: temperature (0: the likeliest token), top_k and top_p.
 
     Returns:
-        ``[R]`` int64 tokens and ``[R]`` float32 log-probs: with the temperature (1 for greedy), before top-k and top-p.
+        ``[R]`` int64 tokens and ``[R]`` float32 log-probs: with the temperature (1 for greedy),
+        before top-k and top-p.
     """
     greedy = sampling.temperature == 0
     log_probs = (logits.float() / (1.0 if greedy else sampling.temperature)).log_softmax(-1)
@@ -60,14 +64,18 @@ def draw(
     else:
         counts = (truncate(log_probs, sampling).exp().double() * _ONE).long().cumsum(-1)
         total = counts[:, -1]
-        # The first token whose cumulative count exceeds the threshold; one without probability never does.
+        # The first token whose cumulative count exceeds the threshold; a token without probability
+        # never does.
         threshold = (uniform * total).long().clamp(max=total - 1)
         tokens = torch.searchsorted(counts, threshold[:, None], right=True).squeeze(-1)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def truncate(log_probs: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """``-inf`` outside the ``top_k`` likeliest tokens and outside the nucleus, the fewest tokens with ``top_p`` mass."""
+    """Return log-probs with ``-inf`` outside the ``top_k`` likeliest tokens and the nucleus.
+
+    The nucleus is the fewest tokens with ``top_p`` mass.
+    """
     if 0 < sampling.top_k < log_probs.shape[-1]:
         least = log_probs.topk(sampling.top_k, dim=-1).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < least, -torch.inf)

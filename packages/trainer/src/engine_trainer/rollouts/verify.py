@@ -1,7 +1,8 @@
-"""At the first weights: does cached generation beside padded prompts give the log-probs that the model itself does?
+"""A check, at the first weights, that cached generation agrees with the model itself.
 
-Catches what no list of families can: states that padding reaches, caches that are not repeated, layers that look ahead,
-code of a family that fails. What only long texts show has checks of its own.
+It compares the log-probs of cached generation from padded prompts with the model's own. It catches
+what no list of families can: states that padding reaches, caches that are not repeated, layers that
+look ahead, code of a family that fails. Defects that only long texts show have checks of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ POSITIONS = max(_PROMPTS) + _SAMPLING.max_new_tokens
 # Largest difference in nats, for log-probs of ordinary size; float32 agrees to about 1e-5.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
-
 Batches = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]]
 
 
@@ -36,20 +36,20 @@ def verify_generation(
     Args:
         model: with weights that are in use.
         vocabulary: ids are below it.
-        dtype: of the computation.
+        dtype: dtype of the computation.
         where: the rollout, for the error.
-        batches: which of some prompts the rollout generates for at the same time, given how many completions each has.
+        batches: returns which of some prompts the rollout generates for at the same time, given how
+            many completions each has.
 
-    Returns whether that could be seen: weights that are not finite tell nothing.
+    Returns False where weights that are not finite leave nothing to compare, else True.
     """
     family = type(model).__name__
     try:
         worst, scale = _difference(model, vocabulary, batches)
     except EngineError:
         raise
-    except (
-        Exception
-    ) as error:  # the family's own code, on a cache and a padding mask that it may not know
+    except Exception as error:
+        # The family's own code may not support a cache and a padding mask.
         raise RolloutError(
             f"{family} cannot generate here",
             where=where,
@@ -62,7 +62,8 @@ def verify_generation(
         raise RolloutError(
             f"{family} cannot be served",
             where=where,
-            why=f"what it generates from padded prompts has log-probs {worst:.3g} nats from the model's own",
+            why="tokens that it generates from padded prompts have log-probs "
+            f"{worst:.3g} nats from the model's own",
             remedy="use another rollout for this model family",
         )
     return True
@@ -70,12 +71,13 @@ def verify_generation(
 
 @torch.inference_mode()
 def _difference(model: Any, vocabulary: int, batches: Batches) -> tuple[float, float]:
-    """Return the largest difference, and the largest size, of log-probs of a few generated tokens."""
+    """Return the largest difference and the largest size of some tokens' log-probs."""
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(vocabulary, (length,), generator=generator).tolist() for length in _PROMPTS
     ]
-    stop = range(0, vocabulary, 4)  # some rows end early, and are dropped from the batch
+    # Some rows end early, and are dropped from the batch.
+    stop = range(0, vocabulary, 4)
     worst = 0.0
     size = 0.0
     for batch in batches(prompts, _SAMPLING.n):

@@ -1,4 +1,4 @@
-"""Installing a weight export into a Hugging Face model, exactly or not at all."""
+"""Installation of a weight export into a Hugging Face model, exactly or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ WHERE = "rollout 'local', weight sync"
 
 
 class WeightTable:
-    """Where each tensor of an export goes: its Hugging Face name → a view of the model's own memory.
+    """The destination of each tensor of an export.
+
+    It maps a Hugging Face name to a view of the model's own memory.
 
     Raises ``RolloutError`` for a model with state that no export carries (persistent buffers).
     """
@@ -26,23 +28,25 @@ class WeightTable:
             name for name, _ in model.named_parameters(remove_duplicate=False)
         }
         if buffers:
+            names = ", ".join(sorted(buffers))
             raise RolloutError(
-                f"the model has buffers that no weight export carries: {', '.join(sorted(buffers))}",
+                f"the model has buffers that no weight export carries: {names}",
                 where=WHERE,
                 remedy="use another rollout for this model family",
             )
-        self._views: dict[str, torch.Tensor] = {
-            piece.name: piece.view(parameters[name].data)
-            for name, pieces in pieces_of(model).items()
-            for piece in pieces
-        }
+        self._views: dict[str, torch.Tensor] = {}
+        for name, pieces in pieces_of(model).items():
+            for piece in pieces:
+                self._views[piece.name] = piece.view(parameters[name].data)
 
     def install(self, export: WeightExport) -> None:
         """Copy every tensor of ``export``, converted to the model's dtype.
 
-        The export is read to its end even when it does not fit, because other ranks gather along with it.
+        The export is read to its end even when it does not fit, because other ranks gather along
+        with it.
 
-        Raises ``RolloutError`` that lists names that are missing, unknown, given twice or of a wrong shape.
+        Raises ``RolloutError`` that lists names that are missing, unknown, given twice or of a
+        wrong shape.
         """
         seen: set[str] = set()
         problems: list[str] = []
@@ -59,12 +63,12 @@ class WeightTable:
 
     @property
     def num_tensors(self) -> int:
-        """Of a whole export."""
+        """The number of tensors of a whole export."""
         return len(self._views)
 
     @property
     def num_bytes(self) -> int:
-        """Of a whole export, in the model's dtype."""
+        """The bytes of a whole export, in the model's dtype."""
         return sum(view.nbytes for view in self._views.values())
 
     def _problem(self, name: str, tensor: torch.Tensor, seen: set[str]) -> str | None:
@@ -73,13 +77,12 @@ class WeightTable:
         if name in seen:
             return f"{name}: given twice"
         if not tensor.is_floating_point():
-            return f"{name}: dtype {tensor.dtype}, a floating one is needed"
-        wanted, given = tuple(self._views[name].shape), tuple(tensor.shape)
-        return (
-            None
-            if wanted == given
-            else f"{name}: shape {list(given)}, the model has {list(wanted)}"
-        )
+            return f"{name}: expected a floating dtype, got {tensor.dtype}"
+        wanted = list(self._views[name].shape)
+        given = list(tensor.shape)
+        if wanted != given:
+            return f"{name}: shape {given}, the model has {wanted}"
+        return None
 
 
 def _error(problems: list[str], shown: int = 8) -> RolloutError:
@@ -88,5 +91,6 @@ def _error(problems: list[str], shown: int = 8) -> RolloutError:
         f"{len(problems)} weight(s) do not fit",
         where=WHERE,
         why="\n       ".join(problems[:shown]) + more,
-        remedy="give engine and rollout the same model; nothing is generated until a whole export fits",
+        remedy="give engine and rollout the same model; nothing is generated until a whole "
+        "export fits",
     )

@@ -12,7 +12,7 @@ class Meter:
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, float]] = {}
         self._since = time.monotonic()
-        self._lock = threading.Lock()  # generation may run beside training
+        self._lock = threading.Lock()  # generation may run during training
 
     def add(self, worker: str) -> None:
         """Add a worker, which is idle from now on."""
