@@ -35,7 +35,10 @@ WHOLE = {
 
 
 def rows_of(key: str, rank: int, count: int) -> ShardSpec:
-    """Return equal shards of dimension 0, the last ones short or empty; scalars are copies."""
+    """Return equal shards of dimension 0, the last ones short or empty.
+
+    Scalars are copies.
+    """
     shape = tuple(WHOLE[key].shape)
     if not shape:
         return ShardSpec.whole((), replica=rank)

@@ -162,7 +162,10 @@ def assert_promises(batch: Batch) -> None:
 
 
 def outcome(make) -> Batch | BatchError:
-    """Return the batch or the error that refuses it; any other exception fails the test."""
+    """Return the batch or the error that refuses it.
+
+    Any other exception fails the test.
+    """
     try:
         return make()
     except BatchError as error:

@@ -47,7 +47,10 @@ def test_a_seed_and_a_rank_decide_every_generator():
 
 
 def damaged(state, path, value):
-    """Return a copy of ``state`` with ``value`` at ``path``; an empty path is the whole."""
+    """Return a copy of ``state`` with ``value`` at ``path``.
+
+    An empty path is the whole.
+    """
     if not path:
         return value
     copy = dict(state) if isinstance(state, dict) else list(state)

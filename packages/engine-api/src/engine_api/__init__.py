@@ -1,6 +1,7 @@
-"""The contract between training loops and engines; importing it imports no torch.
+"""The contract between training loops and engines.
 
-Names are looked up on first use, so that ``import engine_api`` stays light.
+Importing it imports no torch. Names are looked up on first use, so that ``import engine_api`` stays
+light.
 """
 
 from __future__ import annotations

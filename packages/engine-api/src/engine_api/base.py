@@ -69,7 +69,10 @@ class _Work:
 
 
 class BaseEngine(EngineDefaults):
-    """The infrastructure of an engine; ``engine_api.contract.Engine`` documents the members."""
+    """The infrastructure of an engine.
+
+    ``engine_api.contract.Engine`` documents the members.
+    """
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         self.config = config
@@ -120,7 +123,10 @@ class BaseEngine(EngineDefaults):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> TrainOutput:
-        """Apply one optimizer step to a batch; see ``Engine.train_batch``."""
+        """Apply one optimizer step to a batch.
+
+        See ``Engine.train_batch``.
+        """
         self._expect("train_batch", "ready")
         with watched(self._called("train_batch")):
             work = self._compute("train_batch", batch, loss, denominator, temperature, fresh=True)
@@ -148,14 +154,20 @@ class BaseEngine(EngineDefaults):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
-        """Run the first half of ``train_batch``; see ``Engine.forward_backward``."""
+        """Run the first half of ``train_batch``.
+
+        See ``Engine.forward_backward``.
+        """
         self._expect("forward_backward", "ready")
         with watched(self._called("forward_backward")):
             work = self._compute("forward_backward", batch, loss, denominator, temperature)
             return self._gather_results(work)
 
     def optimizer_step(self) -> StepOutput:
-        """Run the second half of ``train_batch``; see ``Engine.optimizer_step``."""
+        """Run the second half of ``train_batch``.
+
+        See ``Engine.optimizer_step``.
+        """
         self._expect("optimizer_step", "ready")
         self._require_optimizer("optimizer_step")
         if not self._pending:
@@ -178,7 +190,10 @@ class BaseEngine(EngineDefaults):
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
     ) -> TokenOutputs:
-        """Return per-token log-probs, entropy or values; see ``Engine.infer_batch``."""
+        """Return per-token log-probs, entropy or values.
+
+        See ``Engine.infer_batch``.
+        """
         self._expect("infer_batch", "ready")
         with watched(self._called("infer_batch")):
             together(
@@ -198,7 +213,10 @@ class BaseEngine(EngineDefaults):
     def save_checkpoint(
         self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
     ) -> CheckpointHandle:
-        """Write the whole training state; see ``Engine.save_checkpoint``."""
+        """Write the whole training state.
+
+        See ``Engine.save_checkpoint``.
+        """
         self._expect("save_checkpoint", "ready")
         folder = folder_of(directory)
         check_extra(extra)
@@ -226,7 +244,9 @@ class BaseEngine(EngineDefaults):
         return handle
 
     def load_checkpoint(self, directory: Path | str, *, optimizer: bool = True) -> CheckpointInfo:
-        """Restore from a checkpoint; see ``Engine.load_checkpoint``.
+        """Restore from a checkpoint.
+
+        See ``Engine.load_checkpoint``.
 
         Args:
             directory: a checkpoint, or a folder of checkpoints.
@@ -389,7 +409,10 @@ class BaseEngine(EngineDefaults):
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
-        """Run forward and backward over the micro-batches; a pipeline engine overrides it."""
+        """Run forward and backward over the micro-batches.
+
+        A pipeline engine overrides it.
+        """
         needs = needs_of(loss)
         results: list[LossOutput] = []
         for index, part in enumerate(parts):

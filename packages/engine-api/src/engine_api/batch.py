@@ -103,7 +103,10 @@ class Batch:
 
     @property
     def loss_weight(self) -> torch.Tensor:
-        """The field ``loss_weight`` ``[T]``; raises ``BatchError`` when the batch has none."""
+        """The field ``loss_weight`` ``[T]``.
+
+        Raises ``BatchError`` when the batch has none.
+        """
         return self[LOSS_WEIGHT]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -214,7 +217,10 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Return all documents of ``batches`` in order; their fields must be the same."""
+        """Return all documents of ``batches`` in order.
+
+        Their fields must be the same.
+        """
         import torch
 
         _check_sequence(batches, Batch, "batches")

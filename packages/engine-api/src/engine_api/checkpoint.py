@@ -82,7 +82,9 @@ def write(
     topology: Mapping[str, int],
     extra: Mapping[str, Any],
 ) -> CheckpointInfo:
-    """Write a portable checkpoint; see `write_files` for the other arguments and the errors.
+    """Write a portable checkpoint.
+
+    See `write_files` for the other arguments and the errors.
 
     Args:
         state: key → (this rank's box on any device, its place in the whole tensor). Replicas are

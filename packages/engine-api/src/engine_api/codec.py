@@ -1,9 +1,9 @@
-"""Python values as bytes, for messages between the processes of a run; nothing is unpickled.
+"""Python values as bytes, for messages between the processes of a run.
 
-Bytes from a socket or a store decode to data, no matter which process wrote them: JSON, with a tag
-where JSON has no type (tuples, paths, dtypes, …), followed by the buffers of tensors, arrays and
-long lists of numbers. The only classes that decoding calls are those that their own modules
-registered with ``register``.
+Nothing is unpickled. Bytes from a socket or a store decode to data, no matter which process wrote
+them: JSON, with a tag where JSON has no type (tuples, paths, dtypes, …), followed by the buffers of
+tensors, arrays and long lists of numbers. The only classes that decoding calls are those that their
+own modules registered with ``register``.
 
 ::
 

@@ -76,7 +76,9 @@ class GroupComm:
         self._lock = threading.Lock()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank; see ``Comm.all_gather``.
+        """Return the ``value`` of every rank.
+
+        See ``Comm.all_gather``.
 
         Raises ``RankFailure`` for a rank that is gone, or does not join within the group's timeout.
         """

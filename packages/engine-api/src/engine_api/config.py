@@ -82,7 +82,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning rate over optimizer steps; see ``engine_api.schedule.lr_factor``."""
+    """The learning rate over optimizer steps.
+
+    See ``engine_api.schedule.lr_factor``.
+    """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up; *constant* needs no length of the run."""

@@ -65,7 +65,10 @@ class Process:
         return bool(self.kernel) and self.kernel == _kernel()
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended; False where that cannot be seen from here."""
+        """Return whether the process has ended.
+
+        The result is False where that cannot be seen from here.
+        """
         if not self.is_here:
             return False
         state, started = _stat(self.pid)

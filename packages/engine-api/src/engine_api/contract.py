@@ -1,6 +1,7 @@
-"""The members of an engine that a caller may call; nothing else is called from outside.
+"""The members of an engine that a caller may call.
 
-The obligations of every engine (each line is a conformance case) are in docs/contract.md.
+Nothing else is called from outside. The obligations of every engine (each line is a conformance
+case) are in docs/contract.md.
 """
 
 from __future__ import annotations

@@ -44,11 +44,17 @@ class EngineDefaults(ABC):
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        """Raise ``UnsupportedCapability``; see ``Engine.get_per_tensor_param_shard``."""
+        """Raise ``UnsupportedCapability``.
+
+        See ``Engine.get_per_tensor_param_shard``.
+        """
         raise self._refusal("get_per_tensor_param_shard", Capability.EXPORT_SHARDS)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """Raise ``UnsupportedCapability``; see ``Engine.save_hf``."""
+        """Raise ``UnsupportedCapability``.
+
+        See ``Engine.save_hf``.
+        """
         raise self._refusal("save_hf", Capability.SAVE_HF)
 
     def to(

@@ -85,9 +85,10 @@ def probe_device(name: str) -> ProbeResult:
 
 
 class Device:
-    """The properties of a kind of device, so that an engine's code names none; here the CPU's.
+    """The properties of a kind of device, so that an engine's code names none.
 
-    An accelerator derives from ``Accelerator`` and is registered with ``register_device``.
+    The values of this class are the CPU's. An accelerator derives from ``Accelerator`` and is
+    registered with ``register_device``.
     """
 
     name = "cpu"
@@ -195,7 +196,10 @@ class Accelerator(Device):
     pins_memory = True
 
     def adopt_local_rank(self) -> None:
-        """Make the device of number ``LOCAL_RANK`` current; see ``Device.adopt_local_rank``."""
+        """Make the device of number ``LOCAL_RANK`` current.
+
+        See ``Device.adopt_local_rank``.
+        """
         if "LOCAL_RANK" not in os.environ:
             return
         local = int(os.environ["LOCAL_RANK"])
@@ -210,7 +214,10 @@ class Accelerator(Device):
         self.module.set_device(local)
 
     def current(self) -> torch.device:
-        """Return the current device with its index; see ``Device.current``."""
+        """Return the current device with its index.
+
+        See ``Device.current``.
+        """
         import torch
 
         return torch.device(self.name, self.module.current_device())
@@ -291,10 +298,10 @@ _DEVICES: dict[str, Device] = {device.name: device for device in (Device(), Cuda
 
 
 def register_device(device: Device) -> None:
-    """Register a kind of device; a second one of the same name replaces the first.
+    """Register a kind of device.
 
-    A plug-in calls it when its descriptor is imported, so that every process that looks for
-    plug-ins knows the device.
+    A second one of the same name replaces the first. A plug-in calls it when its descriptor is
+    imported, so that every process that looks for plug-ins knows the device.
     """
     _DEVICES[device.name] = device
 

@@ -77,7 +77,10 @@ def _find_refusal(group: str, source: str) -> str:
 
 
 def discover(group: str, before: Before = _find_refusal) -> list[Found]:
-    """Return every entry point of ``group``, loaded; broken ones carry their problem."""
+    """Return every entry point of ``group``, loaded.
+
+    Broken ones carry their problem.
+    """
     found: dict[tuple[str, str], Found] = {}
     for distribution, source, entry in _entries(group):
         # An editable install next to a stale copy lists the same entry twice.

@@ -172,7 +172,9 @@ class Membership:
 def join(
     group: str, all_gather: Callable[[Any], list[Any]], timeout_s: float = TIMEOUT_S
 ) -> Membership:
-    """Join the watch over all ranks of the default group; the call is a collective.
+    """Join the watch over all ranks of the default group.
+
+    The call is a collective.
 
     Args:
         group: a name that no other group of this run has, the same on all ranks.

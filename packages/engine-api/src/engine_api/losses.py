@@ -108,11 +108,11 @@ sft_loss = SFTLoss()
 
 
 def where_counted(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` where ``weight`` is above 0, and 0 elsewhere; differentiable.
+    """Return ``values`` where ``weight`` is above 0, and 0 elsewhere.
 
-    A loss passes its inputs through this function before it multiplies them by weights. 0 · NaN and
-    0 · ∞ are NaN, so one such number at a token that carries no loss (of a prompt or of a tool's
-    output) would make the loss of the whole batch NaN.
+    The result is differentiable. A loss passes its inputs through this function before it
+    multiplies them by weights. 0 · NaN and 0 · ∞ are NaN, so one such number at a token that
+    carries no loss (of a prompt or of a tool's output) would make the loss of the whole batch NaN.
     """
     return values.where(weight > 0, 0.0)
 

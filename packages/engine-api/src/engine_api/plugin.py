@@ -1,4 +1,7 @@
-"""The light descriptor that a plug-in's entry point names; loading it imports no torch."""
+"""The light descriptor that a plug-in's entry point names.
+
+Loading it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """A plug-in's answer on a device of this machine; if it cannot run, with reason and remedy."""
+    """The answer of a plug-in on a device of this machine, with reason and remedy if it is no."""
 
     ok: bool
     reason: str = ""
@@ -70,7 +73,10 @@ class ProbeResult:
 
 
 def always_available(device: str) -> ProbeResult:
-    """Return a positive answer; the probe of a plug-in that needs nothing special."""
+    """Return a positive answer.
+
+    It is the probe of a plug-in that needs nothing special.
+    """
     del device
     return ProbeResult(ok=True)
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """A batch split into parts; every rank has the same number of them, some may be empty."""
+    """A batch split into micro-batches.
+
+    Every rank has the same number of them, and some may be empty.
+    """
 
     batch: Batch
     """The whole batch of this rank."""

@@ -78,7 +78,10 @@ class Registry:
         self._discovered: list[Found] | None = None
 
     def found(self) -> list[Found]:
-        """Return every plug-in, usable or not; entry points are read once per process."""
+        """Return every plug-in, usable or not.
+
+        Entry points are read once per process.
+        """
         if self._discovered is None:
             self._discovered = discover(self.group)
         return [*self._discovered, *self._in_process]
@@ -196,7 +199,10 @@ class Registry:
             )
 
     def conflicts(self) -> list[str]:
-        """Return the triples that several plug-ins claim, with the plug-ins; it runs no probe."""
+        """Return the triples that several plug-ins claim, with the plug-ins.
+
+        It runs no probe.
+        """
         claims: dict[tuple[str, str, str], list[str]] = {}
         for found, row in self.rows():
             for triple in row.triples():
@@ -302,7 +308,10 @@ _rollouts = Registry(ROLLOUT_GROUP, "rollout")
 
 
 class EngineRegistry:
-    """The engines of this process; see ``Registry`` for the methods."""
+    """The engines of this process.
+
+    See ``Registry`` for the methods.
+    """
 
     register = staticmethod(_engines.register)
     unregister = staticmethod(_engines.unregister)
@@ -332,7 +341,10 @@ class EngineRegistry:
 
 
 class RolloutRegistry:
-    """The rollouts of this process; a rollout's backend name is its name."""
+    """The rollouts of this process.
+
+    A rollout's backend name is its name.
+    """
 
     register = staticmethod(_rollouts.register)
     unregister = staticmethod(_rollouts.unregister)
@@ -344,7 +356,10 @@ class RolloutRegistry:
 
     @staticmethod
     def create(*, name: str, device: str = "auto", **arguments: Any) -> Any:
-        """Resolve, import and construct a rollout; raises ``PluginError``."""
+        """Resolve, import and construct a rollout.
+
+        Raises ``PluginError``.
+        """
         resolution = _rollouts.resolve(backend=name, device=device)
         return _rollouts.load(resolution)(resolution=resolution, **arguments)
 

@@ -111,7 +111,10 @@ class WeightExporter(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything; a second call does nothing."""
+        """Free everything.
+
+        A second call does nothing.
+        """
         ...
 
 
@@ -137,9 +140,10 @@ class WeightSender(Protocol):
 
     @property
     def address(self) -> str:
-        """The address for the receivers of the next ``send`` only; it may change each time.
+        """The address for the receivers of the next ``send`` only.
 
-        A process that knows it may take part. It is given to the receivers and never logged.
+        It may change each time. A process that knows it may take part. It is given to the receivers
+        and never logged.
         """
         ...
 
@@ -181,7 +185,10 @@ class WeightWire(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything that either end keeps between syncs; a second call does nothing."""
+        """Free everything that either end keeps between syncs.
+
+        A second call does nothing.
+        """
         ...
 
 
@@ -210,7 +217,10 @@ class Generation(Protocol):
 
 @runtime_checkable
 class Rollout(Protocol):
-    """The members of a rollout that the trainer calls; nothing else is called from outside."""
+    """The members of a rollout that the trainer calls.
+
+    Nothing else is called from outside.
+    """
 
     weight_version: int
 
@@ -243,7 +253,10 @@ class Rollout(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything; a second call does nothing."""
+        """Free everything.
+
+        A second call does nothing.
+        """
         ...
 
 
