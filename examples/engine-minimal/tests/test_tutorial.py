@@ -1,8 +1,11 @@
-"""What the tutorial quotes of this package is what stands in it, and the package stays short."""
+"""The tutorial's quotations of this package are verbatim, and the package stays short."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -30,5 +33,18 @@ def test_a_quotation_is_verbatim(name: str, text: str) -> None:
     assert text in (HERE / "src" / name).read_text()
 
 
-def test_the_whole_engine_has_at_most_150_lines() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in (HERE / "src").rglob("*.py")) <= 150
+def lines_of_code(source: str) -> int:
+    """Count the lines that hold code, without docstrings, comments and blank lines."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines.difference_update(range(node.lineno, node.value.end_lineno + 1))
+    return len(lines)
+
+
+def test_the_whole_engine_has_at_most_150_lines_of_code() -> None:
+    files = (HERE / "src").rglob("*.py")
+    assert sum(lines_of_code(path.read_text()) for path in files) <= 150
