@@ -102,8 +102,8 @@ def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(
     """Beyond the limit, documents in the pack of a longer one would get its frequencies."""
     engine = make(saved(ROPE[kind], tmp_path / "model"))
     alone = engine.infer_batch(pack(6)).log_probs
-    beside = engine.infer_batch(pack(6, LIMIT)).log_probs[:6]
-    torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
+    packed = engine.infer_batch(pack(6, LIMIT)).log_probs[:6]
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
     with pytest.raises(BatchError, match=f"document 1 has {LIMIT + 1} tokens") as caught:
         engine.infer_batch(pack(6, LIMIT + 1))
     assert kind in caught.value.why
@@ -115,7 +115,7 @@ def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(
 def test_a_limit_of_documents_is_told_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """In RL documents grow, and the limit would be met in the middle of a run."""
+    """Documents grow in RL, and the limit would be met in the middle of a run."""
     make(saved(ROPE[kind], tmp_path / "model")).close()
     messages = [record.getMessage() for record in caplog.records]
     (told,) = [message for message in messages if "documents" in message]
@@ -155,7 +155,7 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
 def test_the_check_at_start_sees_in_bfloat16_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a head's bias of ordinary size, many tokens differ a little.
+    """A head's bias of ordinary size makes many tokens differ a little.
 
     None of them differs by half of the largest score.
     """

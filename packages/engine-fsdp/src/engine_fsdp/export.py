@@ -1,4 +1,4 @@
-"""Weight export under Hugging Face names: whole tensors in buckets, or this rank's shards."""
+"""Weight export under Hugging Face names, as whole tensors in buckets or as this rank's shards."""
 
 from __future__ import annotations
 

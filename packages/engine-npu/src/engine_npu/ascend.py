@@ -1,4 +1,4 @@
-"""The parts of Ascend's stack that this host has: driver, CANN and Python packages.
+"""The parts of Ascend's stack on this host, which are driver, CANN and Python packages.
 
 The module imports neither torch nor torch_npu.
 """
