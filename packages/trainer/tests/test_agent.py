@@ -1,4 +1,7 @@
-"""Agent functions: tokens in and out, budgets, times, failures, batches and submissions, and a whole RL run."""
+"""Agent functions, with tokens, budgets, times, failures, batches and submissions.
+
+The last test is a whole RL run.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,9 @@ def agents(tmp_path, chat):
 def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
     rollout = kind(chat, "one", "two")
     ((trajectory,),) = agents("ask_twice").run(rollout, prompts(chat, "q"), sampling())
-    one, tool, two = chat.encode_text("one"), chat.encode_text(" tool "), chat.encode_text("two")
+    one = chat.encode_text("one")
+    tool = chat.encode_text(" tool ")
+    two = chat.encode_text("two")
     eos = [chat.eos_token_id]
     assert trajectory.tokens == one + eos + tool + two + eos
     assert trajectory.loss_weights == [1.0] * 4 + [0.0] * 6 + [1.0] * 4
@@ -133,7 +138,8 @@ def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
 def test_messages_go_through_the_template_and_the_models_tokens_stay(chat, agents):
     rollout = Scripted(chat, "abc", "ok")
     ((trajectory,),) = agents("messages").run(rollout, prompts(chat, "q"), sampling())
-    # The first turn was cut at three tokens: the template's end of the turn is put there, without loss.
+    # The first turn was cut at three tokens: the template's end of the turn is added there,
+    # without loss.
     expected = "abc<|eos|>\n<|tool|>42<|assistant|>ok<|eos|>"
     assert trajectory.tokens == chat.encode_text(expected)
     assert trajectory.loss_weights == [1.0] * 3 + [0.0] * (len(trajectory.tokens) - 6) + [1.0] * 3
@@ -149,7 +155,10 @@ def test_messages_go_through_the_template_and_the_models_tokens_stay(chat, agent
 
 
 def test_a_template_that_leaves_tools_out_is_refused(tokenizer_of):
-    deaf = "{% for m in messages %}{% if m['role'] != 'tool' %}<|user|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+    deaf = (
+        "{% for m in messages %}{% if m['role'] != 'tool' %}"
+        "<|user|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+    )
     with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
         ChatTokenizer(tokenizer_of(deaf), DataSection(source="f")).encode_messages(
             [{"role": "tool", "content": "42"}], after=2

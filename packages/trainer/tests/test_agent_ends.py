@@ -1,4 +1,7 @@
-"""How conversations end: all of them where one fails, whatever a function does about it, and nothing goes on behind its back."""
+"""The end of conversations, where all end when one fails.
+
+Whatever a function does about its end, none of its work goes on afterwards.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,7 @@ def test_a_rollout_that_fails_ends_all_though_a_function_shrugs(chat, agents, ki
 
 
 def test_a_turn_that_was_just_given_up_is_not_answered(chat):
-    """Its task has not run since: the batch still has it."""
+    """Give up a turn whose task has not run since, so that the batch still has it."""
 
     async def give_up() -> str:
         generator = Batched(Scripted(chat, "one"), sampling(), running=2)

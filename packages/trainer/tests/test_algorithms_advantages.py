@@ -39,7 +39,8 @@ def test_rloo_is_against_the_mean_of_the_others():
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -7.3, 1e6])
 def test_equal_rewards_give_exactly_zero(estimator, reward):
-    # the mean of eight times 0.1 is not 0.1; divided by a deviation of 1e-6 the rest would be an advantage
+    # The mean of eight times 0.1 is not 0.1; the rest, divided by a deviation of 1e-6, would be an
+    # advantage.
     assert group_advantages(torch.full((2, 8), reward), estimator).abs().max() == 0
 
 

@@ -18,7 +18,7 @@ LENGTHS = [5, 1, 9, 2, 7, 3]
 
 
 def drawn(seed=0, scale=0.8):
-    """Packed documents; the first tokens are prompts, document 1 counts nothing at all."""
+    """Return packed documents; first tokens are prompts, and document 1 has no counted token."""
     random = torch.Generator().manual_seed(seed)
     size = sum(LENGTHS)
     engine, rollout = (-4 * torch.rand(size, generator=random) for _ in range(2))
@@ -35,9 +35,10 @@ def documents(cu):
 
 
 def reference_weights(engine, rollout, mask, cu, section):
-    """Token by token, as the formulas are written; numpy float64."""
+    """Return the weights token by token, as the formulas are written, in numpy float64."""
     p, q, m = (t.double().numpy() for t in (engine, rollout, mask))
-    weights, kept = np.ones(len(p)), np.ones(len(p), dtype=bool)
+    weights = np.ones(len(p))
+    kept = np.ones(len(p), dtype=bool)
     for document in documents(cu):
         counted = [t for t in document if m[t]]
         product = math.exp(sum(p[t] - q[t] for t in counted))
@@ -77,7 +78,7 @@ def test_weights_and_rejection_are_the_formulas_token_by_token(weight, reject):
 
 
 def by_hand(values, section, mask=None, lengths=None):
-    """Δ of each token given as its ratio."""
+    """Build ratios with the Δ of each token given as its ratio."""
     lengths = lengths or [len(values)]
     logs = torch.tensor([math.log(v) for v in values], dtype=torch.float64)
     cu = torch.tensor([0, *lengths]).cumsum(0)
@@ -101,7 +102,10 @@ def test_token_tis_by_hand():
 
 
 def test_sequence_tis_by_hand():
-    """Products 3 · 0.5 = 1.5 and 2 · 2 = 4, of which the second is cut; the units are the two sequences."""
+    """Check products 3 · 0.5 = 1.5 and 2 · 2 = 4, of which the second is cut.
+
+    The units are the two sequences.
+    """
     result, figures = by_hand(
         [3.0, 0.5, 2.0, 2.0], CorrectionSection(weight="sequence", cap=2.0), lengths=[2, 2]
     )
@@ -120,8 +124,12 @@ def test_icepop_by_hand():
 
 
 def test_rejection_by_hand():
-    """Products 4 and 1, geometric means 2 and 1: only the first sequence goes, and only by the sequence's product."""
-    values, lengths = [4.0, 1.0, 0.5, 2.0], [2, 2]
+    """Check products 4 and 1, geometric means 2 and 1.
+
+    Only the first sequence is rejected, and only by the sequence's product.
+    """
+    values = [4.0, 1.0, 0.5, 2.0]
+    lengths = [2, 2]
     kept = {}
     for level in ("token", "sequence", "geometric"):
         result, figures = by_hand(
@@ -157,7 +165,8 @@ def test_a_band_keeps_its_bounds():
 @pytest.mark.parametrize("weight", ["token", "sequence", "icepop"])
 @pytest.mark.parametrize("reject", ["token", "sequence", "geometric"])
 def test_far_ratios_stay_finite(far, weight, reject):
-    engine, rollout = torch.tensor([0.0, far, far / 2]), torch.zeros(3)
+    engine = torch.tensor([0.0, far, far / 2])
+    rollout = torch.zeros(3)
     given = ratios(engine, rollout, torch.ones(3), torch.tensor([0, 3]))
     section = CorrectionSection(weight=weight, high=1e9, reject=reject)
     result = correct(given, section)
@@ -234,7 +243,8 @@ def figures_of(engine, rollout, mask, cu):
 
 def test_figures_are_the_formulas_in_float64_loops():
     engine, rollout, mask, cu = drawn()
-    p, q = engine.double().numpy(), rollout.double().numpy()
+    p = engine.double().numpy()
+    q = rollout.double().numpy()
     rows = [[t for t in d if mask[t]] for d in documents(cu)]
     rows = [row for row in rows if row]
     tokens = [t for row in rows for t in row]
@@ -263,11 +273,9 @@ def test_figures_are_the_formulas_in_float64_loops():
 
 
 def test_figures_estimate_what_they_are_named_after():
-    """Every token of a distribution in proportion to q: the means are then the expectations."""
-    p, q = (
-        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
-        torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64),
-    )
+    """Draw every token in proportion to q, so that the means are the expectations."""
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64)
     tokens = torch.tensor([0] * 4 + [1] * 2 + [2] * 4)
     found = figures_of(p.log()[tokens], q.log()[tokens], torch.ones(10), torch.tensor([0, 10]))
     kl = float((q * (q / p).log()).sum())
@@ -310,7 +318,8 @@ def test_sums_do_not_depend_on_the_split(parts):
             ).items()
         }
 
-    whole, split = sums(batch), [sums(batch.select(p)) for p in parts]
+    whole = sums(batch)
+    split = [sums(batch.select(p)) for p in parts]
     assert {k: math.fsum(s[k] for s in split) for k in whole} == pytest.approx(whole, rel=1e-12)
 
 
@@ -378,7 +387,8 @@ def test_a_kl_with_the_importance_ratio_is_weighted_as_its_samples_are():
 
 def test_coefficients_are_the_gradient_of_a_corrected_loss():
     batch, engine = loss_batch(correction=torch.linspace(0, 2, sum(LENGTHS)))
-    loss, log_probs = PolicyLoss(on_policy=True, corrected=True), engine.clone().requires_grad_()
+    loss = PolicyLoss(on_policy=True, corrected=True)
+    log_probs = engine.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(
         loss(TokenOutputs(log_probs=log_probs), batch).loss, log_probs
     )

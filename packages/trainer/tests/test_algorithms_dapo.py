@@ -1,4 +1,7 @@
-"""DAPO as its paper has it (arXiv:2503.14476, eq. 8 to 13), against the equations in Python's own numbers."""
+"""DAPO as in its paper, against the equations in Python's own numbers.
+
+arXiv:2503.14476, eq. 8 to 13.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.experience import shaped_rewards
 
-LOW, HIGH, MAX_LENGTH, CACHE = 0.2, 0.28, 10, 4
+LOW = 0.2
+HIGH = 0.28
+MAX_LENGTH = 10
+CACHE = 4
 
 
 def punishment(length: int) -> float:
-    """Eq. 13."""
+    """Return the punishment of eq. 13."""
     if length <= MAX_LENGTH - CACHE:
         return 0.0
     return ((MAX_LENGTH - CACHE) - length) / CACHE if length <= MAX_LENGTH else -1.0
@@ -47,10 +53,12 @@ def test_the_objective_by_the_equations():
     assert kept == [True, False, True]
     groups = [i for i, keep in enumerate(kept) if keep]
 
-    objective, tokens = 0.0, 0
+    objective = 0.0
+    tokens = 0
     for g in groups:
         rewards = [r + punishment(n) for r, n in zip(correct[g], lengths[g], strict=True)]
-        mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+        mean = statistics.fmean(rewards)
+        deviation = statistics.stdev(rewards)
         for reward, answer in zip(rewards, ratios[g], strict=True):
             advantage = (reward - mean) / deviation  # eq. 9
             for r in answer:  # eq. 8 and 12: each token of the batch weighs the same
@@ -85,7 +93,11 @@ def test_the_objective_by_the_equations():
 
 
 def test_the_recipe_has_the_papers_numbers():
-    """Section 4.1: 512 prompts of 16 answers, 16 updates, 16384 tokens and 4096 of punishment, AdamW at 1e-6 after 20 steps."""
+    """Check the numbers of section 4.1.
+
+    512 prompts of 16 completions, 16 updates, 16384 tokens and 4096 of punishment, AdamW at 1e-6
+    after 20 steps.
+    """
     recipe = Path(__file__).parents[3] / "recipes" / "rl" / "dapo.yaml"
     config = load_config(RLConfig, recipe, ["engine.model.path=m"])
     algorithm = config.algorithm
@@ -97,18 +109,23 @@ def test_the_recipe_has_the_papers_numbers():
     assert (algorithm.prompts_per_step, config.rollout.n, algorithm.mini_batches) == (512, 16, 16)
     assert (config.rollout.max_new_tokens, algorithm.overlong.buffer) == (16384 + 4096, 4096)
     assert (algorithm.dynamic_sampling.enabled, algorithm.kl.coefficient) == (True, 0.0)
-    optimizer, schedule = config.engine.optimizer, config.engine.schedule
+    optimizer = config.engine.optimizer
+    schedule = config.engine.schedule
     assert optimizer is not None
     assert (optimizer.lr, schedule.name, schedule.warmup_steps) == (1e-6, "constant", 20 * 16)
 
 
 @pytest.mark.parametrize("recipe", ["dapo.yaml", "dapo_fp8.yaml"])
 def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
-    """Eq. 13, rewards 1 and -1: a right answer at the limit is half-way from wrong to right."""
+    """Check eq. 13 with rewards 1 and -1.
+
+    A right completion at the limit is half-way from wrong to right.
+    """
     config = load_config(
         RLConfig, Path(__file__).parents[3] / "recipes" / "rl" / recipe, ["engine.model.path=m"]
     )
-    limit, buffer = 16384 + 4096, 4096
+    limit = 16384 + 4096
+    buffer = 4096
     lengths = [1, limit - buffer, limit - buffer + 1, limit - buffer // 2, limit]
     graded = [(length, right) for right in (True, False) for length in lengths]
 

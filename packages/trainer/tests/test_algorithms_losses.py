@@ -13,7 +13,7 @@ from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_diverge
 
 
 def make_batch(ratios, advantages, weights=None, ref=None, old=None):
-    """Document 0: a first token that never counts, then one token a value."""
+    """Build document 0 from a first token that never counts and one token per value."""
     count = len(ratios)
     old = torch.tensor([0.0, *(old or [-1.0] * count)], dtype=torch.float64)
     new = old + torch.tensor([0.0, *[math.log(r) for r in ratios]], dtype=torch.float64)
@@ -70,7 +70,8 @@ def test_the_loss_is_a_weighted_sum():
 
 
 def test_metrics_are_sums_over_counted_tokens():
-    ratios, advantages = [1.5, 0.5, 1.5, 10.0, 1.5], [1.0, -1.0, -1.0, -1.0, 1.0]
+    ratios = [1.5, 0.5, 1.5, 10.0, 1.5]
+    advantages = [1.0, -1.0, -1.0, -1.0, 1.0]
     batch, new = make_batch(ratios, advantages, weights=[1, 1, 0.5, 1, 0])
     metrics = {
         k: float(v)
@@ -179,7 +180,8 @@ def test_gradients_agree_with_finite_differences(loss, scale):
 
 def test_the_split_into_micro_batches_changes_nothing():
     random = torch.Generator().manual_seed(3)
-    lengths, fields = [5, 9, 2, 7], ("old_log_probs", "advantages", "ref_log_probs", "mask")
+    lengths = [5, 9, 2, 7]
+    fields = ("old_log_probs", "advantages", "ref_log_probs", "mask")
     documents = [
         {
             "input_ids": list(range(n)),
@@ -206,8 +208,12 @@ def test_the_split_into_micro_batches_changes_nothing():
 
 @pytest.mark.parametrize("importance", [True, False])
 def test_k3_of_a_token_is_held_to_its_bound(importance):
-    """As verl's low_var_kl: clamp(k3, max=10), without a gradient beyond; a large ratio alone is no reason for it."""
-    ratios, d = [1.0, 1.1, 1.0, 1.0, 8.0], [-8.0, -2.0, -2.62, -20.0, 3.0]
+    """Check clamp(k3, max=10) without a gradient beyond, as verl's low_var_kl.
+
+    A large ratio alone does not bound it.
+    """
+    ratios = [1.0, 1.1, 1.0, 1.0, 8.0]
+    d = [-8.0, -2.0, -2.62, -20.0, 3.0]
     old = [-9.0, -3.0, -3.0, -21.0, -4.5]
     ref = [o + math.log(r) - x for o, r, x in zip(old, ratios, d, strict=True)]
 
@@ -233,8 +239,12 @@ def test_k3_of_a_token_is_held_to_its_bound(importance):
 
 
 def test_the_slope_of_k3_with_the_ratio_is_exact_in_float32():
-    """Autograd of r · k3 takes it as a difference of two numbers of 5e8, whose steps are 32."""
-    old, ref = torch.tensor([0.0, -20.0]), torch.tensor([0.0, -0.5])
+    """Check the slope where autograd would take a difference of two numbers of 5e8.
+
+    The steps of float32 are 32 there.
+    """
+    old = torch.tensor([0.0, -20.0])
+    ref = torch.tensor([0.0, -0.5])
     batch = Batch(
         input_ids=torch.arange(2),
         cu_seqlens=torch.tensor([0, 2]),
@@ -280,8 +290,9 @@ def test_denominators_by_hand():
     ],
 )
 def test_aggregation_modes_by_hand(mode, expected):
-    """Two answers, of 3 tokens with losses 1, 2, 3 and of one token with loss 30."""
-    mask, cu = torch.tensor([0, 1.0, 1, 1, 0, 1]), torch.tensor([0, 4, 6])
+    """Sum two completions, of 3 tokens with losses 1, 2, 3 and of one token with loss 30."""
+    mask = torch.tensor([0, 1.0, 1, 1, 0, 1])
+    cu = torch.tensor([0, 4, 6])
     weight = token_weights(mask, cu, mode)
     losses = torch.tensor([9.0, 1, 2, 3, 9, 30])
     assert float((weight * losses).sum()) / denominator(mode, [3, 1], 8) == pytest.approx(expected)

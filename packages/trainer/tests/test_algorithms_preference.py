@@ -59,7 +59,10 @@ def test_a_name_that_nobody_knows():
 
 
 def test_the_linear_loss_has_the_gradient_of_the_pairs_wherever_they_lie():
-    """Against DPO written down with autograd over whole pairs, in another order and split over micro-batches."""
+    """Compare with autograd of DPO over whole pairs.
+
+    The documents are in a different order and split over micro-batches.
+    """
     dice = torch.Generator().manual_seed(3)
     lengths = [4, 3, 2, 6]  # chosen 0, rejected 0, chosen 1, rejected 1
     cu = torch.tensor([0, 4, 7, 9, 15])
@@ -84,7 +87,8 @@ def test_the_linear_loss_has_the_gradient_of_the_pairs_wherever_they_lie():
     loss = LinearLoss()
     given = torch.zeros(15, dtype=torch.float64)
     for documents in ([3, 0], [2], [1]):
-        part, at = batch.select(documents), batch.token_index(documents)
+        part = batch.select(documents)
+        at = batch.token_index(documents)
         leaf = new.detach()[at].requires_grad_()
         (given[at],) = torch.autograd.grad(loss(TokenOutputs(log_probs=leaf), part).loss, leaf)
         known = loss.coefficients(part)

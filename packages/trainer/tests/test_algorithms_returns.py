@@ -15,7 +15,8 @@ def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# A document of two prompt tokens and three answers, one with a token of a tool in the middle, one without any answer.
+# A document of two prompt tokens and three completion tokens, one with a token of a tool in the
+# middle, one without a completion.
 CU = torch.tensor([0, 5, 9, 11])
 MASK = f64(0, 0, 1, 1, 1, 0, 1, 0, 1, 0, 0)
 
@@ -41,13 +42,12 @@ def test_returns_by_hand():
 
 
 def test_gae_by_hand():
-    rewards, values = (
-        f64(0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0),
-        f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9),
-    )
+    rewards = f64(0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0)
+    values = f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9)
     advantages, returns = gae(rewards, values, MASK, CU, gamma=0.8, lam=0.5)
     # δ: 1 - 0.75 = 0.25; 0.8·0.75 - 0.25 = 0.35; 0.8·0.25 - 0.5 = -0.3, and γλ = 0.4
-    third, second = 0.25, 0.35 + 0.4 * 0.25
+    third = 0.25
+    second = 0.35 + 0.4 * 0.25
     first = -0.3 + 0.4 * second
     # δ: 2 - 1.5 = 0.5; 0.8·1.5 - 1 = 0.2
     torch.testing.assert_close(
@@ -59,10 +59,8 @@ def test_gae_by_hand():
 
 
 def test_the_ends_of_lambda():
-    rewards, values = (
-        f64(0, 0, 1, 2, 3, 0, 4, 0, 5, 0, 0),
-        f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9),
-    )
+    rewards = f64(0, 0, 1, 2, 3, 0, 4, 0, 5, 0, 0)
+    values = f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9)
     monte_carlo, targets = gae(rewards, values, MASK, CU, gamma=1.0, lam=1.0)
     torch.testing.assert_close(targets, returns_to_go(rewards, MASK, CU))
     torch.testing.assert_close(monte_carlo, targets - values * MASK)
@@ -71,10 +69,11 @@ def test_the_ends_of_lambda():
 
 
 def plain_gae(rewards, values, mask, cu, gamma, lam):
-    """The recurrence, token by token from the end."""
+    """Return the recurrence of GAE, token by token from the end."""
     out = [0.0] * len(rewards)
     for a, b in pairwise(cu):
-        following, carried = 0.0, 0.0
+        following = 0.0
+        carried = 0.0
         for t in range(b - 1, a - 1, -1):
             if mask[t]:
                 carried = rewards[t] + gamma * following - values[t] + gamma * lam * carried
@@ -115,7 +114,8 @@ def test_gae_is_the_recurrence(scale, gamma, lam):
 
 
 def test_documents_do_not_touch_each_other_even_where_one_is_not_a_number():
-    rewards, values = torch.ones(11, dtype=torch.float64), torch.ones(11, dtype=torch.float64)
+    rewards = torch.ones(11, dtype=torch.float64)
+    values = torch.ones(11, dtype=torch.float64)
     rewards[3] = math.nan
     advantages, _ = gae(rewards, values, MASK, CU, gamma=1.0, lam=1.0)
     assert advantages[2:4].isnan().all()
@@ -158,7 +158,8 @@ def test_moments_of_parts_are_those_of_the_whole():
 
 
 def test_whitening_by_hand():
-    values, mask = f64(9, 1, 2, 3, 9), f64(0, 1, 1, 1, 0)
+    values = f64(9, 1, 2, 3, 9)
+    mask = f64(0, 1, 1, 1, 0)
     given = whiten(values, mask, Moments.of(values, mask))
     torch.testing.assert_close(
         given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7
@@ -168,9 +169,12 @@ def test_whitening_by_hand():
 
 
 def test_whitening_where_nothing_counts_and_where_something_is_lost():
-    values, none = f64(1, 2, 3), f64(0, 0, 0)
+    values = f64(1, 2, 3)
+    none = f64(0, 0, 0)
     assert whiten(values, none, Moments.of(values, none)).tolist() == [0, 0, 0]
-    values, mask = f64(math.nan, 1, 3), f64(0, 1, 1)  # a number that does not count
+    # a number that does not count
+    values = f64(math.nan, 1, 3)
+    mask = f64(0, 1, 1)
     given = whiten(values, mask, Moments.of(values, mask))
     assert given.tolist() == pytest.approx([0, -1 / math.sqrt(2), 1 / math.sqrt(2)])
 
@@ -180,7 +184,8 @@ def test_whitening_does_not_see_scale_or_offset(scale):
     dice = random.Random(1)
     values = [dice.gauss(0, 1) for _ in range(40)]
     mask = f64(*[1.0] * 40)
-    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values)
     expected = f64(*((x - mean) / deviation for x in values))
     moved = f64(*(scale * x + 7 for x in values))
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""GSPO and CISPO, and what all kinds of ``PolicyLoss`` share."""
+"""GSPO and CISPO, and the behaviour that all kinds of ``PolicyLoss`` share."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ def test_the_ratio_of_a_sequence_by_hand():
 
 
 def test_gspo_by_hand():
-    """Two sequences inside and outside of the clip, eq. 5: each counts once whatever its length."""
+    """Check eq. 5 for two sequences, inside and outside of the clip.
+
+    Each counts once whatever its length.
+    """
     batch, new = make(PER_DOCUMENT)
-    s0, s3 = (1.2 * 0.9 * 1.5) ** (1 / 3), 1.1
+    s0 = (1.2 * 0.9 * 1.5) ** (1 / 3)
+    s3 = 1.1
     held = 1.1 < s0 < 1.5
     assert held, "the clip below is meant to hold the first sequence back"
     value, gradient = run(PolicyLoss(kind="gspo", clip_low=0.2, clip_high=0.1), batch, new)
@@ -79,7 +83,10 @@ def test_gspo_counts_held_tokens():
 
 
 def test_gspo_token_is_gspo_where_advantages_are_of_sequences():
-    """Eq. 13 against eq. 5, in value and gradient, clipped sequences and free ones."""
+    """Compare eq. 13 with eq. 5, in value and gradient.
+
+    Some sequences are clipped.
+    """
     for high in (0.1, 0.9):
         batch, new = make(PER_DOCUMENT)
         whole, by_token = (

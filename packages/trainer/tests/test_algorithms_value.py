@@ -82,7 +82,8 @@ def test_gradients_agree_with_finite_differences(scale):
 
 
 def test_explained_variance_by_hand():
-    returns, values = [1.0, 2.0, 4.0], [1.5, 2.0, 3.0]
+    returns = [1.0, 2.0, 4.0]
+    values = [1.5, 2.0, 3.0]
     result = ValueLoss()(outputs(*values), make_batch(returns))
     sums = {name: float(value) for name, value in result.metrics.items()}
     rest = [r - v for r, v in zip(returns, values, strict=True)]
@@ -113,7 +114,8 @@ def test_the_split_into_micro_batches_changes_nothing():
         }
         for n in (1, 5, 2, 9)
     ]
-    batch, values = Batch.pack(documents), torch.randn(17, generator=dice, dtype=torch.float64) * 3
+    batch = Batch.pack(documents)
+    values = torch.randn(17, generator=dice, dtype=torch.float64) * 3
     loss = ValueLoss(clip=0.5)
     whole = loss(TokenOutputs(values=values), batch)
     parts = [

@@ -1,4 +1,7 @@
-"""Losses and sums over tokens: none reads tokens without weight, or depends on the default dtype."""
+"""Losses and sums over tokens, none of which reads tokens without weight.
+
+None depends on the default dtype.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ POISONS = (math.nan, math.inf, -math.inf)
 
 
 def drawn() -> dict[str, torch.Tensor]:
-    """Per-token numbers of every name that a loss reads."""
+    """Return per-token numbers of every name that a loss reads."""
     dice = torch.Generator().manual_seed(7)
 
     def draw(scale: float = 1.0) -> torch.Tensor:
@@ -66,7 +69,7 @@ def drawn() -> dict[str, torch.Tensor]:
 
 
 def batch_of(numbers: dict[str, torch.Tensor]) -> Batch:
-    """A batch with all fields, unchecked as those that an engine or a loss computes."""
+    """Build a batch with all fields, unchecked like those that an engine or a loss computes."""
     batch = Batch(
         input_ids=torch.arange(len(MASK)),
         cu_seqlens=CU,
@@ -106,7 +109,7 @@ LOSSES = {
 
 
 def everything_of(loss, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss, its metrics, its coefficients and its gradients by what a model gives."""
+    """Return the loss, its metrics, its coefficients and its gradients by the model's outputs."""
     leaves = {name: numbers[name].clone().requires_grad_() for name in OUTPUTS}
     batch = batch_of(numbers)
     result = loss(TokenOutputs(**leaves), batch)
@@ -144,7 +147,7 @@ def test_a_loss_does_not_read_tokens_without_weight(name):
 
 
 def test_every_loss_of_the_packages_is_among_them():
-    """A new class with a loss's signature has to be added above."""
+    """Check that every class with a loss's signature is listed above."""
     found = set()
     for package in (engine_api, engine_trainer):
         for path in Path(str(package.__file__)).parent.rglob("*.py"):
@@ -164,14 +167,14 @@ def _is_loss(function: ast.stmt) -> bool:
 
 
 class AllRanks:
-    """A policy whose shares are all held here."""
+    """A policy whose dp shards are all local."""
 
     def gather(self, rows):
         return list(rows)
 
 
 def credited(numbers: dict[str, torch.Tensor], **section) -> Iterator[torch.Tensor]:
-    """Advantages and returns as ``section`` says, with a KL in the reward."""
+    """Return advantages and returns as ``section`` says, with a KL in the reward."""
     kl = KLSection(coefficient=0.1, where="reward")
     algorithm = AlgorithmSection(kl=kl, **section)
     batch = batch_of(numbers)
@@ -187,7 +190,7 @@ def credited(numbers: dict[str, torch.Tensor], **section) -> Iterator[torch.Tens
 
 
 def corrected(numbers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Weights, what is kept, and the sums for the figures."""
+    """Return weights, kept tokens, and the sums for the figures."""
     result = correct(
         ratios(numbers["old_log_probs"], numbers["rollout_log_probs"], MASK, CU), CORRECTION
     )
@@ -195,7 +198,7 @@ def corrected(numbers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Rows:
-    """One document, whose fields nobody looks at."""
+    """One document, whose fields are not read."""
 
     documents = (SimpleNamespace(fields=dict),)
 
@@ -204,7 +207,7 @@ class Rows:
 
 
 def heldout(numbers: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of held-out documents."""
+    """Return the loss of held-out documents."""
     batch = batch_of(numbers)
     engine = SimpleNamespace(
         infer_batch=lambda _: TokenOutputs(log_probs=numbers["log_probs"]),
@@ -308,7 +311,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS | WITHOUT_TOKENS)
 def test_another_default_dtype_changes_no_number_and_no_dtype(name, dtype):
-    function, numbers = (FUNCTIONS | WITHOUT_TOKENS)[name], drawn()
+    function = (FUNCTIONS | WITHOUT_TOKENS)[name]
+    numbers = drawn()
     expected = tensors_of(function(numbers))
     with default_dtype(dtype):
         found = tensors_of(function(numbers))

@@ -1,4 +1,4 @@
-"""What is measured on held-out problems: which rows, by which random numbers, and how sure the figure is."""
+"""Evaluation on held-out problems, with its rows, its random numbers and its standard error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(
     sums_model, tmp_path, monkeypatch
 ):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-    drawn, sample = [], Sampler.sample
+    drawn = []
+    sample = Sampler.sample
 
     def seen(self, prompts, *, n, temperature, seed):
         drawn.append((len(prompts), n, temperature, seed))
@@ -79,7 +80,10 @@ def group(*correct: bool) -> Group:
 
 
 def test_the_standard_error_is_over_problems_by_hand():
-    """Shares 1, 1/2 and 0: mean 1/2, variance (1/4 + 0 + 1/4) / (3 - 1) = 1/4, of the mean of three 1/12."""
+    """Check the standard error of fractions 1, 1/2 and 0.
+
+    The mean is 1/2, the variance (1/4 + 0 + 1/4) / (3 - 1) = 1/4, that of the mean of three 1/12.
+    """
     figures = summary([group(True, True), group(True, False), group(False, False)])
     assert (figures["accuracy"], figures["problems"]) == (0.5, 3)
     assert figures["accuracy_stderr"] == pytest.approx(math.sqrt(1 / 12), rel=1e-12)

@@ -1,4 +1,7 @@
-"""Failures are counted over the whole run: a run that is resumed ends where the one that was left alone does."""
+"""Failures, which are counted over the whole run.
+
+A run that is resumed ends where an uninterrupted run does.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,9 @@ def test_a_resumed_run_ends_at_the_failure_at_which_one_left_alone_does(
 
 
 def killed_in_step(step: int, monkeypatch) -> None:
-    """After its completions were judged; once."""
-    calls, real = iter(range(1, 1000)), Learner.learn
+    """Kill the run once, after the step's completions were scored."""
+    calls = iter(range(1, 1000))
+    real = Learner.learn
 
     def learn(self, groups):
         if next(calls) == step:

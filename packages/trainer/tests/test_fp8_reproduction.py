@@ -1,4 +1,7 @@
-"""The recipe that compares rollouts: its runs differ in nothing but the rollout, and its table says what the runs wrote."""
+"""The recipe that compares rollouts.
+
+Its runs differ in nothing but the rollout, and its table shows the figures that the runs wrote.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "fp8_reproduction"
 
 @pytest.fixture
 def recipe(monkeypatch):
-    """The modules run.py and plot.py, which are scripts."""
+    """Return the modules run.py and plot.py, which are scripts."""
     monkeypatch.setattr(sys, "path", [str(RECIPE), *sys.path])
     names = ("run", "plot", "prepare")
     for name in names:

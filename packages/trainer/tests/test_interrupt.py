@@ -1,4 +1,7 @@
-"""Ctrl-C at a terminal, with real processes: one clear line, the shell's status for it, and nothing that goes on."""
+"""Ctrl-C at a terminal, with real processes.
+
+It gives one clear line and the shell's status for it, and no process goes on.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ def score(sample):
         time.sleep(0.05)
     return float(len(sample.completion))
 """
-PRESS_S = 4.0  # between two: within a second they count as one, and a busy process hears of the first one late
+# Seconds between two presses: within a second they count as one, and a busy process receives the
+# first one late.
+PRESS_S = 4.0
 
 
 def below(pid: int) -> set[int]:
-    """All processes of its session and those that they have started, zombies too."""
+    """Return all processes of its session and those that they have started, zombies too."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,7 +40,8 @@ def below(pid: int) -> set[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(entry.name)] = int(fields[1])
-    found, new = {pid}, {pid}
+    found = {pid}
+    new = {pid}
     while new:
         new = {child for child, parent in parents.items() if parent in new} - found
         found |= new
@@ -58,7 +64,7 @@ def wait_for_the_end_of(pids: set[int]) -> None:
 
 @pytest.fixture
 def running(tmp_path, sums_model):
-    """Starts a run whose reward never returns, and waits until it judges."""
+    """Start a run whose reward never returns, and wait until the reward is called."""
     (marks := tmp_path / "marks").mkdir()
     (tmp_path / "slow.py").write_text(REWARD.format(go=str(tmp_path / "go"), marks=str(marks)))
     made: list[subprocess.Popen[str]] = []
@@ -89,7 +95,7 @@ def running(tmp_path, sums_model):
 
 
 def press(process: subprocess.Popen[str], *, times: int) -> None:
-    """As a terminal does: to all processes of the foreground."""
+    """Send the signal to all processes of the foreground, as a terminal does."""
     for press_number in range(times):
         if press_number:
             time.sleep(PRESS_S)

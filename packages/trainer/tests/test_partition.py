@@ -1,4 +1,7 @@
-"""Documents over the data-parallel ranks of engines of different sizes, and tokens' values on their way between them."""
+"""Partitions of documents over the data-parallel ranks of engines of different sizes.
+
+Tokens' values are moved between them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ WHOLE = {d.index: torch.randn(len(d.tokens)) for mini in MINI_BATCHES for d in m
 
 
 def engines(size: int, held: list[int] | None = None) -> SimpleNamespace:
-    """Those of a controller, which holds all shards, or of a process that holds one and hears the others'."""
+    """Return a controller's engines, to which all dp shards are local, or those of one process.
+
+    Such a process has one local shard and receives those of other processes.
+    """
 
     def gather(rows: list[torch.Tensor]) -> list[torch.Tensor]:
         every = values(Partition(engines(size), MINI_BATCHES))
@@ -52,10 +58,8 @@ def values(partition: Partition) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("given", "wanted"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 9), (9, 4)])
 def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
-    source, target = (
-        Partition(engines(given), MINI_BATCHES),
-        Partition(engines(wanted), MINI_BATCHES),
-    )
+    source = Partition(engines(given), MINI_BATCHES)
+    target = Partition(engines(wanted), MINI_BATCHES)
     moved = source.moved(values(source), target)
     for got, want in zip(moved, values(target), strict=True):
         assert torch.equal(got, want)
@@ -67,10 +71,8 @@ def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
 
 @pytest.mark.parametrize(("held", "wanted"), [([0], [1]), ([1], [2]), ([2], [0])])
 def test_of_a_process_that_holds_one_share_of_each(held, wanted):
-    source, target = (
-        Partition(engines(3, held), MINI_BATCHES),
-        Partition(engines(4, wanted), MINI_BATCHES),
-    )
+    source = Partition(engines(3, held), MINI_BATCHES)
+    target = Partition(engines(4, wanted), MINI_BATCHES)
     (moved,) = source.moved(values(source), target)
     assert torch.equal(moved, values(Partition(engines(4), MINI_BATCHES))[wanted[0]])
 

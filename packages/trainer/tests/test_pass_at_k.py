@@ -11,7 +11,7 @@ from engine_trainer.sampling.pass_at_k import Vote, best_at, figures_at_k, major
 
 
 def votes(text: str) -> list[Vote]:
-    """``"a+ b- ."``: answer a, correct; answer b, wrong; no answer."""
+    """Parse ``"a+ b- ."`` as answer a, correct; answer b, wrong; no answer."""
     return [
         Vote(answer=None if w[0] == "." else w[0], correct=w.endswith("+")) for w in text.split()
     ]
@@ -62,7 +62,8 @@ def test_the_majority(text, expected):
 
 
 def test_the_majority_of_fewer_is_the_mean_over_blocks():
-    # blocks of 2: (a a) 1, (a b) 1/2, (b c) 0; the fourth sample of blocks of 3 begins the second: (a a a) 1, (b b c) 0
+    # Blocks of 2: (a a) 1, (a b) 1/2, (b c) 0. The fourth sample begins the second block of 3:
+    # (a a a) 1, (b b c) 0.
     six = votes("a+ a+ a+ b- b- c-")
     assert majority_at(2, six) == pytest.approx((1 + 0.5 + 0) / 3)
     assert majority_at(3, six) == pytest.approx(0.5)
@@ -71,7 +72,8 @@ def test_the_majority_of_fewer_is_the_mean_over_blocks():
 
 
 def test_all_figures_of_two_problems():
-    first, second = votes("a+ b- c- a+"), votes("x- x- y+ x-")
+    first = votes("a+ b- c- a+")
+    second = votes("x- x- y+ x-")
     assert figures_at_k([first, second]) == pytest.approx(
         {
             "mean@4": (2 / 4 + 1 / 4) / 2,

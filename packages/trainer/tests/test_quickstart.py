@@ -1,4 +1,7 @@
-"""recipes/quickstart/prepare.py: the chat template of the model that the quickstart and the first hour begin with."""
+"""The chat template of recipes/quickstart/prepare.py.
+
+The quickstart and the first hour begin with its model.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def test_a_question_and_its_answer(quickstart):
 
 @pytest.mark.parametrize("role", ["system", "tool", "developer"])
 def test_a_role_that_it_does_not_know_is_refused(quickstart, role):
-    """Served by vLLM or transformers, too: whoever sends it would think that the model has read it."""
+    """Check the refusal, which vLLM or transformers show too.
+
+    Without it a caller would think that the model has read the message.
+    """
     with pytest.raises(jinja2.TemplateError, match=role):
         quickstart.apply_chat_template([turn(role, "be brief"), turn("user", "hi")], tokenize=False)
     example = Example(

@@ -1,4 +1,7 @@
-"""A rank of a run that goes away: the other ones end with one error that names it, and exit code 1."""
+"""A rank of a run that is lost.
+
+All other ranks end with one error that names it, and exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def configuration(task: str, folder: Path, model: Path, timeout_s: int) -> Path:
 
 @contextlib.contextmanager
 def ranks(world, folder, *arguments):
-    """Processes as torchrun starts them, over a store like its own; nobody ends them when one fails."""
+    """Start processes as torchrun does, over a store like its own.
+
+    No launcher ends them when one fails.
+    """
     store = dist.TCPStore(
         "127.0.0.1",
         0,

@@ -1,4 +1,8 @@
-"""The loop on a Ray cluster: the same bits as without it, what a death leaves, and what is refused before anything starts."""
+"""The loop on a Ray cluster.
+
+It gives the same bits as without one, survives a worker's death, and refuses configurations before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
-    """The file of faults; empty."""
+    """Return the file of faults, empty."""
     return tmp_path_factory.mktemp("faults") / "plan.json"
 
 
@@ -41,7 +45,7 @@ PPO = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.003}}, "mini_batches
 
 @pytest.fixture(scope="module")
 def alone(sums_model, tmp_path_factory):
-    """The run on two ranks of torchrun, without Ray; GRPO."""
+    """Return the folder of the GRPO run on two ranks of torchrun, without Ray."""
     return torchrun(sums_model, tmp_path_factory.mktemp("alone") / "out")
 
 

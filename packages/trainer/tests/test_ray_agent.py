@@ -1,4 +1,4 @@
-"""One's own agent and reward, named by relative paths, in the workers of a Ray cluster."""
+"""A user's own agent and reward, named by relative paths, in the workers of a Ray cluster."""
 
 from __future__ import annotations
 

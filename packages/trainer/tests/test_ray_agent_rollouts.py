@@ -1,4 +1,7 @@
-"""Conversations beside training: turns in slices that go on after a sync, tools that hold nobody, and a run on a cluster."""
+"""Conversations during training, with turns in slices that continue after a sync.
+
+Tools block no other conversation; the last tests run on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,7 @@ def test_slices_add_up_to_what_whole_turns_say(replica_of, size):
 
 def test_turns_go_on_with_new_weights_and_each_token_says_which(replica_of):
     conversing, replica, weights = replica_of("ask_twice", 2, n=3, temperature=1.0)
-    # Every token carries the version of the weights that made it: those of the slice it was made in.
+    # Every token carries the version of the weights of the slice that made it.
     made: list[tuple[int, int]] = []
     real = replica.rollout.generate
 
@@ -223,10 +226,12 @@ def test_a_tool_holds_neither_the_other_conversations_nor_a_sync(replica_of, tmp
     slow = [(1, Prompt(tokens=[6], rendered="", text="slow", answer=None))]
     (quick,) = prompts([7])
     found: dict[int, list[ScoredCompletion]] = {}
-    new, count = [*slow, quick], 0
+    new = [*slow, quick]
+    count = 0
     while 1 not in found:
         found |= dict(conversing.advance(new, count))  # it returns, though the tool does not
-        new, count = [], count + 1
+        new = []
+        count = count + 1
         replica.rollout.update_weights(iter(weights.items()), count)
         if 10 in found and count > 2:
             (tmp_path / "go").touch()
@@ -341,7 +346,7 @@ async def add(episode):
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Yields the file of faults, see ``ray_faults``."""
+    """Yield the file of faults, see ``ray_faults``."""
     plan = tmp_path / "plan.json"
     with local_cluster(4, plan):
         yield plan
@@ -360,7 +365,7 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
         "rollout": {"max_new_tokens": 8, "batch_size": 16},
         "run": {"steps": 6, "save_every": 3},
     }
-    # After the checkpoint of step 3: its conversations that were under way are begun again.
+    # After the checkpoint of step 3 its unfinished conversations are started again.
     cluster.write_text(
         json.dumps(
             [{"worker": "rollout-1", "method": "receive", "nth": 6, "when": "before", "do": "kill"}]
@@ -401,7 +406,8 @@ def test_it_learns_over_turns_while_replicas_never_stop(cluster, sums_model, tmp
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
     rows = rows_of(out)
-    # Which sync comes in the middle of a conversation is chance; that none of forty does is a defect.
+    # A single sync comes in the middle of a conversation by chance; if none of forty does, that is
+    # a defect.
     assert any(r["rollout/continued"] > 0 for r in rows)
     rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.2

@@ -1,4 +1,7 @@
-"""Generation beside training: slices that go on after a sync, and runs whose staleness is bounded and reported."""
+"""Generation during training, with slices that continue after a sync.
+
+The staleness of runs is bounded and reported.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +125,7 @@ def test_what_was_begun_goes_on_with_new_weights_and_each_token_says_which(sums_
     assert len({tuple(a.tokens) for a in answers}) > 3  # completions of one prompt differ
 
 
-def answer(versions: list[int]) -> ScoredCompletion:
+def completion(versions: list[int]) -> ScoredCompletion:
     return ScoredCompletion(
         tokens=[5] * len(versions),
         log_probs=[-1.0] * len(versions),
@@ -134,7 +137,9 @@ def answer(versions: list[int]) -> ScoredCompletion:
 
 
 def test_tokens_of_weights_that_are_too_old_carry_no_loss_and_are_counted():
-    group = Group(prompt=prompts([6, 2])[0][1], completions=[answer([3, 4, 5]), answer([5, 5])])
+    group = Group(
+        prompt=prompts([6, 2])[0][1], completions=[completion([3, 4, 5]), completion([5, 5])]
+    )
     figures = staleness_figures([group], version=6, oldest=5)
     assert figures == {
         "rollout/staleness": pytest.approx(8 / 5),
@@ -147,10 +152,13 @@ def test_tokens_of_weights_that_are_too_old_carry_no_loss_and_are_counted():
 
 
 def test_what_a_tool_said_is_neither_stale_nor_fresh():
-    """Between two turns of versions 3 and 6 a tool's two tokens; they carry the version of the turn before."""
-    said = replace(answer([3, 3, 3, 6]), loss_weights=[1.0, 0.0, 0.0, 1.0])
+    """Put a tool's two tokens between turns of versions 3 and 6.
+
+    They carry the version of the turn before.
+    """
+    said = replace(completion([3, 3, 3, 6]), loss_weights=[1.0, 0.0, 0.0, 1.0])
     never = replace(
-        answer([-1, -1]), loss_weights=[0.0, 0.0]
+        completion([-1, -1]), loss_weights=[0.0, 0.0]
     )  # a tool's words before the model's first: it failed there
     figures = staleness_figures(
         [Group(prompt=prompts([6])[0][1], completions=[said, never])], version=6, oldest=5
@@ -213,7 +221,7 @@ def test_overlap_without_replicas_of_its_own_or_without_a_correction_is_refused(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Yields the file of faults, see ``ray_faults``."""
+    """Yield the file of faults, see ``ray_faults``."""
     plan = tmp_path_factory.mktemp("faults") / "plan.json"
     with local_cluster(4, plan):
         yield plan
@@ -233,7 +241,8 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
         train_on_ray(
             on_ray(sums_model, tmp_path / name, ray={"engines": 1, "rollouts": 1}, **sections)
         )
-    first, second = rows_of(tmp_path / "a"), rows_of(tmp_path / "b")
+    first = rows_of(tmp_path / "a")
+    second = rows_of(tmp_path / "b")
     assert first == second
     behind = [
         0,
@@ -262,7 +271,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
         "run": {"steps": 6, "save_every": 3},
     }
     out = tmp_path / "out"
-    # After the checkpoint of step 3: its prompts that were under way are drawn again.
+    # After the checkpoint of step 3 its unfinished prompts are drawn again.
     cluster.write_text(
         json.dumps(
             [{"worker": "rollout-1", "method": "receive", "nth": 4, "when": "before", "do": "kill"}]
@@ -294,7 +303,8 @@ def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
     rows = rows_of(out)
-    # Which sync comes in the middle of an answer is chance; that none of forty does is a defect.
+    # A single sync comes in the middle of a completion by chance; if none of forty does, that is a
+    # defect.
     assert any(r["rollout/continued"] > 0 for r in rows)
     rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.1

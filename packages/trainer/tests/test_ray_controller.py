@@ -1,4 +1,7 @@
-"""The controller itself is killed: nothing of its cluster stays, and the same command goes on from the last checkpoint."""
+"""A controller that is killed.
+
+No process of its cluster stays, and the same command resumes from the last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def left_of(marker: str) -> list[str]:
-    """Processes that were started with this text in their environment."""
+    """Return the processes that were started with this text in their environment."""
     found: list[str] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -29,7 +32,7 @@ def left_of(marker: str) -> list[str]:
 
 
 def killed_at(config: dict, plan: Path, method: str, *, environment=None) -> None:
-    """A controller that its engine worker kills as it begins ``method`` for the second time."""
+    """Start a controller that is killed as its engine worker begins ``method`` a second time."""
     process = start(config, plan.parent / "run.yaml", environment=environment)
     plan.write_text(
         json.dumps(

@@ -1,4 +1,7 @@
-"""A node is lost: the run goes on when the cluster has room again."""
+"""A node that is lost.
+
+The run continues when the cluster has enough resources again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """A cluster whose head has no room for workers."""
+    """Start a cluster whose head cannot run workers."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv(

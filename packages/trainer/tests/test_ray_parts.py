@@ -1,4 +1,7 @@
-"""The parts of the Ray launcher that need no cluster: the channel for weights, the memory estimate, the clocks, the lock."""
+"""The parts of the Ray launcher that need no cluster.
+
+They are the channel for weights, the memory estimate, the clocks and the lock.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ TENSORS = {
 def carried(
     export, receivers: int = 2
 ) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
-    """What the sender raised (or None) and each receiver, and what each of them got."""
+    """Return the sender's error (or None), and each receiver's error and tensors."""
     sender = channel.WholeWire("cpu", 20.0).serve("127.0.0.1", receivers)
     outcomes: list[object] = [None] * (receivers + 1)
     got: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(receivers)]
@@ -121,7 +124,7 @@ def test_a_start_has_the_longer_of_two_deadlines(monkeypatch):
 
 @pytest.fixture
 def apart(tmp_path):
-    """What is known of the rollout ``wired`` beside an engine; its wire is only made here."""
+    """Build the spec of the rollout ``wired`` for an engine; only its wire is made here."""
 
     def spec(name="wired", device="cpu"):
         config = on_ray(tmp_path, tmp_path, rollout={"name": name, "quantization": "fp8"})
@@ -204,8 +207,10 @@ def test_a_workers_time_and_idle_share(monkeypatch):
 
 def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypatch):
     monkeypatch.setattr("engine_trainer.placement.ray.calls._translate", lambda _, error: error)
-    neighbour, own = RankFailure({0: "x"}), ConfigError("a", "wrong")
-    broken, lost = WorkerFailed("connection closed"), WorkerLost("died")
+    neighbour = RankFailure({0: "x"})
+    own = ConfigError("a", "wrong")
+    broken = WorkerFailed("connection closed")
+    lost = WorkerLost("died")
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
     assert _telling([(None, e) for e in (neighbour, broken)]) is broken
     assert _telling([(None, e) for e in (broken, own, lost)]) is lost
@@ -249,12 +254,14 @@ def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
 
 
 def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
-    """In a process of its own: Ray keeps the place."""
+    """Run in a process of its own, because Ray keeps the folder."""
     (tmp_path / "file").write_text("")
     code = (
-        "from engine_trainer.placement.ray.cluster import connected\nfrom engine_trainer.config.sections import RaySection\n"
+        "from engine_trainer.placement.ray.cluster import connected\n"
+        "from engine_trainer.config.sections import RaySection\n"
         "from engine_api.errors import ConfigError\n"
-        "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)"
+        "try:\n    with connected(RaySection()): pass\n"
+        "except ConfigError as error:\n    print('SAID', error)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -323,7 +330,9 @@ def test_a_launcher_that_cannot_close_leaves_no_lock(tmp_path):
 def test_a_restart_goes_on_from_what_the_run_has_saved_else_where_it_was_told_to_begin(
     sums_model, tmp_path, monkeypatch, saved
 ):
-    elsewhere, out, given = str(tmp_path / "other" / "step-000004"), tmp_path / "out", []
+    elsewhere = str(tmp_path / "other" / "step-000004")
+    out = tmp_path / "out"
+    given = []
 
     def train(config, launcher):
         given.append(config.run.resume)
@@ -343,7 +352,8 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_else_where_it_was_told_to
 
 
 def test_two_runs_in_one_folder(tmp_path):
-    one, two = FolderLock(tmp_path), FolderLock(tmp_path)
+    one = FolderLock(tmp_path)
+    two = FolderLock(tmp_path)
     one.acquire()
     with pytest.raises(ConfigError, match=r"(?s)another run writes to.*process \d+ on"):
         two.acquire()
@@ -354,7 +364,8 @@ def test_two_runs_in_one_folder(tmp_path):
 
 def test_a_killed_process_holds_no_lock(tmp_path):
     code = (
-        f"import os, signal\nfrom pathlib import Path\nfrom engine_trainer.run.lock import FolderLock\n"
+        f"import os, signal\nfrom pathlib import Path\n"
+        f"from engine_trainer.run.lock import FolderLock\n"
         f"FolderLock(Path({str(tmp_path)!r})).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

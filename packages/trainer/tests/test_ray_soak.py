@@ -1,6 +1,8 @@
-"""Random deaths, one after the other, while a run goes on: it ends as one that was left alone, and leaves nothing behind.
+"""Random deaths, one after the other, during a run.
 
-``RAY_SOAK_KILLS`` sets how many (3). On two quiet cores a kill costs about ten seconds.
+The run ends as an uninterrupted one does, and leaves no process.
+
+``RAY_SOAK_KILLS`` sets the number of deaths (3). On two quiet cores a kill costs about ten seconds.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ STEPS = 8 + 8 * KILLS  # about five in two seconds
 
 
 class Reaper(threading.Thread):
-    """Kills a random worker at a random moment after each new checkpoint, ``KILLS`` times."""
+    """A thread that kills a random worker after each new checkpoint, ``KILLS`` times.
+
+    The moment is random too.
+    """
 
     def __init__(self, checkpoints: Path, marker: str) -> None:
         super().__init__(daemon=True)
-        self._checkpoints, self._marker = checkpoints, marker
+        self._checkpoints = checkpoints
+        self._marker = marker
         self._random = random.Random(0)
         self.killed: list[str] = []
         self.done = threading.Event()

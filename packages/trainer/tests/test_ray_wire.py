@@ -1,4 +1,7 @@
-"""FP8 over the wire of a rollout's own, to replicas apart from the engine: the bits of replicas beside it, in a quarter of the bytes."""
+"""FP8 over a rollout's own wire, to replicas in other processes than the engine.
+
+They get the bits of colocated replicas, in a quarter of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def model(sums_model, tmp_path_factory) -> Path:
-    """The model of the sums, as wide as a few blocks."""
+    """Return the model of the sums, as wide as a few blocks."""
     return reshaped(sums_model, tmp_path_factory.mktemp("wide") / "model", **WIDE)
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
-    """The file of faults; empty."""
+    """Return the file of faults, empty."""
     return tmp_path_factory.mktemp("faults") / "plan.json"
 
 
@@ -54,7 +57,7 @@ def cluster(plan):
 
 
 def run(model: Path, out: Path, *, name: str = "fp8", **section):
-    """Two steps; the folder."""
+    """Run two steps and return the folder."""
     config = on_ray(
         model,
         out,
@@ -68,7 +71,7 @@ def run(model: Path, out: Path, *, name: str = "fp8", **section):
 
 @pytest.fixture(scope="module")
 def beside(model, tmp_path_factory):
-    """The folder of a run whose replicas are in the engine's processes; each is made once."""
+    """Return the folder of a run with colocated replicas; each is made once."""
     return cache(
         lambda engines: run(model, tmp_path_factory.mktemp("beside") / "out", engines=engines)
     )
@@ -76,7 +79,7 @@ def beside(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def apart(model, tmp_path_factory):
-    """The same with replicas of their own."""
+    """Return the folder of the same run with replicas in processes of their own."""
 
     def made(engines: int, rollouts: int) -> Path:
         return run(
@@ -99,7 +102,7 @@ def test_apart_it_ends_as_beside_the_engine_bit_for_bit(beside, apart, caplog, e
     assert result_of(out) == result_of(beside(engines))
     last = result_of(out)[1][-1]
     assert (last["sync/quantized"], last["sync/audited"]) == (14, 1)
-    # What is served, and in the buckets the room between pieces.
+    # The served weights, and in the buckets the padding between pieces.
     assert last["sync/bytes"] <= wire_bytes(out) < 1.05 * last["sync/bytes"]
     assert wire_bytes(beside(engines)) == 0
 
@@ -119,7 +122,10 @@ def fault(worker: str, method: str, nth: int, do: str = "kill") -> dict:
 
 
 def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_path, plan, beside):
-    """A sync has five buckets. One after the other: the engine in the first sync, a replica there, the other in the second."""
+    """Kill the engine in the first sync, a replica there, and the other replica in the second.
+
+    A sync has five buckets.
+    """
     plan.write_text(
         json.dumps(
             [

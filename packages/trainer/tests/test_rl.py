@@ -1,4 +1,4 @@
-"""The RL loop from end to end: a tiny model, the real engine, a reward that is easy to improve."""
+"""The RL loop from end to end, with a tiny model, the real engine, and a reward easy to improve."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_it_learns(folder, tmp_path):
     outcome = train_rl(configure(folder, out, run={"steps": 25}, eval=section))
     assert outcome.step == outcome.total_steps == 25
     rows = rows_of(out)
-    before, after = rows[0], rows[-1]
+    before = rows[0]
+    after = rows[-1]
     assert before["step"] == 0
     assert before["eval/reward"] < 0.1
     assert after["eval/reward"] > 0.8
@@ -64,7 +65,7 @@ def test_it_learns(folder, tmp_path):
 
 
 def test_tokens_per_second_are_those_of_the_same_row(folder, tmp_path):
-    """Of a step with several updates, and of one that learns nothing: all rewards are equal."""
+    """Check a step with several updates, and one with equal rewards that learns nothing."""
     register("varied")(lambda: lambda s: float(sum(map(ord, s.completion))))
     register("constant")(lambda: lambda s: 1.0)
     for reward, learns in (("varied", True), ("constant", False)):
@@ -89,10 +90,14 @@ def test_tokens_per_second_are_those_of_the_same_row(folder, tmp_path):
 
 
 def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
-    """One step of plain SGD equals GRPO written down in plain float64 torch from the generated answers."""
+    """Compare a step of plain SGD with GRPO in plain float64 torch.
+
+    Both use the generated completions.
+    """
     from transformers import AutoModelForCausalLM
 
-    out, seen = tmp_path / "out", []
+    out = tmp_path / "out"
+    seen = []
     monkeypatch.setattr(
         "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
@@ -108,7 +113,8 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager"
     )
-    loss, tokens = torch.zeros((), dtype=torch.float64), 0
+    loss = torch.zeros((), dtype=torch.float64)
+    tokens = 0
     for one in seen[0].groups:
         rewards = torch.tensor([a.score.total for a in one.completions]).double()
         for answer, reward in zip(one.completions, rewards, strict=True):
@@ -148,7 +154,8 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(fol
         },
         "eval": {"source": str(folder / "test.jsonl"), "every": 3, "samples": 1},
     }
-    alone, broken = tmp_path / "alone", tmp_path / "broken"
+    alone = tmp_path / "alone"
+    broken = tmp_path / "broken"
     train_rl(configure(folder, alone, **sections))
     calls["left"] = 330  # in the middle of a step past the first checkpoint
     with pytest.raises(RewardError, match="the judge is away"):
@@ -226,7 +233,8 @@ def test_the_reference_of_lora_is_the_adapter_off(folder, tmp_path):
 
 def test_a_step_without_a_difference_changes_nothing(folder, tmp_path):
     register("indifferent")(lambda: lambda s: 1.0)
-    out, dynamic = tmp_path / "out", {"enabled": True, "max_rounds": 3}
+    out = tmp_path / "out"
+    dynamic = {"enabled": True, "max_rounds": 3}
     section = {"prompts_per_step": 8, "dynamic_sampling": dynamic}
     train_rl(configure(folder, out, reward={"name": "indifferent"}, algorithm=section))
     row = rows_of(out)[0]
@@ -312,15 +320,18 @@ def group(*rewards: float, lengths=None) -> Group:
 
 
 class Script:
-    """A sampler that gives out groups in order, and remembers what it was asked for."""
+    """A sampler that returns groups in order, and records its calls."""
 
     def __init__(self, *groups: Group) -> None:
-        self.groups, self.calls, self.timers = list(groups), [], Timers()
+        self.groups = list(groups)
+        self.calls = []
+        self.timers = Timers()
 
     def sample(self, prompts, *, n, temperature, seed):
         self.calls.append((list(prompts), seed))
         self.timers.add("generate", 0.25)
-        taken, self.groups = self.groups[: len(prompts)], self.groups[len(prompts) :]
+        taken = self.groups[: len(prompts)]
+        self.groups = self.groups[len(prompts) :]
         return taken
 
 
@@ -336,7 +347,8 @@ def run_collect(folder, tmp_path, script, **dynamic) -> Experience:
 
 
 def test_dynamic_sampling_refills_with_new_prompts(folder, tmp_path):
-    good, bad = group(1, 0), group(1, 1)
+    good = group(1, 0)
+    bad = group(1, 1)
     script = Script(good, bad, bad, bad, good, good)
     result = run_collect(folder, tmp_path, script, enabled=True, max_rounds=4)
     assert [c[0] for c in script.calls] == [[10, 11, 12], [13, 14], [15]]
@@ -393,7 +405,8 @@ sys.exit(main(sys.argv[1:]))
 def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
     import yaml
 
-    script, file = tmp_path / "main.py", tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
+    script = tmp_path / "main.py"
+    file = tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
     launcher = (
@@ -452,7 +465,7 @@ def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_
 
 
 def differ_by_rounding(one, two):
-    """One rank draws the same answers as two."""
+    """Run on one rank, which draws the same completions as two."""
     for a, b in zip(rows_of(one), rows_of(two), strict=True):
         assert a.keys() == b.keys()
         for key in a:
@@ -464,7 +477,10 @@ def differ_by_rounding(one, two):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_that_correct_in_the_update_agree_with_one(folder, tmp_path):
-    """Weights alone come from the update's own log-probs, in several micro-batches; their sums are of all ranks."""
+    """Check weights from the update's own log-probs, in several micro-batches.
+
+    Their sums are over all ranks.
+    """
     sections = {
         "run": {"steps": 4},
         "rollout": {"name": "shifted"},

@@ -1,4 +1,4 @@
-"""RL with an agent: a whole run, and what carries loss."""
+"""RL with an agent, in a whole run and in the tokens that carry loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from engine_trainer.data import Prompt
 
 ADDS = """
 async def add(episode, tool=True):
-    # The model says what it likes, a tool says "=" and the model answers: the tool's tokens carry no loss.
+    # The model generates, a tool says "=" and the model goes on: the tool's tokens carry no loss.
     await episode.generate(max_new_tokens=2)
     await episode.generate("=", max_new_tokens=2)
     return episode.end()
 
 def sevens(sample):
-    assert len(sample.metadata["turns"]) == 2 and sample.completion == "".join(sample.metadata["turns"])
+    turns = sample.metadata["turns"]
+    assert len(turns) == 2 and sample.completion == "".join(turns)
     return sample.completion.count("7") / 4
 """
 

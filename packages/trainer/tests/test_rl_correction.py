@@ -1,4 +1,7 @@
-"""The correction in a whole step: a rollout whose log-probs are another distribution's, and the update that must follow."""
+"""The correction in a whole step.
+
+The rollout's log-probs are of a different distribution, and the update must follow it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def shifted_rollout():
 
 
 def run(model, out, monkeypatch, *, correction=None, **algorithm):
-    """One step of plain SGD; (the groups, the row of metrics, the weights after it). No weights unless ``correction`` says so."""
+    """Run one step of plain SGD and return (groups, row of metrics, weights after it).
+
+    There are no weights unless ``correction`` says so.
+    """
     from safetensors.torch import load_file
 
     seen = []
@@ -86,7 +92,7 @@ def token_log_probs(model, prompt, tokens):
 
 
 class Reference:
-    """The same step in float64, an answer at a time."""
+    """The same step in float64, one completion at a time."""
 
     def __init__(self, folder, groups):
         from transformers import AutoModelForCausalLM
@@ -103,7 +109,10 @@ class Reference:
         return token_log_probs(self.model, prompt, answer.tokens)
 
     def deltas(self):
-        """Of the answers that are trained on: those without an advantage are not computed."""
+        """Return Δ of the completions that are trained on.
+
+        Those without an advantage are not computed.
+        """
         means = [sum(a.score.total for _, a, _ in group) / len(group) for group in self.completions]
         return [
             old - torch.tensor(a.log_probs).double()
@@ -113,12 +122,14 @@ class Reference:
         ]
 
     def update(self, groups, factor, *, length=None):
-        """``factor(delta)`` gives the tokens' factors; the denominator is the number of all tokens.
+        """Apply plain SGD, with ``factor(delta)`` as the tokens' factors.
 
-        With ``length`` Dr. GRPO's (arXiv:2503.20783): advantages are not divided by the deviation,
-        the sum is by this many tokens an answer.
+        The denominator is the number of all tokens. With ``length`` it is Dr. GRPO's
+        (arXiv:2503.20783): advantages are not divided by the deviation, and the sum is divided by
+        this many tokens per completion.
         """
-        loss, count = torch.zeros((), dtype=torch.float64), 0
+        loss = torch.zeros((), dtype=torch.float64)
+        count = 0
         for group in groups:
             rewards = torch.tensor([a.score.total for _, a, _ in group]).double()
             for (prompt, answer, old), reward in zip(group, rewards, strict=True):
@@ -178,7 +189,10 @@ SETTINGS = {
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_update_is_the_formulas(sums_model, tmp_path, monkeypatch, name, mini_batches):
-    """On policy and off: weights and rejection are of the log-probs before the first update, in every mini-batch."""
+    """Check the update on policy and off policy.
+
+    Weights and rejection are of the log-probs before the first update, in every mini-batch.
+    """
     correction, factor = SETTINGS[name]
     groups, row, updated = run(
         sums_model, tmp_path / "out", monkeypatch, correction=correction, mini_batches=mini_batches
@@ -228,7 +242,7 @@ def test_without_correction_the_shift_changes_nothing_and_is_reported(
 def test_a_step_of_dr_grpo_is_divided_by_a_constant(
     sums_model, tmp_path, monkeypatch, given, length
 ):
-    """By default the constant is rollout.max_new_tokens."""
+    """Check the default constant rollout.max_new_tokens."""
     algorithm = {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", **given}
     groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch, **algorithm)
     assert {len(a.tokens) for g in groups for a in g.completions} != {length}
@@ -254,7 +268,10 @@ def test_rejecting_everything_is_no_update(sums_model, tmp_path, monkeypatch, sh
 
 
 def test_rejected_tokens_carry_no_kl_and_weighted_ones_do(sums_model, tmp_path, monkeypatch):
-    """The KL figure is a mean over the tokens with loss; a weight of 0 leaves a token's KL, a rejection does not."""
+    """Check the KL figure, a mean over the tokens with loss.
+
+    A weight of 0 leaves a token's KL, a rejection does not.
+    """
     algorithm = {"kl": {"coefficient": 0.5}, "epochs": 2}
     tokens = {}
     for name, correction in {

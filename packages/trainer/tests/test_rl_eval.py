@@ -1,4 +1,4 @@
-"""Evaluation while it trains: several held-out sets, several samples a problem."""
+"""Evaluation during training, with several held-out sets and several samples a problem."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ def test_several_held_out_sets_by_name_with_votes(run, sums_model):
 
 
 def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch):
-    """A source that generates beside training would draw with weights that the evaluation brings in its middle."""
+    """Check that generation waits for an evaluation.
+
+    Generation during training would otherwise draw with weights that the evaluation syncs in
+    between.
+    """
     told = []
 
     class Watched(Synchronous):
@@ -134,7 +138,7 @@ def test_held_out_prompts_without_room_are_named_with_their_set_or_dropped(run, 
 
 
 def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path, caplog):
-    """The model has 64 positions, 24 tokens may follow: a prompt of 41 does not fit."""
+    """Drop a prompt of 41 tokens: the model has 64 positions, 24 of them for new tokens."""
     rows = [
         {"prompt": "1+" * 20 + "1", "answer": "1"},
         {"prompt": "1+1=", "answer": "2"},
@@ -149,7 +153,7 @@ def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path,
     )
     assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
     assert (
-        "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens"
-        in caplog.text
+        "1 of 3 rows are too long and were dropped: "
+        "the context has 40 beside rollout.max_new_tokens" in caplog.text
     )
     assert (after["rollout/groups"], after["train/epoch"]) == (2.0, 1.0)

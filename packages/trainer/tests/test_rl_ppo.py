@@ -1,4 +1,7 @@
-"""PPO with a critic, and the advantages of tokens, in the whole loop: a tiny model on the real engine."""
+"""PPO with a critic and per-token advantages in the whole loop.
+
+A tiny model runs on the real engine.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ SGD = {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}
 
 @pytest.fixture(scope="session")
 def value_folder(sums_model, tmp_path_factory) -> Path:
-    """A value model of the same shape as the policy, with a head that is not small."""
+    """Return a value model of the policy's shape, with a head that is not small."""
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     path = tmp_path_factory.mktemp("value") / "model"
@@ -56,8 +59,10 @@ def value_folder(sums_model, tmp_path_factory) -> Path:
 
 
 def plain_gae(rewards, values, gamma, lam):
-    """The recurrence of one completion, in Python's own numbers."""
-    advantages, carried, following = [0.0] * len(values), 0.0, 0.0
+    """Return the recurrence of one completion, in Python's own numbers."""
+    advantages = [0.0] * len(values)
+    carried = 0.0
+    following = 0.0
     for t in reversed(range(len(values))):
         carried = rewards[t] + gamma * following - values[t] + gamma * lam * carried
         following, advantages[t] = values[t], carried
@@ -65,7 +70,7 @@ def plain_gae(rewards, values, gamma, lam):
 
 
 def step_by_hand(model, loss, rate) -> float:
-    """Plain SGD; the norm of the gradient."""
+    """Apply plain SGD and return the norm of the gradient."""
     model.zero_grad()
     loss.backward()
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -76,10 +81,15 @@ def step_by_hand(model, loss, rate) -> float:
 
 
 def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypatch):
-    """Plain SGD equals PPO written down in float64 from the answers: an update of the policy, two of the critic with its clip."""
+    """Compare a step of plain SGD with PPO written down in float64.
+
+    It has one update of the policy, and two of the critic with its clip.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    out, seen, clip = tmp_path / "out", [], 0.02
+    out = tmp_path / "out"
+    seen = []
+    clip = 0.02
     monkeypatch.setattr(
         "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
@@ -128,18 +138,19 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
         for (_, t, score), v in zip(answers, old, strict=True)
     ]
     every = [a for own in estimates for a in own]
-    mean, scale, count = (
-        statistics.fmean(every),
-        math.sqrt(statistics.variance(every) + 1e-8),
-        len(every),
-    )
+    mean = statistics.fmean(every)
+    scale = math.sqrt(statistics.variance(every) + 1e-8)
+    count = len(every)
     advantages = [torch.tensor(own, dtype=torch.float64) for own in estimates]
 
-    losses, norms, held = [], [], 0
+    losses = []
+    norms = []
+    held = 0
     for _ in range(2):
         terms = []
         for now, before, advantage in zip(values_now(), old, advantages, strict=True):
-            target, near = advantage + before, before + (now - before).clamp(-clip, clip)
+            target = advantage + before
+            near = before + (now - before).clamp(-clip, clip)
             terms.append((now - target).square().maximum((near - target).square()))
             held += int(((near - target).square() > (now - target).square()).sum())
         losses.append(torch.cat(terms).sum() / 2 / count)
@@ -327,12 +338,13 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(sum
         "reward": {"name": "limited"},
         "algorithm": algorithm,
     }
-    alone, broken = tmp_path / "alone", tmp_path / "broken"
+    alone = tmp_path / "alone"
+    broken = tmp_path / "broken"
     train_rl(configure(sums_model, alone, **sections))
     calls["left"] = 8 * 4 * 4 + 3  # in the fifth step
     with pytest.raises(RewardError, match="the judge is away"):
         train_rl(configure(sums_model, broken, **sections))
-    # what a kill between the two saves would leave
+    # The folders as a kill between the two saves would leave them.
     (broken / "checkpoints" / "critic" / "step-000004").rename(
         broken / "checkpoints" / "critic" / "step-000005"
     )
@@ -342,7 +354,7 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(sum
     assert rows_of(broken) == rows_of(alone)
     for part in ("hf", "checkpoints/step-000006", "checkpoints/critic/step-000006"):
         assert same(alone / part, broken / part)
-    # the newest two are kept, of both engines, and nothing else
+    # Only the newest two checkpoints of both engines are kept.
     for run in (alone, broken):
         for folder in (run / "checkpoints", run / "checkpoints" / "critic"):
             assert sorted(p.name for p in folder.glob("step-*")) == ["step-000004", "step-000006"]
@@ -394,7 +406,7 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
 
 
 def alone_of(ranks: int, monkeypatch) -> None:
-    """This process is one of so many, whose others are not there to be asked."""
+    """Pretend that this process is one of ``ranks``, without the other processes."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("engine_trainer.placement.spmd.meeting", lambda timeout_s: SingleComm())
 
@@ -478,7 +490,8 @@ MAIN = SEVENS + "\nimport sys\nfrom engine_trainer.cli import main\nsys.exit(mai
 
 
 def launch(tmp_path: Path, config: dict, ranks: int) -> None:
-    script, file = tmp_path / "main.py", Path(config["run"]["output_dir"]).with_suffix(".yaml")
+    script = tmp_path / "main.py"
+    file = Path(config["run"]["output_dir"]).with_suffix(".yaml")
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
     launcher = (
@@ -498,7 +511,7 @@ def launch(tmp_path: Path, config: dict, ranks: int) -> None:
 
 
 def agree(got: Path, want: Path) -> None:
-    """Figures, weights of the policy; the same up to the order of sums."""
+    """Check that figures and weights of the policy are equal up to the order of sums."""
     for a, b in zip(rows_of(want), rows_of(got), strict=True):
         assert a.keys() == b.keys()
         for key in a:

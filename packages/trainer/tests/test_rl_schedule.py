@@ -1,4 +1,7 @@
-"""A schedule counts updates: of all mini-batches and epochs of every step, and it ends with the run's last one."""
+"""A schedule, which counts the updates of all mini-batches and epochs of every step.
+
+It ends with the run's last update.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_a_linear_schedule_ends_with_the_last_update_of_policy_and_critic(sums_model, tmp_path):
-    """Two steps of 2 mini-batches: 2 · 2 · 2 updates of the policy, whose u-th is at 1 - u/8; 2 · 2 · 3 of the critic."""
-    linear, out = {"name": "linear"}, tmp_path / "out"
+    """Train two steps of 2 mini-batches.
+
+    The policy has 2 · 2 · 2 updates, whose u-th is at 1 - u/8; the critic has 2 · 2 · 3.
+    """
+    linear = {"name": "linear"}
+    out = tmp_path / "out"
     model = {"path": str(sums_model)}
     critic = {"optimizer": {"lr": 0.012}, "schedule": linear, "epochs": 3}
     train_rl(

@@ -1,4 +1,7 @@
-"""A step at a temperature that is not 1: every log-prob in it is of the distribution that was sampled from."""
+"""A step at a temperature that is not 1.
+
+Every log-prob in it is of the distribution that was sampled from.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning"
 )  # torch 2.13 renames a collective under FSDP
 
-TEMPERATURE, RATE, KL = 0.7, 0.25, 0.3
+TEMPERATURE = 0.7
+RATE = 0.25
+KL = 0.3
 
 
 class Textbook:
-    """GRPO in float64, an answer at a time: all of it divided by the temperature before the softmax."""
+    """GRPO in float64, one completion at a time, with logits divided by the temperature."""
 
     def __init__(self, folder, groups):
         from transformers import AutoModelForCausalLM
@@ -36,7 +41,7 @@ class Textbook:
         ]
 
     def log_probs(self, prompt, answer):
-        """``[t]`` of the answer's tokens, and the entropies where they were drawn."""
+        """Return ``[t]`` of the completion's tokens, and the entropies where they were drawn."""
         logits = self.model(input_ids=torch.tensor([[*prompt, *answer.tokens]])).logits[
             0, len(prompt) - 1 : -1
         ]
@@ -46,8 +51,13 @@ class Textbook:
         ).sum(-1).detach()
 
     def update(self, groups, kl: float, every: bool) -> torch.Tensor:
-        """Plain SGD on the mean over the tokens of ``groups``. The entropies: of every answer, or of those with an advantage."""
-        terms, entropies, count = [], [], 0
+        """Apply plain SGD on the mean over the tokens of ``groups``.
+
+        The entropies are of every completion, or of those with an advantage.
+        """
+        terms = []
+        entropies = []
+        count = 0
         for group in groups:
             rewards = torch.tensor([a.score.total for _, a, _ in group]).double()
             count += sum(len(a.tokens) for _, a, _ in group)
@@ -79,7 +89,8 @@ class Textbook:
 def test_a_step_is_the_textbooks_at_another_temperature(
     sums_model, tmp_path, monkeypatch, algorithm
 ):
-    out, seen = tmp_path / "out", []
+    out = tmp_path / "out"
+    seen = []
     monkeypatch.setattr(
         "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
@@ -98,7 +109,9 @@ def test_a_step_is_the_textbooks_at_another_temperature(
             algorithm={"prompts_per_step": 8, **algorithm},
         )
     )
-    groups, row, updated = seen[0].groups, rows_of(out)[-1], tensors_of(out / "hf")
+    groups = seen[0].groups
+    row = rows_of(out)[-1]
+    updated = tensors_of(out / "hf")
 
     book = Textbook(sums_model, groups)
     in_loss = (

@@ -1,4 +1,7 @@
-"""Every rollout case of the conformance suite on ``local``; and rollouts with a defect, each of which a case must find."""
+"""Every rollout case of the conformance suite on ``local``.
+
+Each of some rollouts with a defect must be found by a case.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ FOUND_BY = {
     "Renormalizes": "rollout.truncation",
     "DrawsAtOne": "rollout.sampling",
 }
-# A module of its own: a descriptor imports no torch.
+# It is a module of its own, because a descriptor imports no torch.
 DESCRIPTOR = f"""
 from engine_api.plugin import CONTRACT, EnginePlugin, Row
 
 def row(name):
     return Row(backends=(name,), devices=("cpu",), target=f"rollouts_with_defects:{{name}}")
 
-PLUGIN = EnginePlugin(name="with-defects", contract=CONTRACT, rows=tuple(map(row, {list(FOUND_BY)})))
+ROWS = tuple(map(row, {list(FOUND_BY)}))
+PLUGIN = EnginePlugin(name="with-defects", contract=CONTRACT, rows=ROWS)
 """
 CASES = [one for one in load_cases().values() if one.profile == "rollout"]
 pytestmark = [pytest.mark.distributed]
@@ -40,7 +44,10 @@ pytestmark = [pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where models are written. The rollouts with defects are found as an installed plug-in is, in the ranks too."""
+    """Return the folder of the models.
+
+    The rollouts with defects are found as an installed plug-in is, in the ranks too.
+    """
     site = tmp_path_factory.mktemp("site")
     info = site / "rollouts_with_defects-0.dist-info"
     info.mkdir()

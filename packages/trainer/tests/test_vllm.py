@@ -1,4 +1,7 @@
-"""The loop with vLLM, in the environment of ``nox -s vllm``: on Ray the bits of torchrun, and an export that vLLM loads."""
+"""The loop with vLLM, in the environment of ``nox -s vllm``.
+
+On Ray it gives the bits of torchrun, and vLLM loads its export.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ HEAD = {
 
 @pytest.fixture(scope="module")
 def model(sums_model, tmp_path_factory) -> Path:
-    """The model of the sums, with heads that vLLM serves."""
+    """Return the model of the sums, with heads that vLLM serves."""
     return reshaped(sums_model, tmp_path_factory.mktemp("served") / "model", **HEAD)
 
 
@@ -72,7 +75,7 @@ def sections(model: Path, algorithm: str) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
-    """The folder of a run on two ranks of torchrun, without Ray; each is made once."""
+    """Return the folder of a run on two ranks of torchrun, without Ray; each is made once."""
 
     @cache
     def run(algorithm: str) -> Path:
@@ -97,13 +100,17 @@ def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     rows = found[1]
     assert rows[0]["eval/reward"] < 0.2
     assert rows[-1]["eval/reward"] > 0.8
-    # What vLLM says of its tokens is what the engine says of them.
+    # vLLM's log-probs of its tokens equal the engine's.
     apart = [row["mismatch/max"] for row in rows if "mismatch/max" in row]
     assert 0 < max(apart) < 1e-4
 
 
 def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
-    """vLLM makes process groups in all ranks or hangs, and a rank without a replica would idle while others generate."""
+    """Check that every rank has a replica.
+
+    vLLM makes process groups in all ranks or hangs, and a rank without a replica would idle while
+    the other ranks generate.
+    """
     shared = {**sections(model, "grpo"), "engine": {"parallelism": {"ulysses": 2}}}
     process = start(tree(model, tmp_path / "out", **shared), tmp_path / "run.yaml", ranks=2)
     text, _ = process.communicate(timeout=DEADLINE_S)
@@ -117,7 +124,10 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-server"])
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, name):
-    """As many replicas as engine ranks: each is asked what the one beside that rank would be."""
+    """Use as many replicas as engine ranks.
+
+    Each gets the prompts of the replica that is colocated with that rank.
+    """
     given = sections(model, "grpo")
     apart = {**given, "rollout": {**given["rollout"], "name": name}, "ray": {"rollouts": 2}}
     train_on_ray(on_ray(model, tmp_path / "out", **apart))
@@ -128,7 +138,10 @@ def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, na
 
 
 def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
-    """Whoever sees Ray and a placement group around itself takes its bundles, which hold the replica already."""
+    """Check that vLLM's workers do not take the bundles.
+
+    A process that finds Ray and a placement group uses its bundles, which the replica occupies.
+    """
     group = placement_group([{"CPU": 1}])
     inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     asked = (
@@ -154,7 +167,10 @@ if __name__ == "__main__":  # vLLM starts processes
 
 
 def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
-    """What vLLM makes of a folder and of texts, by its own tokenizer, in a process as a user starts it."""
+    """Return vLLM's outputs for a folder and texts, by its own tokenizer.
+
+    It runs in a process as a user starts it.
+    """
     script.write_text(SERVE)
     done = subprocess.run(
         [sys.executable, str(script), json.dumps([str(folder), prompts])],
@@ -171,12 +187,11 @@ def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
 def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, prompts = alone("grpo") / "hf", ["1+2=", "9+9=", "7+0=", "40=3"]
+    folder = alone("grpo") / "hf"
+    prompts = ["1+2=", "9+9=", "7+0=", "40=3"]
     rows = served(folder, prompts, tmp_path / "serve.py")
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt, row in zip(prompts, rows, strict=True):
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         said = model.generate(

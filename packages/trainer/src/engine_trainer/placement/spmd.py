@@ -208,7 +208,8 @@ class Spmd:
             and found.plugin.one_layout
             and found.plugin.name == _resolve(beside).plugin.name
         ):
-            sizes, others = model_sizes(section.parallelism), model_sizes(beside.parallelism)
+            sizes = model_sizes(section.parallelism)
+            others = model_sizes(beside.parallelism)
             if sizes != others:
                 raise ConfigError(
                     "engine.parallelism",

@@ -128,7 +128,8 @@ class CreditAssignment:
         advantages: list[torch.Tensor] = []
         returns: list[torch.Tensor] = []
         for k, (shard, index) in enumerate(zip(shards, indices, strict=True)):
-            mask, cu = shard["mask"], shard.cu_seqlens
+            mask = shard["mask"]
+            cu = shard.cu_seqlens
             scores = _scores(rewards, index)
             earned = token_rewards(
                 scores, mask, cu, kl=kl[k] if kl else None, coefficient=self.kl_coefficient
