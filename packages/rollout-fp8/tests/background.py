@@ -1,4 +1,4 @@
-"""A rollout that generates in the background as long as a test likes; without a model."""
+"""Rollout that generates in the background as long as a test likes, without a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine_api.rollout import Completion
 
 
 class Background:
-    """A rollout that generates in the background, as long as a test likes."""
+    """Rollout that generates in the background as long as a test likes."""
 
     weight_version = 3
 

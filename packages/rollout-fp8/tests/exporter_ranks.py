@@ -1,4 +1,4 @@
-"""What the ranks of test_exporter.py run: a module of its own, which a spawned process can import."""
+"""Functions that the ranks of test_exporter.py run, in a module that spawned processes import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESOLUTION = Resolution(plugin=None, row=None, device="cpu", source="", trace=()
 
 
 class Shards:
-    """An engine that holds rows of every weight, whole copies on every rank, or each weight on one rank as experts lie."""
+    """Engine that holds rows of every weight, whole copies, or each weight on one rank."""
 
     capabilities = frozenset({Capability.EXPORT_SHARDS})
 
@@ -92,9 +92,8 @@ def compare(
     export = exporter(home, quantization, bucket_bytes=200_000, options={"scales": scales})
     for version in range(2):
         weights = checkpoint(version)
-        if (
-            quantization == "none"
-        ):  # five elements a rank of two: no whole number of 32-bit words in bfloat16
+        # Five elements on each of two ranks are no whole number of 32-bit words in bfloat16.
+        if quantization == "none":
             weights["model.norm.bias"] = torch.arange(10.0) + version
         stream = export.export(Shards(weights, rank, world, layout))
         got = {name: tensor.clone() for name, tensor in stream}
@@ -130,9 +129,8 @@ def poisoned(rank: int, world: int, folder: str) -> None:
     home.mkdir()
     weights = checkpoint(0)
     if rank == 1:
-        weights["model.layers.1.self_attn.o_proj.weight"][200, 3] = float(
-            "nan"
-        )  # in this rank's rows only
+        # The NaN is in this rank's rows only.
+        weights["model.layers.1.self_attn.o_proj.weight"][200, 3] = float("nan")
     stream = exporter(home, "fp8").export(Shards(weights, rank, world))
     for _ in stream:
         pass
@@ -144,7 +142,7 @@ def poisoned(rank: int, world: int, folder: str) -> None:
 
 
 class Lora:
-    """An engine of one adapter over base weights that every rank holds; remembers which exports were begun."""
+    """Engine of an adapter over base weights on every rank, which records the exports begun."""
 
     capabilities = frozenset({Capability.EXPORT_SHARDS, Capability.LORA})
 
@@ -172,7 +170,10 @@ class Lora:
 
 
 def share_adapter(rank: int, world: int, folder: str) -> None:
-    """Rank 0 serves, the other only takes part; with the base weights, without, and after an adapter half read."""
+    """Run rank 0 as a server and the other without one.
+
+    With the base weights, without them, and after an adapter that was read in part.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
@@ -198,7 +199,7 @@ def share_adapter(rank: int, world: int, folder: str) -> None:
 
 
 class Listed(Shards):
-    """Exports what one rank lists otherwise than the others."""
+    """Engine of which one rank lists its tensors differently than the others."""
 
     def __init__(self, what: str, rank: int, world: int) -> None:
         super().__init__(checkpoint(0), rank, world)
@@ -234,7 +235,7 @@ DIFFERENT = {  # what rank 1 does otherwise: what every rank's error says
 
 
 def different(rank: int, world: int, folder: str) -> None:
-    """Every rank raises at once and the next collective is whole again."""
+    """Check that every rank raises at once and that the next collective is whole again."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -256,7 +257,7 @@ def different(rank: int, world: int, folder: str) -> None:
 
 
 class Failing(Shards):
-    """Rank 1's export goes wrong in one tensor, or raises there."""
+    """Engine whose rank 1 exports one tensor wrongly, or raises there."""
 
     def __init__(self, what: str, name: str, rank: int, world: int) -> None:
         super().__init__(checkpoint(0), rank, world)
@@ -269,17 +270,21 @@ class Failing(Shards):
             elif self.what == "dtype":
                 yield name, shard.bfloat16(), spec
             elif self.what == "layout":
+                # These rows lie apart.
                 yield (
                     name,
                     torch.cat([shard, shard], 1)[:, : shard.shape[1]],
                     spec,
-                )  # rows that lie apart
+                )
             else:
                 raise MemoryError("no memory on rank 1")
 
 
 def failing(rank: int, world: int, folder: str) -> None:
-    """One rank fails at its first sync's data, in a later bucket, and in what is gathered before it is quantized."""
+    """Fail on one rank at three places of a sync.
+
+    In its first data, in a later bucket, and in a tensor that is gathered before it is quantized.
+    """
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -290,7 +295,8 @@ def failing(rank: int, world: int, folder: str) -> None:
     home = Path(folder, str(rank))
     home.mkdir()
     export = exporter(home, "fp8", bucket_bytes=200_000)
-    late = "model.layers.1.mlp.up_proj.weight"  # see `compare`: its rows on two ranks end within a block
+    # See `compare`: its rows on two ranks end within a block.
+    late = "model.layers.1.mlp.up_proj.weight"
     good = {
         name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), rank, world))
     }

@@ -1,4 +1,4 @@
-"""A small server's model: parameters fused as servers fuse them, loaded by its own loaders, under tensor parallelism."""
+"""Small server's model with fused parameters and its own loaders, under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = {
 
 
 def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as Hugging Face has them."""
+    """Return names and shapes as Hugging Face has them."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for i in range(layers):
         at = f"model.layers.{i}"
@@ -49,7 +49,7 @@ def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int,
 
 
 def checkpoint(seed: int, dtype: torch.dtype = torch.float32, **kwargs: int) -> dict[str, Tensor]:
-    """Random weights of those names."""
+    """Return random weights of those names."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator).to(dtype)
@@ -58,9 +58,12 @@ def checkpoint(seed: int, dtype: torch.dtype = torch.float32, **kwargs: int) -> 
 
 
 class ServedModel(nn.Module):
-    """``load_weights`` takes checkpoint tensors and keeps this tensor-parallel rank's part, like vLLM and SGLang do.
+    """Model whose ``load_weights`` keeps this tensor-parallel rank's part of checkpoint tensors.
 
-    ``fp8``: projections are e4m3 with block scales. ``packs``: a rank's own order of gate and up, as some kernels want.
+    It does so like vLLM and SGLang.
+
+    ``fp8``: projections are e4m3 with block scales. ``packs``: a rank's own order of gate and up,
+    as some kernels want.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class ServedModel(nn.Module):
         self._add("lm_head.weight", (padded, HIDDEN))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """The server's own loader."""
+        """Load checkpoint tensors as the server does."""
         for name, tensor in weights:
             self._load(name, tensor)
         if self.packs:

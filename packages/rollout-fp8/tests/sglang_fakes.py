@@ -1,4 +1,4 @@
-"""An engine with SGLang's interface over real loaders and real parameters, and a rollout on it."""
+"""Engine with SGLang's interface over real loaders and real parameters, and a rollout on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 
 class Engine:
-    """As much of ``sglang.Engine`` as is called. A token is the one before plus one; its log-prob is minus a hundredth of it."""
+    """Engine with those parts of ``sglang.Engine`` that are called.
+
+    A token is the one before plus one; its log-prob is minus a hundredth of it.
+    """
 
     made: ClassVar[list[Engine]] = []
 
@@ -40,10 +43,11 @@ class Engine:
         self.arguments = arguments
         self.config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
         self.inherited = dict(os.environ)  # by the processes that SGLang starts here
+        # SGLang does all this for its processes.
         os.environ |= {
             "NCCL_ALGO": "allreduce:tree",
             "NCCL_DEBUG": "TRACE",
-        }  # SGLang does all this for its processes
+        }
         logging.basicConfig(level=logging.ERROR, force=True)
         multiprocessing.set_start_method("spawn", force=True)
         self.loop = asyncio.new_event_loop()
@@ -141,12 +145,12 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", module)
     for name in ("NCCL_ALGO", "NCCL_DEBUG"):  # the engine below sets them
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(
-        "torch.distributed.get_rank", lambda: 0
-    )  # of the scheduler, which is a thread here
+    # The rank of the scheduler, which is a thread here.
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("rollout_fp8.versions.check", lambda *args, **kwargs: None)
     Engine.made.clear()
-    # An engine that a test makes by itself takes the root logger, as SGLang's does: for that test alone.
+    # An engine that a test makes by itself takes the root logger, as SGLang's does: for that test
+    # alone.
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield Engine
@@ -187,7 +191,7 @@ def export(seed: int = 0) -> Any:
 
 
 def served(seed: int, *, fp8: bool = False, **kwargs: Any) -> dict[str, Tensor]:
-    """What the server's own loader makes of the checkpoint in the served format."""
+    """Return the checkpoint in the served format, as the server's own loader loads it."""
     model, tensors = ServedModel(fp8=fp8, **kwargs), dict[str, Tensor]()
     for name, tensor in checkpoint(seed).items():
         tensors[name] = tensor

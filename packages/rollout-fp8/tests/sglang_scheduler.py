@@ -1,4 +1,4 @@
-"""A process that serves, as SGLang's scheduler does."""
+"""Process that serves, as SGLang's scheduler does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from rollout_fp8.sglang import loader
 
 
 def scheduler(pipe: Any, tp: int, rank: int, store: str) -> None:
-    """Runs the loader at each (address, defect) that comes; at None sends its parameters as plain lists of bytes, and ends."""
+    """Run the loader for each (address, defect) that comes.
+
+    At None it sends its parameters as plain lists of bytes, and ends.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
     model, install = ServedModel(tp=tp, rank=rank), loader.Receiver.sync

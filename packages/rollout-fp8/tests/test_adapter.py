@@ -1,4 +1,4 @@
-"""Adapters without a server: their names, their folder, when the base weights are sent, and what is refused."""
+"""Adapters without a server: names, folder, times at which the base weights are sent, refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def expected(model: ModelSource) -> ExpectedAdapter:
 
 
 def adapter(expected: ExpectedAdapter, seed: int = 0, **changed: Tensor) -> Adapter:
-    """Random tensors of the names and shapes that are expected; ``changed`` by the end of their names."""
+    """Return random tensors of the expected names and shapes.
+
+    ``changed`` replaces tensors by the end of their names.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=generator) for name, shape in expected.shapes.items()
@@ -141,9 +144,8 @@ def test_the_folder_is_pefts_whole_and_gone_afterwards(
             "adapter_model.safetensors",
             "adapter_config.json",
         }
-        assert [child.name for child in folder.parent.iterdir()] == [
-            folder.name
-        ]  # nothing that is half written
+        # Nothing half-written is left.
+        assert [child.name for child in folder.parent.iterdir()] == [folder.name]
         again = read_folder(folder, one.checksums())
         peft = pytest.importorskip("peft")
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_config(CONFIG), folder)
@@ -183,11 +185,11 @@ def test_a_folder_that_cannot_be_written_or_read_is_a_typed_error(
     assert not list((tmp_path / "memory").iterdir())
 
 
-# --- syncs -------------------------------------------------------------------------------------------
+# --- syncs ---------------------------------------------------------------------------------------
 
 
 class Keeper:
-    """Workers that hold what they read, with defects to order. Base weights are counted, no more."""
+    """Workers that hold what they read, with defects on demand. Base weights are only counted."""
 
     def __init__(self) -> None:
         self.folders: list[bool] = []
@@ -297,11 +299,11 @@ def test_ranks_agree_whether_base_weights_are_sent_and_all_take_part(tmp_path: P
     mp.spawn(share_adapter, args=(2, str(tmp_path)), nprocs=2)
 
 
-# --- a server on this host ---------------------------------------------------------------------------
+# --- a server on this host -----------------------------------------------------------------------
 
 
 class Hosted:
-    """A rollout that serves an adapter, without a model."""
+    """Rollout that serves an adapter, without a model."""
 
     weight_version = -1
 

@@ -1,4 +1,4 @@
-"""How large a cache for a batch is, from a configuration alone."""
+"""Size of a cache for a batch, from a configuration alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers import GPT2Config, PreTrainedConfig, Qwen3Config
 from engine_api.config import ModelSource
 from rollout_fp8.vllm.cache import BLOCK, bytes_for
 
-GPT2 = GPT2Config(
-    n_layer=3, n_head=4, n_embd=64, n_positions=256
-)  # it knows no heads of keys and values apart
+# Its configuration names no heads of keys and values.
+GPT2 = GPT2Config(n_layer=3, n_head=4, n_embd=64, n_positions=256)
 QWEN3 = Qwen3Config(
     num_hidden_layers=3,
     num_attention_heads=4,

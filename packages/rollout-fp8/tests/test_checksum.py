@@ -1,4 +1,4 @@
-"""The checksum against its definition word by word, over boxes, and against damage."""
+"""Checksum against its definition word by word, over boxes, and against damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
 
 
 def fmix32(h: int) -> int:
-    """In Python's integers, from the published constants."""
+    """Compute fmix32 in Python's integers, from the published constants."""
     h ^= h >> 16
     h = h * 0x85EBCA6B % 2**32
     h ^= h >> 13
@@ -106,7 +106,10 @@ def test_a_column_of_more_words_than_are_taken_at_once() -> None:
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[Tensor, list[ShardSpec]]:
-    """A tensor of one to three dimensions, and boxes that cover it, cut along one dimension after another."""
+    """Draw a tensor of one to three dimensions, and boxes that cover it.
+
+    The boxes are cut along one dimension after another.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=2)))
     dtype = draw(st.sampled_from(DTYPES))
     shape = (*shape, draw(st.integers(1, 30)) * (4 if draw(st.booleans()) else 1))
@@ -164,7 +167,7 @@ def test_every_flipped_bit_is_seen(
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), sign=st.booleans())
 def test_every_exchange_of_two_different_words_is_seen(data: st.DataObject, sign: bool) -> None:
-    """Also of x and -x, which differ in the highest bit only."""
+    """Check the exchange of x and -x too, which differ in the highest bit only."""
     tensor = random_tensor((13, 17), torch.int32, data.draw(st.integers(0, 99))).view(-1)
     i = data.draw(st.integers(0, 220))
     j = data.draw(st.integers(0, 220).filter(lambda j: j != i))

@@ -1,4 +1,4 @@
-"""The store at which sender and receivers of a broadcast meet: what is said where it is not reached."""
+"""Store at which sender and receivers of a broadcast meet, and errors when it is not reached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Told:
-    """A channel at whose other end a sender says where to join."""
+    """Channel at whose other end a sender says where to join."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -56,9 +56,8 @@ def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
 
 def make_groups(monkeypatch, size: int) -> list[Group]:
     """Return the sender and its receivers, in one process, with a timeout that no test outlasts."""
-    monkeypatch.setattr(
-        collective, "_without_watchdog", nullcontext
-    )  # the environment is not for threads to change
+    # The environment is not for threads to change.
+    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
     store = _store("127.0.0.1", 0, size, NEVER_S)
     stores = [store, *(_store("127.0.0.1", store.port, size, NEVER_S) for _ in range(size - 1))]
     with ThreadPoolExecutor(size) as threads:
@@ -69,7 +68,10 @@ def make_groups(monkeypatch, size: int) -> list[Group]:
 
 
 def test_a_receiver_leaves_without_waiting_for_the_broadcasts_that_it_expects(monkeypatch) -> None:
-    """A receiver that fails tells its sender after it has left: the sender must not wait for the group's timeout."""
+    """Check that a sender does not wait for the group's timeout.
+
+    A receiver that fails reports to its sender after it has left.
+    """
     sender, leaves = make_groups(monkeypatch, 2)
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     coming = [leaves.broadcast(buffer) for _ in range(2)]
@@ -80,7 +82,8 @@ def test_a_receiver_leaves_without_waiting_for_the_broadcasts_that_it_expects(mo
     sender.abort()
 
 
-# A sender whose receiver is there and expects nothing; the receiver leaves when its standard input is closed.
+# A sender whose receiver is there and expects nothing; the receiver leaves when its standard input
+# is closed.
 ENDS_WITH_A_BROADCAST_BEGUN = """
 import os, subprocess, sys
 import torch
@@ -94,7 +97,8 @@ if len(sys.argv) > 2:
     os._exit(0)
 store = serve_store("127.0.0.1", 2, long_s)
 # Its standard input is closed where this process's interpreter lets go of its modules: late.
-receiver = subprocess.Popen([sys.executable, sys.argv[1], "-", str(store.port)], stdin=subprocess.PIPE)
+command = [sys.executable, sys.argv[1], "-", str(store.port)]
+receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
 group = Group(store, 0, 2, cpu, long_s)
 begun = group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
 del begun
@@ -106,7 +110,7 @@ sys.exit("the sync failed")
 
 @pytest.mark.distributed
 def test_a_process_that_ends_after_it_left_a_broadcast_ends_as_it_wants_to(tmp_path) -> None:
-    """It is not aborted when the others leave, too, while its interpreter ends."""
+    """Check that the process is not aborted when the others leave while its interpreter ends."""
     script = tmp_path / "sender.py"
     script.write_text(ENDS_WITH_A_BROADCAST_BEGUN)
     done = subprocess.run(
@@ -116,7 +120,10 @@ def test_a_process_that_ends_after_it_left_a_broadcast_ends_as_it_wants_to(tmp_p
 
 
 def test_one_that_failed_and_keeps_its_error_holds_no_other(monkeypatch) -> None:
-    """Over gloo: connections live as long as any broadcast over them, wherever that is referred to."""
+    """Check that a kept error keeps no connection.
+
+    Over gloo, connections live as long as any reference to a broadcast over them.
+    """
     sender, waits, leaves = make_groups(monkeypatch, 3)
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     coming = [waits.broadcast(buffer) for _ in range(2)]
@@ -130,5 +137,7 @@ def test_one_that_failed_and_keeps_its_error_holds_no_other(monkeypatch) -> None
         send_three()
     sender.abort()
     waits.abort()
-    coming.clear()  # waits for the two broadcasts: they end because the sender has left, not because its error is let go
+    # This waits for the two broadcasts. They end because the sender has left, not because its error
+    # is freed.
+    coming.clear()
     assert kept.value

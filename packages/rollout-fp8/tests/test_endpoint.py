@@ -1,4 +1,4 @@
-"""A server as its clients see it: what they are told of a generation that failed, and what they take of this process."""
+"""Server as its clients see it: errors of generations, and resources of the client's process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Ends(Background):
-    """Each generation is over, by an error of the rollout's own."""
+    """Rollout whose generations have all failed with an error of its own."""
 
     error: Exception = RolloutError(
         "no room", where="rollout 'ends'", why="the cache is full", remedy="lower batch_size"
@@ -122,7 +122,8 @@ def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) 
     made = RemoteRollout(name="local", device="cpu", arguments=given, start_timeout_s=DEADLINE_S)
     with torch.random.fork_rng():
         made.update_weights(iter(AutoModelForCausalLM.from_config(CONFIG).state_dict().items()), 0)
-    # More tokens than it makes while it is closed, however busy the machine is: it computes for minutes.
+    # More tokens than it makes while it is closed, however busy the machine is: it computes for
+    # minutes.
     pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 30_000})
     made.close()  # the server ended well: its log is gone
     with pending, pytest.raises(RolloutError, match=r"does not answer|was closed"):
@@ -130,7 +131,7 @@ def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) 
 
 
 class Torn(Background):
-    """Closed under a generation, it breaks in its own way, as a model does that is taken away."""
+    """Rollout that breaks when it is closed under a generation, as a freed model does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The exporter on several ranks: what it gathers is bit for bit what quantizing the whole weights gives."""
+"""Exporter on several ranks: it gathers bit for bit the result of quantizing the whole weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY = [
     ids=["two ranks", "three ranks"],
 )
 def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_path) -> None:
-    """Settings: quantization, what ranks hold, scales."""
+    """Check it for ``settings`` of quantization, distribution over ranks, and scales."""
     mp.spawn(run, args=(world, str(tmp_path), settings), nprocs=world)
 
 

@@ -1,4 +1,4 @@
-"""What a bucket is filled with, where the device's queue matters: on a CPU, with stand-ins for tensors and streams elsewhere."""
+"""Filling of buckets where the device's queue matters, with stand-ins for tensors and streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout_fp8.export import exporter, fill
 
 
 class Elsewhere:
-    """A shard on a GPU, as far as bringing it here goes."""
+    """Stand-in for a shard on a GPU, for the copy to the host."""
 
     device = torch.device("cuda", 0)
 
@@ -35,7 +35,10 @@ class Elsewhere:
 
 @pytest.mark.parametrize("queued", [False, True], ids=["host", "device"])
 def test_what_comes_to_the_host_has_come_before_it_is_read(monkeypatch, queued) -> None:
-    """A copy that does not wait is only for a device whose queue it is in; the host would read what is not there yet."""
+    """Check that only a device with a queue gets a copy that does not wait.
+
+    The host would read data that is not there yet.
+    """
     monkeypatch.setattr(fill, "device_of", lambda _: SimpleNamespace(has_streams=queued))
     filler: Any = stream_of(0, fp8=False)._filler
     shard = Elsewhere()
@@ -44,7 +47,10 @@ def test_what_comes_to_the_host_has_come_before_it_is_read(monkeypatch, queued) 
 
 
 class Streams:
-    """A device's module of streams, which only writes down what is asked of it, and where an engine is read."""
+    """Stand-in for a device's module of streams.
+
+    It records its calls, and the places where an engine is read.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -91,7 +97,7 @@ def streams(monkeypatch) -> Streams:
 
 
 def watched(streams: Streams, stream: Any, *, fails_at: int = -1) -> Any:
-    """The same stream; the log says where its counters are cleared, and where its export computes."""
+    """Return the stream with a log of where counters are cleared and the export computes."""
     export, begin = stream._export, stream._filler.begin
 
     def reads() -> Iterator[Any]:
@@ -110,7 +116,10 @@ def watched(streams: Streams, stream: Any, *, fails_at: int = -1) -> Any:
 
 
 def test_what_an_engine_computes_and_what_reads_it_are_in_one_queue(streams) -> None:
-    """Its first shard too, with which it may gather what later ones are computed from; and counters are cleared before."""
+    """Check that the first shard is in the queue, too, after the counters are cleared.
+
+    With its first shard an engine may gather the tensors that it computes later ones from.
+    """
     list(watched(streams, stream_of(0, fp8=True)).buckets())
     first, second, *computed, last = streams.log
     assert (first, second, last) == (
@@ -130,7 +139,11 @@ def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_w
 
 
 def test_all_syncs_are_filled_in_one_queue(streams, tmp_path) -> None:
-    """PyTorch keeps freed memory for the stream that it was taken on: with one a sync it would keep what each of them took."""
+    """Check that all syncs use one stream.
+
+    PyTorch keeps freed memory for the stream that it was taken on: with one for each sync it would
+    keep the memory of all.
+    """
     export = exporter_of(tmp_path, "fp8")
     for version in range(3):
         list(export.export(Shards(checkpoint(version), 0, 1)).buckets())

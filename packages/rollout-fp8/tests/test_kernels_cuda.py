@@ -1,4 +1,4 @@
-"""The tables of the kernels by themselves, and on a GPU the kernels against plain torch, bit for bit."""
+"""Tables of the kernels, and on a GPU the kernels against plain torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPES = (
 def test_tiles_cover_every_element_once(
     rows: int, columns: int, gaps: tuple[int, int], start: tuple[int, int]
 ) -> None:
-    """Walked as a kernel walks them; what an element is at one place it is at the other."""
+    """Check tiles by walking them as a kernel does; an element has one index at both places."""
     step = columns + gaps[0], columns + gaps[1]
     seen: list[tuple[int, int]] = []
     for item, a, b, a_step, b_step, height, width, group in tiles(
@@ -105,14 +105,14 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def any_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Every bit random: all magnitudes, subnormal ones, infinities, NaN of every payload, both zeros."""
+    """Return random bits: all magnitudes, subnormals, infinities, all NaN payloads, both zeros."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).squeeze(-1)
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
-    """All shapes at ordinary and extreme magnitudes, and one after the other what is special."""
+    """Yield all shapes at ordinary and extreme magnitudes, and then the special cases."""
     generator = torch.Generator().manual_seed(0)
     sizes = (1.0, 1e-3, 3e4) if dtype == torch.float16 else (1.0, 1e-3, 1e37, 1e-37, 3e-42)
     found = [(torch.randn(s, generator=generator) * m).to(dtype) for s in SHAPES for m in sizes]
@@ -135,7 +135,10 @@ def weights(dtype: torch.dtype) -> list[Tensor]:
 
 
 def ties() -> Tensor:
-    """Scale 1 in every row of blocks: all e4m3 numbers, their midpoints and the fp32 numbers next to those."""
+    """Return weights with scale 1 in every row of blocks.
+
+    They are all e4m3 numbers, their midpoints, and the fp32 numbers next to those.
+    """
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(middles, torch.full_like(middles, end)) for end in (0.0, math.inf)]
@@ -171,7 +174,7 @@ def test_ties_go_to_even() -> None:
 @needs_gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dtypes_strides_and_alignments_in_one_call(policy: str) -> None:
-    """Rows that lie apart, addresses that are not aligned, two dtypes, an empty shard: everything a list may hold."""
+    """Check rows that lie apart, unaligned addresses, two dtypes and an empty shard in one list."""
     base = torch.randn(300, 640)
     on_cpu = [
         base[:, 16:528],
@@ -217,7 +220,7 @@ def test_addresses_are_those_of_the_call() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_many_runs_without_waiting_do_not_mix_their_addresses() -> None:
-    """The table of a run must outlive its copy to the device, and no later run may overwrite it."""
+    """Check that a run's table outlives its copy to the device and later runs."""
     sources = [torch.full((128, 128), float(i + 1), device="cuda") for i in range(64)]
     found = [empty_like(s) for s in sources]
     torch.cuda._sleep(20_000_000)

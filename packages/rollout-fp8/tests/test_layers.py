@@ -1,4 +1,4 @@
-"""The table of quantized layers against the models of transformers and the rules by which the servers skip layers."""
+"""Table of quantized layers against transformers' models and the servers' rules for layers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def names(config: PretrainedConfig) -> tuple[str, dict[str, str]]:
-    """Architecture, and the kind of every checkpoint name."""
+    """Yield each architecture with the kind of every checkpoint name."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     architecture = type(model).__name__
@@ -126,7 +126,10 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_servers_leave_exactly_the_plain_linear_modules(family: str) -> None:
-    """Both servers quantize every linear module that is not named; embeddings, norms and LM head are none to them."""
+    """Check that the servers quantize every linear module that is not named.
+
+    Embeddings, norms and the LM head are no linear modules to them.
+    """
     architecture, kinds = names(CONFIGS[family])
     config = server_config(architecture, 2)
     skipped = config.pop("modules_to_not_convert")
@@ -143,5 +146,6 @@ def test_the_servers_leave_exactly_the_plain_linear_modules(family: str) -> None
     }
     plain = {n for n in linear if kinds[f"{n}.weight"] == "plain"}
     assert linear & set(skipped) == plain
-    # SGLang compares whole parts of dotted names, and a fused module's parts with all of theirs: no prefix may be named.
+    # SGLang compares whole parts of dotted names, and a fused module's parts with all of theirs: no
+    # prefix may be named.
     assert not [n for n in linear - plain for s in skipped if f".{s}." in f".{n}."]

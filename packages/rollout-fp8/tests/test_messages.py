@@ -1,4 +1,4 @@
-"""What goes over the wire as JSON, dataclasses and errors, comes back as it was."""
+"""Round trip of dataclasses and errors through JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's configuration: what a folder lacks, and overrides that are none, are refused with what to do."""
+"""Configuration of a model: incomplete folders and unknown overrides are refused with a remedy."""
 
 from __future__ import annotations
 

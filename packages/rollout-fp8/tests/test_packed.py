@@ -1,4 +1,4 @@
-"""Reading back what vLLM's CPU build has packed, without vLLM: layers that keep nothing but what multiplies."""
+"""Reading of weights that vLLM's CPU build has packed, from stand-ins that only multiply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_fp8.vllm.packed import ROWS, PackedReader
 
 
 class Method:
-    """What multiplies with a layer's weight."""
+    """Method that multiplies with a layer's weight."""
 
     def apply(self, layer: Any, rows: Tensor, bias: None) -> Tensor:
         assert bias is None
@@ -21,7 +21,7 @@ class Method:
 
 
 class Packed(nn.Module):
-    """A linear layer whose weight is gone."""
+    """Linear layer whose weight is gone."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def test_a_packed_weight_is_read_back_as_it_is() -> None:
 
 
 def test_what_cannot_be_read_back_is_refused_with_a_way_out_that_is_one() -> None:
-    """A sync learns by reading, whether it is audited or not."""
+    """Check the refusal in a sync, which reads weights whether it is audited or not."""
     layer = Packed(torch.randn(5, 4))
     layer.quant_method = None
     with pytest.raises(RolloutError, match=r"cannot read back 0\.weight") as caught:

@@ -1,4 +1,4 @@
-"""The plan: what is quantized where, which bytes travel, and the pieces cover every tensor exactly once."""
+"""Plan of a sync: places of quantizing, bytes on the wire, and slices that cover tensors once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_fp8.export.plan import Source, make_plan
 
 
 def rows(shape: tuple[int, int], world: int, chunk: int | None = None) -> tuple[ShardSpec, ...]:
-    """FSDP2's boxes: equal rows, the last ranks may hold fewer or none."""
+    """Return FSDP2's boxes: equal rows, of which the last ranks may hold fewer or none."""
     size = chunk or -(-shape[0] // world)
     parts = [(min(r * size, shape[0]), min((r + 1) * size, shape[0])) for r in range(world)]
     return tuple(
@@ -147,11 +147,12 @@ def test_what_is_gathered_first_comes_last() -> None:
         (True, [1]),
         (False, [0, 2]),
     ]
+    # The order of the export stays.
     assert list(plan.wire.tensors)[::2] == [
         "odd",
         "even",
         "odd too",
-    ]  # the order of the export stays
+    ]
 
 
 def test_shards_that_leave_a_hole_are_refused() -> None:
@@ -183,7 +184,7 @@ def test_a_dtype_that_is_not_cast_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("copy", [(0, 64), (64, 128), (32, 96)], ids=str)
 def test_a_copy_of_what_no_rank_holds_is_refused(copy: tuple[int, int]) -> None:
-    """It might be sent in place of the box that begins where it does, or beside those that cover the tensor."""
+    """Check it for copies that might be sent in place of a box, or in addition to the others."""
     a, b = copy
     half = ShardSpec(global_shape=(128, 8), offset=(a, 0), shape=(b - a, 8), replica=1)
     boxes = (ShardSpec.whole((128, 8)), half)

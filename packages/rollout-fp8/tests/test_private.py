@@ -1,4 +1,4 @@
-"""What touches a private name of a server stands in that server's ``private.py``, with the reason and the upstream thread."""
+"""Rule that a server's private names are used only in its ``private.py``, with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import rollout_fp8
 
 PACKAGE = Path(next(iter(rollout_fp8.__path__)))
 PRIVATE = [PACKAGE / "vllm" / "private.py", PACKAGE / "sglang" / "private.py"]
-# A private attribute, however it is written: ruff finds `module._name`, and does not look into getattr.
+# A private attribute, however it is written: ruff finds `module._name`, and does not look into
+# getattr.
 TOUCHES = re.compile(
     r"noqa: SLF001|attr\([^()]*, \"_(?!rollout_fp8)|tokenizer_manager|post_load_weights"
 )

@@ -1,4 +1,4 @@
-"""The watch over the processes of an engine that lives in others."""
+"""Watch on the processes of an engine that lives in other processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_where_there_are_no_handles_they_are_unwatched_and_this_is_told(
     caplog: pytest.LogCaptureFixture,
     lacks: str,
 ) -> None:
-    """Some Pythons are built without them (conda's), and some containers refuse them."""
+    """Check the warning where handles are missing, as in conda's Python and some containers."""
     before, numbers, pidfd_open = handles(), [child.pid for child in children], os.pidfd_open
 
     def refuse(number: int) -> int:

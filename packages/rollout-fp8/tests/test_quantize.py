@@ -1,4 +1,4 @@
-"""Block quantization against the formats' definitions in numpy, and what it promises of errors, shards and bad input."""
+"""Block quantization against the formats' definitions in numpy, with error bounds and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = ("fp32", "pow2")
 
 
 def e4m3_values() -> np.ndarray:
-    """All 127 numbers that are not negative, by code: 4 bits of exponent (bias 7), 3 of mantissa, no infinity."""
+    """Return the 127 non-negative numbers by code: 4 exponent bits (bias 7), 3 mantissa bits."""
     codes = np.arange(127)
     exponent, mantissa = codes >> 3, codes & 7
     return np.where(
@@ -38,7 +38,10 @@ VALUES = e4m3_values()
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
-    """Codes of the nearest numbers, ties to the even code; ``x`` in float64, at most 448 but for rounding."""
+    """Return the codes of the nearest numbers, ties to the even code.
+
+    ``x`` is float64, at most 448 except for rounding.
+    """
     magnitude = np.abs(x)
     upper = np.searchsorted(VALUES, magnitude).clip(max=126)
     lower = (upper - 1).clip(min=0)
@@ -48,7 +51,7 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def reference(weight: Tensor, policy: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of one tensor, block by block, each operation in fp32 or exact."""
+    """Return codes and scales of one tensor, block by block, each operation in fp32 or exact."""
     w = weight.float().numpy()
     codes, scales = np.empty(w.shape, np.uint8), np.empty(scales_shape(w.shape), np.float32)
     for i, j in np.ndindex(scales.shape):
@@ -95,7 +98,7 @@ def test_the_reference_knows_the_format() -> None:
 
 @st.composite
 def weights(draw: st.DrawFn) -> Tensor:
-    """A few magnitudes a tensor, from subnormal to nearly infinite, with zeros and single huge values among them."""
+    """Draw tensors of few magnitudes, subnormal to nearly infinite, with zeros and huge values."""
     rows, columns = draw(st.integers(1, 400)), draw(st.integers(1, 400))
     dtype = draw(st.sampled_from(DTYPES))
     largest = 4.5 if dtype == torch.float16 else 38
@@ -127,7 +130,10 @@ def test_codes_and_scales_are_the_references(weight: Tensor, policy: str) -> Non
 @settings(max_examples=40, deadline=None)
 @given(weight=weights(), policy=st.sampled_from(POLICIES))
 def test_the_error_is_half_a_step(weight: Tensor, policy: str) -> None:
-    """e4m3 has 3 bits of mantissa: half a step is at most 2^-4 of the value, and 2^-10 · s below 2^-6 · s."""
+    """Check the error of half a step: 2
+
+    -4 of the value, and 2^-10 · s below 2^-6 · s.^e4m3 has 3 bits of mantissa.
+    """
     found = quantize(weight, scales=policy)
     s = (
         found.scales.double()
@@ -152,7 +158,7 @@ def test_dequantized_is_the_product_in_fp32_rounded_once(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_tie_and_both_its_neighbours(policy: str) -> None:
-    """With 448 in the block the scale is 1, so the weights are rounded as they are."""
+    """Check ties in blocks that hold 448, so that the scale is 1 and weights are unscaled."""
     middles = np.float32((VALUES[1:] + VALUES[:-1]) / 2)
     around = [
         middles,
@@ -182,7 +188,10 @@ def test_the_ends_of_fp32(policy: str, amax: float) -> None:
 @given(k=st.integers(-120, 119), step=st.sampled_from((-1, 0, 1)))
 @settings(max_examples=150, deadline=None)
 def test_powers_of_two_are_the_smallest_that_hold_the_block(k: int, step: int) -> None:
-    """At 448 · 2^k, and one fp32 number below and above."""
+    """Check the scales at 448 · 2
+
+    k, and one fp32 number below and above.
+    """
     amax = np.float32(math.ldexp(448, k))
     amax = np.nextafter(amax, np.float32(math.copysign(np.inf, step))) if step else amax
     scale = quantize(torch.tensor([[float(amax)]]), scales="pow2").scales.item()

@@ -1,4 +1,4 @@
-"""What the engine's ranks agree on before they make replicas."""
+"""Agreement of the engine's ranks before they make replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose loaders and layouts are out of the ordinary: what is learnt of them, what they are given, what is refused."""
+"""Servers with unusual loaders and layouts: learning, installing and refusing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from rollout_fp8.phases import Phases
 
 
 def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
-    """Rank 0 of the engine holds nearly all: the last bucket is its upper half of a weight, and a server's worker has the lower."""
+    """Check a bucket that a worker serves nothing of.
+
+    Rank 0 of the engine holds nearly all: the last bucket is its upper half of a weight, and the
+    worker has the lower half.
+    """
     weights = checkpoint(3)
     last = "model.layers.1.mlp.gate_proj.weight"
     weights[last] = weights.pop(last)
@@ -101,7 +105,7 @@ def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_t
     monkeypatch,
 ) -> None:
     class Keeps(ServedModel):
-        """Loads once more what it was given when all has come, as vLLM's reload does layer by layer."""
+        """Server that loads its tensors again when all have come, like vLLM's reload by layer."""
 
         def load_weights(self, weights):
             kept = []

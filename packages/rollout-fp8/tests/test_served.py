@@ -1,4 +1,4 @@
-"""What a server keeps for its clients, and tells them: one that was made with something else is refused."""
+"""State that a server keeps for its clients, and refusal of servers with other settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def url(arguments: dict[str, Any]) -> Iterator[str]:
-    """Of a server that was made with ``arguments``."""
+    """Return the URL of a server that was made with ``arguments``."""
     hosted = RolloutRegistry.create(name="local", device="cpu", **arguments)
     service = Service(
         hosted, "cpu", name="local", arguments=arguments | {"model": asdict(arguments["model"])}
@@ -123,7 +123,7 @@ def test_an_adapter_is_compared_with_its_defaults() -> None:
 def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(
     option, here, there
 ) -> None:
-    """The exporter goes by its own default where the run leaves them out, not by the server's option."""
+    """Check that missing options are compared with the defaults that the exporter uses."""
 
     class Optioned(Background):
         options = VllmOptions(**{option: there})
@@ -135,7 +135,7 @@ def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(
 
 
 class Many(Background):
-    """Each generation is one of its own; what is made is known to the test alone by weak references."""
+    """Rollout that makes a new object for each generation, to which tests hold weak references."""
 
     def __init__(self) -> None:
         super().__init__()

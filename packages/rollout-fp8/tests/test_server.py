@@ -1,4 +1,4 @@
-"""A rollout in another process: it answers as the same rollout in this one, and its end or silence is an error in time."""
+"""Rollout in another process: equal answers to one in this process, and errors in time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """For the logs of servers that fail."""
+    """Return a folder for the logs of servers that fail."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("logs")))
         patch.setattr(tempfile, "tempdir", None)
@@ -98,14 +98,14 @@ def started(arguments):
 
 @pytest.fixture
 def rollout(started):
-    """Each test counts its versions anew, as a run does."""
+    """Return a rollout whose versions count from the start in each test, as in a run."""
     started._sent = -1
     return started
 
 
 @pytest.fixture
 def own(arguments):
-    """A server that a test may break."""
+    """Return a server that a test may break."""
     made = RemoteRollout(
         name="local",
         device="cpu",
@@ -280,9 +280,8 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
     other.update_weights(iter(weights(1).items()), 7)
     assert rollout.generate(PROMPTS, SAMPLING) != want
     other.close()
-    assert (
-        rollout._server.health()["weight_version"] == 7
-    )  # whoever did not start it does not end it
+    # A client that did not start the server does not end it.
+    assert rollout._server.health()["weight_version"] == 7
 
 
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:
@@ -331,11 +330,13 @@ def test_closing_ends_the_server_and_what_it_started_and_its_log(own) -> None:
 
 @pytest.mark.parametrize("how", ["exit", "kill", "hang"])
 def test_a_client_that_ends_without_closing_leaves_no_server(arguments, how) -> None:
+    own = {key: value for key, value in arguments.items() if key != "model"}
     code = f"""
 import os, signal
 from engine_api.config import ModelSource
 from rollout_fp8.remote.client import RemoteRollout
-arguments = {{**{ {k: v for k, v in arguments.items() if k != "model"}!r}, "model": ModelSource(path={arguments["model"].path!r})}}
+model = ModelSource(path={arguments["model"].path!r})
+arguments = {{**{own!r}, "model": model}}
 rollout = RemoteRollout(name="local", device="cpu", arguments=arguments)
 print(rollout._process.pid, flush=True)
 if {how!r} == "hang":
@@ -417,7 +418,8 @@ def test_nobody_else_can_make_the_server_fetch_weights(rollout) -> None:
     rollout.update_weights(iter(weights(0).items()), 1)
 
 
-# A process without the token: connections that say nothing, and some that send a request byte by byte.
+# A process without the token: connections that say nothing, and some that send a request byte by
+# byte.
 ATTACK = """
 import socket, sys, time
 dial = lambda: socket.create_connection(("127.0.0.1", int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""What is called of SGLang, compared with its source: it runs on a GPU only, but its signatures can be read anywhere.
+"""Calls of SGLang compared with its source: it runs on a GPU only, but signatures can be read.
 
-Skipped where there is no source. It need not be installed: ``pip download sglang==0.5.16 --no-deps``, unpack the wheel, and
-put its folder on PYTHONPATH.
+Skipped where there is no source. It need not be installed: ``pip download sglang==0.5.16
+--no-deps``, unpack the wheel, and put its folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fields(path: str, name: str) -> set[str]:
 
 
 def parameters(path: str, name: str, method: str) -> tuple[list[str], bool]:
-    """Names of a method's parameters, and whether it is a coroutine."""
+    """Return the names of a method's parameters, and whether it is a coroutine."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     (found,) = [n for n in classes(path)[name].body if isinstance(n, kinds) and n.name == method]
     arguments = [*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs]
@@ -115,9 +115,8 @@ def test_the_loader_is_called_as_it_expects():
     assert "load_format in self.custom_weight_loaders" in updater
     assert "_skip_weight_check = True" in text("layers/quantization/kv_cache.py")
     assert "model.post_load_weights()" in text("model_loader/loader.py")
-    assert "rank=rank" in text(
-        "distributed/parallel_state.py"
-    )  # of torch.distributed's default group
+    # The calls are those of torch.distributed's default group.
+    assert "rank=rank" in text("distributed/parallel_state.py")
     assert list(inspect.signature(loader.load).parameters) == ["model", "named_tensors"]
 
 
@@ -133,7 +132,10 @@ def test_tensors_are_shared_as_sglang_patches_it():
 
 
 def test_hopper_keeps_block_scales_as_a_checkpoint_has_them():
-    """DeepGEMM's packed powers of two are for Blackwell; elsewhere the learning would find the weights rearranged."""
+    """Check that DeepGEMM packs powers of two on Blackwell only.
+
+    On other GPUs the learning would find the weights rearranged.
+    """
     wrapper = text("layers/deep_gemm_wrapper/configurer.py")
     assert "DEEPGEMM_SCALE_UE8M0 = DEEPGEMM_BLACKWELL" in wrapper
     assert "is_sm100_supported()" in wrapper

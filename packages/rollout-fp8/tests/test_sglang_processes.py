@@ -1,4 +1,4 @@
-"""The sync into schedulers that are other processes, as SGLang's are: every byte on both, and errors in time."""
+"""Sync into schedulers in other processes, as SGLang's are: every byte on both, errors in time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from rollout_fp8.transports import channel
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
 TP = 2
-SPAWN = multiprocessing.get_context(
-    "forkserver"
-)  # new processes, that need not import torch once more
+# New processes, which need not import torch again.
+SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(
     ["torch._dynamo", "rollout_fp8.install.receiver", "rollout_fp8.transports.remote"]
 )
@@ -34,7 +33,7 @@ channel.secret("channel")  # before the first of them, that they inherit it
 
 
 class Served:
-    """Two schedulers, and what of SGLang's engine stands before them."""
+    """Two schedulers, and the parts of SGLang's engine in front of them."""
 
     def __init__(self, store: str) -> None:
         self.defect = ""  # of the last scheduler, at the next sync

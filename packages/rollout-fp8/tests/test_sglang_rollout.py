@@ -1,4 +1,4 @@
-"""The ``sglang`` rollout over an engine with SGLang's interface: its start, its requests, its event loop and its ways to fail."""
+"""Rollout ``sglang`` over an engine with SGLang's interface: start, requests, loop, failures."""
 
 from __future__ import annotations
 
@@ -215,11 +215,8 @@ def test_bad_requests_are_refused_before_any_is_sent(make, prompts, sampling, sa
     "told",
     [
         {"max_req_input_len": 11, "max_total_num_tokens": 17, "page_size": 1},
-        {
-            "max_req_input_len": 132,
-            "max_total_num_tokens": 138,
-            "page_size": 64,
-        },  # the last page need not be free
+        # The last page need not be free.
+        {"max_req_input_len": 132, "max_total_num_tokens": 138, "page_size": 64},
     ],
 )
 def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(
@@ -244,10 +241,11 @@ def test_a_request_that_the_server_gives_up_on_is_an_error(make):
 def test_a_token_that_the_server_made_up_is_an_error(make):
     rollout = make()
     rollout.update_weights(export(), 1)
+    # SGLang puts a stop token in its place.
     Engine.made[0].refuse = {
         "type": "stop",
         "matched": "NaN happened",
-    }  # SGLang puts a stop token in its place
+    }
     with pytest.raises(RolloutError, match="NaN happened"):
         rollout.generate([[1]], GREEDY)
 

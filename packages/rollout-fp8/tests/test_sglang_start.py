@@ -1,4 +1,4 @@
-"""Starts of the ``sglang`` rollout that do not come to their end: nothing is left of them."""
+"""Unfinished starts of the ``sglang`` rollout, of which nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight syncs of the ``sglang`` rollout: every byte arrives, and what goes wrong is an error that the next sync repairs."""
+"""Weight syncs of the ``sglang`` rollout: every byte, and errors that the next sync repairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def started(folder) -> Any:
-    """An engine that serves a given model, and its syncs."""
+    """Return an engine that serves a given model, and its syncs."""
     things: list[Any] = []
 
     def start(model: ServedModel) -> tuple[Engine, SyncSession]:

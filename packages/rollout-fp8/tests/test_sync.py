@@ -1,4 +1,4 @@
-"""From an engine's shards to a server's parameters: every byte, whatever the server's fusion and the engine's layout."""
+"""Sync from an engine's shards to a server's parameters: every byte, for any fusion and layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class InProcess:
-    """Workers of one process, one a tensor-parallel rank."""
+    """Workers of one process, one for each tensor-parallel rank."""
 
     def __init__(self, models: list[ServedModel]) -> None:
         self.models, self.receivers = models, []
@@ -36,9 +36,8 @@ class InProcess:
 
     def sync(self, stream):
         rows = []
-        for receiver in (
-            self.receivers
-        ):  # a stream runs once; here there is one worker, or the stream is made for each
+        # A stream runs once; here there is one worker, or the stream is made for each.
+        for receiver in self.receivers:
             phases = Phases(CPU)
             receiver.sync(stream, phases)
             rows.append((receiver.served().tolist() if stream.audit else [], phases.seconds()))
@@ -59,7 +58,7 @@ def stream_of(
 
 
 def expected(weights: dict[str, Tensor], model: ServedModel, *, fp8: bool) -> dict[str, Tensor]:
-    """What the server's own loader makes of a checkpoint in the served format."""
+    """Return the checkpoint in the served format, as the server's own loader loads it."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if fp8 and "_proj" in name:
@@ -159,7 +158,7 @@ def test_a_server_that_packs_weights_may_keep_vectors_wider_but_only_what_was_se
 
 
 def test_a_server_that_packs_weights_is_not_given_those_of_another_dtype() -> None:
-    """It would serve rounded weights as float32, and the audit would find nothing."""
+    """Check the refusal: rounded weights would be served as float32, and the audit would pass."""
     model, stream = (
         ServedModel(dtype=torch.float32),
         stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16),
@@ -285,9 +284,8 @@ def test_weights_that_float16_does_not_hold_are_not_called_broken() -> None:
     workers = InProcess([ServedModel(dtype=torch.float16)])
     with pytest.raises(RolloutError, match=r"1 .* in float16, .* 65504[^$]*dtype=bfloat16"):
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
-    weights["model.norm.weight"] = weights["model.norm.weight"].to(
-        torch.float16
-    )  # inf: nothing was cut off
+    # With inf nothing was cut off.
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)
     with pytest.raises(RolloutError, match=r"hold NaN or inf\n[^$]*weights are broken"):
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
 

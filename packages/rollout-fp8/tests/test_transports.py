@@ -1,4 +1,4 @@
-"""Weights that arrive in another process: every byte, and an error in time on both sides when anything breaks."""
+"""Weights that arrive in another process: every byte, and errors in time on both sides."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from rollout_fp8.wire.format import WirePlan
 
 pytestmark = pytest.mark.distributed
 KINDS = ["shm", "collective"]
-SPAWN = multiprocessing.get_context(
-    "forkserver"
-)  # new processes, that need not import torch once more
+# New processes, which need not import torch again.
+SPAWN = multiprocessing.get_context("forkserver")
+# A trace needs the first module.
 SPAWN.set_forkserver_preload(
     ["torch._dynamo", "rollout_fp8.install.receiver", "rollout_fp8.transports.remote"]
-)  # a trace needs the first
+)
 channel.secret("channel")  # before the first of them, that they inherit it
 
 
 class Receivers:
-    """Processes that serve, one a rank."""
+    """Processes that serve, one for each rank."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Receivers:
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Processes that are killed leave a folder behind; all of them inherit this place for it."""
+    """Return the folder that all processes inherit for files of those that are killed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("sockets")))
         patch.setattr(tempfile, "tempdir", None)
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def started():
-    """Closes what a test has started."""
+    """Return a list whose members are closed after the test."""
     things: list[Any] = []
 
     def add(thing):
@@ -112,7 +112,7 @@ def started():
 
 
 def expected(seed: int, tp: int, rank: int, fp8: bool) -> dict[str, Any]:
-    """What the server's own loader makes of the checkpoint."""
+    """Return the checkpoint, as the server's own loader loads it."""
     model = ServedModel(tp=tp, rank=rank, fp8=fp8, dtype=torch.bfloat16)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in checkpoint(seed).items():
@@ -384,7 +384,7 @@ def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
 def test_one_of_an_earlier_sync_that_comes_again_and_again_does_not_hold_the_sender(
     started,
 ) -> None:
-    """All receivers have one deadline, however many come that are sent away."""
+    """Check that all receivers have one deadline, whatever the number of refused peers."""
     sender = started(Sender(kind="shm", timeout_s=1.0))
     place, over = sender.address.partition("#")[0], threading.Event()
 
@@ -435,7 +435,8 @@ def dial(listener: Listener) -> socket.socket:
     return connection
 
 
-# A process that knows no secret: many connections that say nothing, and one that sends a byte now and then.
+# A process that knows no secret: many connections that say nothing, and one that sends a byte now
+# and then.
 ATTACK = """
 import socket, sys, time
 def dial():
@@ -552,7 +553,7 @@ def test_a_listener_that_drips_does_not_hold_who_connects(tmp_path) -> None:
 
 
 def test_a_listeners_own_words_prove_nothing() -> None:
-    """A peer that sends back what it has heard is none that knows the key."""
+    """Check that a peer that echoes the listener does not know the key."""
     key, theirs = b"key", handshake.nonce()
     message, expected = handshake.answer(key, theirs)
     assert handshake.reply(key, theirs, message) == expected
@@ -565,9 +566,8 @@ def test_a_sender_that_is_not_there_or_knows_another_secret(started, monkeypatch
     with pytest.raises(PeerError, match="cannot reach"):
         connect("unix:/nowhere/weights", 1)
     listener = started(Listener())
-    monkeypatch.setattr(
-        channel, "secret", lambda purpose: os.urandom(32)
-    )  # another one at each end
+    # Each end gets another secret.
+    monkeypatch.setattr(channel, "secret", lambda purpose: os.urandom(32))
     thread = threading.Thread(target=_take_nobody, args=(listener,))
     thread.start()
     with pytest.raises(PeerError, match="does not take this process in") as caught:
@@ -591,7 +591,10 @@ def test_secrets_are_made_once_and_differ_by_purpose(monkeypatch) -> None:
 
 
 def test_cuda_memory_is_opened_on_the_senders_gpu_as_it_is_counted_here(monkeypatch) -> None:
-    """Whatever stands around torch's function: SGLang's own takes ``*args``. Classes are the receiver's, none travels."""
+    """Check it for any wrapper of torch's function: SGLang's takes ``*args``.
+
+    Classes are the receiver's; none travels.
+    """
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     own = {
         "storage_device": 5,

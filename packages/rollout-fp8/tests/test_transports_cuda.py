@@ -64,9 +64,8 @@ def test_buffers_that_were_made_anew_are_opened_anew(started) -> None:
     sender = started(Sender(kind="ipc", timeout_s=NEVER_S))
     streams = []
     for seed in range(3):
-        streams.append(
-            stream_of(seed, fp8=False, device=HERE)
-        )  # the last one's buffers still exist: these are others
+        # The last stream's buffers still exist, so these are others.
+        streams.append(stream_of(seed, fp8=False, device=HERE))
         receivers.tell(sender.address)
         sender.send_weights(streams[-1])
         check_bytes(receivers.rows()[0], seed, 1, False)

@@ -1,4 +1,4 @@
-"""The table of tested servers, and the plug-ins' probes."""
+"""Table of tested servers, and the plug-ins' probes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Distribution → version, as the metadata shall say."""
+    """Return the versions by distribution that the metadata reports."""
     found: dict[str, str] = {}
     real = importlib.metadata.version
 

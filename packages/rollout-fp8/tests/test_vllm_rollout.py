@@ -1,4 +1,4 @@
-"""What of the vLLM rollout needs no vLLM: its options and the environment variables."""
+"""Parts of the vLLM rollout that need no vLLM: its options and the environment variables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_wrong_option_is_named(name: str, value: object, remedy: str) -> None:
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A copy of the environment that ends with the test."""
+    """Return a copy of the environment that ends with the test."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     return monkeypatch
 

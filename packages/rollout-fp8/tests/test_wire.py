@@ -1,4 +1,4 @@
-"""The contract's wire: what its two ends do for a caller who has started the processes, and how each of them fails."""
+"""Wire of the contract: both ends, in processes that the caller has started, and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Worker:
-    """A server's one worker, in this process."""
+    """One worker of a server, in this process."""
 
     def __init__(self, **arguments: Any) -> None:
         self.model = ServedModel(fp8=True, dtype=torch.bfloat16, **arguments)
@@ -50,7 +50,7 @@ class Worker:
 
 
 class Flipped:
-    """The server's copy of a weight is damaged after it was installed."""
+    """Worker whose copy of a weight is damaged after it was installed."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -64,14 +64,17 @@ class Flipped:
 
 @pytest.fixture
 def ends(monkeypatch):
-    """An engine's end for two replicas, and theirs, in threads: what NCCL is told through the environment is not for them."""
+    """Return an engine's end for two replicas and their ends, in threads.
+
+    The settings that NCCL gets through the environment are not for threads.
+    """
     monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
     yield from _wires(NEVER_S)
 
 
 @pytest.fixture
 def impatient_ends(monkeypatch):
-    """``ends`` that soon give up on a peer that does not come."""
+    """Return ``ends`` that soon give up on a peer that does not come."""
     monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
     yield from _wires(3.0)
 
@@ -84,7 +87,7 @@ def _wires(timeout_s: float):
 
 
 def together(*works: Any) -> list[Any]:
-    """What each gives or raises; at the same time."""
+    """Run functions at the same time, and return the result or error of each."""
     found: list[Any] = [None] * len(works)
 
     def run(place: int, work: Any) -> None:

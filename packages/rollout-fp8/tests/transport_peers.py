@@ -1,4 +1,4 @@
-"""Both ends of a sync as functions for processes of their own, with the defects that the tests are about."""
+"""Both ends of a sync as functions for separate processes, with the defects that tests need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def stream_of(
     bucket_bytes: int = 300_000,
     kept: Any = None,
 ) -> Any:
-    """A stream over several buckets, of the weights that ``seed`` makes; over the buffers of ``kept``, if given."""
+    """Return a stream over several buckets, of the weights that ``seed`` makes.
+
+    It uses the buffers of ``kept``, if given.
+    """
     weights = checkpoint(seed)
     if kept is not None:
         shards = [
@@ -53,7 +56,7 @@ def stream_of(
 
 
 class Spoilt:
-    """A stream that does ``at`` before bucket 2 goes out."""
+    """Stream that calls ``at`` before bucket 2 is sent."""
 
     def __init__(self, stream: Any, at: Any) -> None:
         self._stream, self._at = stream, at
@@ -78,7 +81,7 @@ def serve(
     defect: str | None,
     timeout_s: float,
 ) -> None:
-    """A receiver's process: one sync for each address, until None. Reports bytes of its parameters."""
+    """Run a receiver: one sync for each address until None, then report its parameters' bytes."""
     torch.set_num_threads(1)
     place = torch.device(device)
     if place.type == "cuda":
@@ -137,7 +140,7 @@ def _watched(stream: Any, defect: str | None, seen: set[int]) -> Any:
 
 
 def send(addresses: Any, results: Any, kind: str, defect: str | None, timeout_s: float) -> None:
-    """A sender's process: one sync."""
+    """Run a sender: one sync."""
     torch.set_num_threads(1)
     sender = Sender(kind=kind, timeout_s=timeout_s)
     addresses.put(sender.address)

@@ -26,7 +26,7 @@ def of_all(work: Callable[[], T]) -> list[T]:
 
 
 def world_size() -> int:
-    """Return the number of ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group, or 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -13,7 +13,10 @@ from engine_api.errors import PluginUnavailable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tested:
-    """Line of the table; ``extra`` is the extra of ``rollout-fp8[...]`` that installs it."""
+    """Line of the table.
+
+    ``extra`` is the extra of ``rollout-fp8[...]`` that installs it.
+    """
 
     server: str
     device: str

@@ -1,4 +1,4 @@
-"""What the tests of adapter syncs call in ranks."""
+"""Functions that the tests of adapter syncs call in ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SyncResult
 
-# A rank that vLLM pads, a factor that is no power of two, and one projection of three that share a parameter left out.
+# A rank that vLLM pads, a factor that is no power of two, and one projection of three that share a
+# parameter left out.
 LORA = LoraConfig(
     rank=3, alpha=10.0, target_modules=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 )
@@ -30,7 +31,7 @@ DTYPE = "float32" if DEVICE == "cpu" else "bfloat16"
 
 @contextmanager
 def trained(model: str) -> Iterator[Any]:
-    """fsdp2 with an adapter of ``LORA`` on the model."""
+    """Return fsdp2 with an adapter of ``LORA`` on the model."""
     config = EngineConfig(
         model=ModelSource(path=model),
         optimizer=OptimizerConfig(lr=0.05, clip_norm=None),
@@ -47,7 +48,7 @@ def trained(model: str) -> Iterator[Any]:
 
 @contextmanager
 def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A rollout and its exporter."""
+    """Yield a rollout and its exporter."""
     source = ModelSource(path=model)
     rollout = RolloutRegistry.create(
         name="vllm",
@@ -72,7 +73,7 @@ def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tup
 
 
 def step(engine: Any) -> None:
-    """An update that moves the adapter far enough to be seen."""
+    """Make an update that moves the adapter far enough to be seen."""
     ids = torch.arange(40).reshape(4, 10) + 5
     batch = Batch.pack(
         [{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids]
@@ -82,7 +83,10 @@ def step(engine: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """Of one version of the weights: what the sync said, greedy and drawn tokens, and the engine's log-probs of the drawn."""
+    """Results of one version of the weights.
+
+    The sync's report, greedy and drawn tokens, and the engine's log-probs of the drawn tokens.
+    """
 
     sync: SyncResult
     greedy: list[Completion]
@@ -97,7 +101,7 @@ def ask(engine: Any, rollout: Any, exporter: Any) -> Said:
 
 
 def told_of(engine: Any, drawn: Sequence[Completion]) -> list[list[float]]:
-    """The engine's log-probs of the tokens, as it is now."""
+    """Return the engine's current log-probs of the tokens."""
     asked = Batch.pack(
         [{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn]
     )
@@ -108,7 +112,7 @@ def told_of(engine: Any, drawn: Sequence[Completion]) -> list[list[float]]:
 
 
 class Changed:
-    """An engine whose adapter's export was changed on its way."""
+    """Engine whose adapter's export was changed on its way."""
 
     def __init__(
         self, engine: Any, change: Callable[[str, Tensor], tuple[str, Tensor] | None]
@@ -135,7 +139,10 @@ BAD: Mapping[str, Callable[[str, Tensor], tuple[str, Tensor] | None]] = {
 
 
 def adapters(model: str) -> dict[str, Any]:
-    """Two versions; what does not fit; a nap; what is refused. And the second version merged, by another server."""
+    """Run two versions, an adapter that does not fit, a sleep and refusals.
+
+    Then serve the second version merged, by another server.
+    """
     said: dict[str, Any] = {"bad": {}}
     with trained(model) as engine:
         with serving(model, LORA) as (rollout, exporter):
@@ -168,7 +175,10 @@ def adapters(model: str) -> dict[str, Any]:
 
 
 def tampered(engine: Any, rollout: Any, exporter: Any) -> list[EngineError | None]:
-    """A worker that holds other numbers than it was sent: in what it keeps, and in the memory of the kernels."""
+    """Run a worker that holds other numbers than it was sent.
+
+    They differ in the adapter that it keeps, and in the memory of the kernels.
+    """
     workers, errors = rollout._workers, []
     load = workers._adapter.load
     for place in ("kept", "slot"):
@@ -193,7 +203,7 @@ def tampered(engine: Any, rollout: Any, exporter: Any) -> list[EngineError | Non
 
 
 def on_ranks(model: str, **options: Any) -> tuple[Said, list[str]]:
-    """Ranks that train together and serve together; names in the second sync's bytes do not matter here."""
+    """Run ranks that train and serve together; names in the second sync's bytes do not matter."""
     with trained(model) as engine, serving(model, LORA, **options) as (rollout, exporter):
         step(engine)
         first = ask(engine, rollout, exporter)

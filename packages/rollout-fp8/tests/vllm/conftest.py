@@ -1,6 +1,7 @@
-"""Tests on vLLM itself, which nothing else here needs: left out where it is not installed.
+"""Tests on vLLM itself, left out where it is not installed.
 
-They run in ranks of the conformance suite's pools, as a trainer's rollouts do, not in pytest's own process.
+They run in ranks of the conformance suite's pools, as a trainer's rollouts do, not in pytest's own
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session", autouse=True)
 def _pools() -> Iterator[None]:
-    """Ranks that know this folder, and none afterwards."""
+    """Start ranks that know this folder, and none that were started before."""
     from engine_conformance.ranks import close_pools
 
     close_pools()
@@ -34,5 +35,5 @@ def _pools() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models are written."""
+    """Return the folder in which models are written."""
     return tmp_path_factory.mktemp("vllm")

@@ -1,4 +1,4 @@
-"""What test_failures.py calls in ranks: generations that end by an error, and engines that are gone."""
+"""Functions that test_failures.py calls in ranks: failed generations, and engines that are gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine_conformance.cases._rollouts import export_of
 
 
 def interrupted(model: str) -> list[tuple[str, bool]]:
-    """For whatever may come up in the thread that waits: what ``generate`` raised, and whether anything went on."""
+    """Return, for any error in the waiting thread, the error of ``generate`` and what continued."""
     from rollout_fp8.vllm.generation import Job
 
     seen: list[tuple[str, bool]] = []
@@ -40,15 +40,14 @@ def interrupted(model: str) -> list[tuple[str, bool]]:
                             rollout._stepper.busy or rollout._engine.has_unfinished_requests(),
                         )
                     )
-        rollout.update_weights(
-            export_of(Path(model), DEVICE), 2
-        )  # refused while anything is generated
+        # These are refused while tokens are generated.
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
         assert rollout.generate(PROMPTS, GREEDY)
     return seen
 
 
 def failed_steps(model: str) -> tuple[list[Any], bool]:
-    """Of an engine whose step fails: what its calls raise then, and whether anything stays scheduled."""
+    """Return the errors of an engine whose step fails, and whether anything stays scheduled."""
     with opened(model) as rollout:
         with mock.patch.object(rollout._engine, "step", side_effect=SystemExit("no step")):
             first = error_of(rollout.submit(PROMPTS[0], LONG).result, 30)
@@ -65,7 +64,7 @@ def failed_steps(model: str) -> tuple[list[Any], bool]:
 
 
 def not_finite(model: str) -> list[Any]:
-    """Of a model that computes NaN: what ``generate`` and a generation in the background raise."""
+    """Return the errors of ``generate`` and ``submit`` with a model that computes NaN."""
     with opened(model) as rollout, _spoilt(rollout):
         return [
             error_of(rollout.generate, PROMPTS, SAMPLED),
@@ -85,7 +84,7 @@ def _spoilt(rollout: Any) -> Iterator[None]:
 
 
 def temperatures(model: str) -> dict[tuple[bool, float], Any]:
-    """With ``truncation`` and without it: what each temperature is answered with, an error or the least log-prob."""
+    """Return each temperature's error or least log-prob, with ``truncation`` and without it."""
     said: dict[tuple[bool, float], Any] = {}
     for truncation in (True, False):
         with opened(model, truncation=truncation) as rollout:
@@ -100,7 +99,7 @@ def temperatures(model: str) -> dict[tuple[bool, float], Any]:
 
 
 def killed(model: str, *, parallel: int, busy: bool) -> list[Any]:
-    """Kill the last worker of a server in processes of its own, and return what each of the calls after that raised.
+    """Kill the last worker of a server in its own processes, and return each later call's error.
 
     ``busy``: it generates meanwhile.
     """
@@ -120,17 +119,21 @@ def killed(model: str, *, parallel: int, busy: bool) -> list[Any]:
 
 
 def refused_requests(model: str) -> tuple[list[list[list[int]]], Any, bool, bool]:
-    """Tokens without stop tokens and with some that no vocabulary has; what a job raises of which vLLM refuses a request; then whether
-    another goes on, and whether anything is scheduled once that was aborted.
+    """Return the results of odd requests and of refused ones.
+
+    They are tokens without stop tokens and with some that no vocabulary has, the error of a job of
+    which vLLM refuses a request, whether another job continues, and whether anything is scheduled
+    once that was aborted.
     """
     with opened(model) as rollout:
         odd = replace(GREEDY, stop_token_ids=(10**6, -1))
         tokens = [[c.tokens for c in rollout.generate(PROMPTS, asked)] for asked in (GREEDY, odd)]
         beside = rollout.submit(PROMPTS[0], LONG)
+        # The class alone, because an error would hold the frames that it passed.
         second = [
             mock.DEFAULT,
             ValueError,
-        ]  # its class: an error would hold the frames that it passed
+        ]
         with mock.patch.object(
             rollout._engine, "add_request", wraps=rollout._engine.add_request, side_effect=second
         ):
@@ -146,7 +149,10 @@ def refused_requests(model: str) -> tuple[list[list[list[int]]], Any, bool, bool
 
 
 def worker_errors(model: str) -> tuple[Any, bool]:
-    """What a sync raises whose plan a process of vLLM's cannot take; whether a good one is served afterwards."""
+    """Return the error of a sync whose plan one of vLLM's processes cannot take.
+
+    And whether a good one is served afterwards.
+    """
     from rollout_fp8.vllm import sync
 
     with opened(model, executor="workers") as rollout:
@@ -158,7 +164,7 @@ def worker_errors(model: str) -> tuple[Any, bool]:
 
 
 def interrupted_start(model: str) -> tuple[list[str], list[str]]:
-    """Of a start that is interrupted once vLLM is up: processes and threads that it left."""
+    """Return the processes and threads that an interrupted start left once vLLM was up."""
     from rollout_fp8.vllm import rollout
 
     # A test before may have killed what a thread waits for.
@@ -178,7 +184,7 @@ def interrupted_start(model: str) -> tuple[list[str], list[str]]:
 
 
 def failed_starts(model: str) -> list[Any]:
-    """What a start raises that vLLM ends with an error of any kind, or that is interrupted."""
+    """Return the errors of starts that vLLM ends with any error, or that are interrupted."""
     from rollout_fp8.options import VllmOptions
     from rollout_fp8.vllm import start
 
@@ -201,7 +207,7 @@ def failed_starts(model: str) -> list[Any]:
 
 
 class GivesUp:
-    """An engine of vLLM's interface that ends the second of its requests for a reason of its own, and no other."""
+    """Engine with vLLM's interface that ends the second of its requests for a reason of its own."""
 
     def __init__(self, reason: str) -> None:
         self.reason, self.scheduled = reason, list[str]()
@@ -223,7 +229,7 @@ class GivesUp:
 
 
 def given_up() -> list[tuple[Any, list[str]]]:
-    """For each reason: what the job raises, and what stays scheduled."""
+    """Return for each reason the job's error, and the requests that stay scheduled."""
     import vllm
 
     from rollout_fp8.vllm.generation import Job, Stepper

@@ -1,4 +1,4 @@
-"""Servers as vLLM starts them itself, which the tests compare a synced one with."""
+"""Servers that vLLM starts by itself, with which the tests compare a synced one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ SHARED = {"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
 
 
 def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
-    """Greedy tokens of servers that read (folder, dtype) themselves. vLLM ends this rank's group: use a pool of its own."""
+    """Return greedy tokens of servers that read (folder, dtype) themselves.
+
+    vLLM ends this rank's group: use a separate pool.
+    """
     return [_fresh(*model) for model in models]
 
 

@@ -1,4 +1,4 @@
-"""Who keeps an object alive."""
+"""Search for the references that keep an object alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 300  # objects whose holders are looked for: each look walks all of memor
 
 
 def holders(thing: Any, *, chains: int = 3, depth: int = 14) -> list[str]:
-    """Shortest chains of references that end in ``thing`` and begin in a module, outermost last.
+    """Return the shortest chains of references from a module to ``thing``, outermost last.
 
     It gives up after ``MOST`` objects: none found says only that no chain is short.
     """
@@ -52,7 +52,7 @@ def _name(holder: Any, held: Any) -> str:
 
 
 def compiled_functions() -> set[str]:
-    """Dynamo's, among the globals of models."""
+    """Return Dynamo's compiled functions among the globals of models."""
     models = [
         module
         for name, module in list(sys.modules.items())
@@ -62,7 +62,10 @@ def compiled_functions() -> set[str]:
 
 
 def sleepable() -> list[str]:
-    """What vLLM's allocator of memory that can sleep has on record, and who holds tensors that lie there."""
+    """Return the records of vLLM's allocator of memory that can sleep.
+
+    With the holders of tensors in that memory.
+    """
     allocator = cumem.CuMemAllocator.instance
     records = {} if allocator is None else dict(allocator.pointer_to_data)
     if not records:

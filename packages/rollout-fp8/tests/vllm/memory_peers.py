@@ -1,4 +1,4 @@
-"""How much memory rollouts take, and what becomes of it: run in ranks."""
+"""Memory that rollouts take and free, measured in ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from rollout_fp8.vllm import start
 
 
 def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]], list[list[int]]]:
-    """Free bytes of the device when there is no rollout, before and after one was closed asleep; tokens of it and of the next."""
+    """Return free bytes of the device without a rollout, before and after one was closed asleep.
+
+    And the tokens of it and of the next.
+    """
     tokens, free = list[list[list[int]]](), list[int]()
+    # The first rollout leaves memory that stays: kernels, libraries' workspaces.
     for end in (
         None,
         {"weights": weights},
         None,
-    ):  # the first leaves what stays for good: kernels, libraries' workspaces
+    ):
         with opened(model) as rollout:
             tokens.append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
             if end is not None:
@@ -38,7 +42,7 @@ def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]],
 
 
 def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[int, int, list[int]]:
-    """vLLM's blocks and their size; tokens of as many completions as fill the cache."""
+    """Return vLLM's blocks, their size, and the tokens of completions that fill the cache."""
     arguments = {
         "kv_cache_bytes": None,
         "kv_cache_for_batch": True,
@@ -55,7 +59,10 @@ def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[in
 
 
 def crowded(model: str) -> tuple[EngineError | None, int, list[list[int]], list[list[int]]]:
-    """Waking up while a tensor holds the GPU's memory; the free bytes when PyTorch keeps it; tokens before and after that."""
+    """Wake up while a tensor holds the GPU's memory.
+
+    Returns the free bytes when PyTorch keeps it, and tokens before and after that.
+    """
     with opened(model) as rollout:
         before = rollout.generate(PROMPTS, GREEDY)
         rollout.sleep()
@@ -72,20 +79,21 @@ def crowded(model: str) -> tuple[EngineError | None, int, list[list[int]], list[
 
 
 class Compiled(torch.nn.Module, TorchCompileWithNoGuardsWrapper):
-    """A model that vLLM compiles."""
+    """Model that vLLM compiles."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         TorchCompileWithNoGuardsWrapper.__init__(self)
 
     def forward(self) -> None:
-        """Not called."""
+        """Return nothing: it is not called."""
 
 
 def attention_of_failed_start() -> list[str]:
-    """Who holds an attention layer after a start that fails where vLLM's own compiler is at work.
+    """Return the holders of an attention layer after a start that fails in vLLM's own compiler.
 
-    That is on CUDA; on a CPU vLLM leaves it to PyTorch's, which knows nothing of vLLM's configuration.
+    That is on CUDA; on a CPU vLLM leaves it to PyTorch's, which knows nothing of vLLM's
+    configuration.
     """
     layer = torch.nn.Module()
     left, config = weakref.ref(layer), VllmConfig()
@@ -107,7 +115,7 @@ def attention_of_failed_start() -> list[str]:
 
 
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:
-    """What is called to wake up ``need`` bytes where so many are free, and so many more are kept by PyTorch."""
+    """Return the calls that wake up ``need`` bytes, by free bytes and bytes that PyTorch keeps."""
     calls, plan = (
         list[Any](),
         SimpleNamespace(in_process=executor == "in_process", device=torch.device("cuda", 0)),

@@ -1,4 +1,4 @@
-"""Adapters on vLLM: what a sync of the adapter alone serves is what the engine has, and what a merged sync serves."""
+"""Adapters on vLLM: a sync of the adapter alone serves the same as the engine and a merged sync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from engine_conformance.cases._served import rollout_model
 from engine_conformance.ranks import get_pool
 
 pytestmark = [pytest.mark.distributed]
-# In bfloat16 a merged weight is rounded once, a base weight and its adapter apart: tokens may part, log-probs stay near.
+# In bfloat16 a merged weight is rounded once, a base weight and its adapter apart: tokens may part,
+# log-probs stay near.
 EXACT = peers.DTYPE == "float32"
 NEAR = 1e-5 if EXACT else 0.15
 SPLIT = 1e-4 if EXACT else NEAR  # two parts are summed in another order
@@ -30,7 +31,7 @@ def model(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def said(model: str) -> dict[str, Any]:
-    """Of two servers for all tests of this module."""
+    """Return the results of two servers for all tests of this module."""
     (found,) = get_pool(1, device=DEVICE).run("adapter_peers:adapters", deadline=280, model=model)
     return found
 

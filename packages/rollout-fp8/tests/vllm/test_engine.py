@@ -1,4 +1,4 @@
-"""From engine-fsdp's shards, on one rank and two, into vLLM: what a fresh server on the trained weights serves."""
+"""Sync of engine-fsdp's shards, on one rank and two, into vLLM, compared with a fresh server."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def test_shards_of_a_trained_engine_are_served_as_a_fresh_server_serves_them(
         assert greedy == fresh
         assert [one.version for one in said] == [1, 2]
         assert all(one.audited and one.num_tensors == said[0].num_tensors for one in said)
-        if (
-            dtype == "float32"
-        ):  # in bf16 the conformance profile compares them, with tolerances by the count of roundings
+        # In bf16 the conformance profile compares them, with tolerances by the count of roundings.
+        if dtype == "float32":
             for got, want in zip(drawn, told, strict=True):
                 assert got == pytest.approx(want, abs=1e-5)

@@ -1,4 +1,4 @@
-"""A process that ends without ``close``, as a rank does after an error of its own or of others."""
+"""Process that ends without ``close``, as a rank does after an error."""
 
 from __future__ import annotations
 
@@ -25,9 +25,16 @@ from engine_api.config import ModelSource
 from engine_api.registry import RolloutRegistry
 
 model, device, options = sys.argv[1:]
-dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-rollout = RolloutRegistry.create(name="vllm", device=device, model=ModelSource(path=model), pad_token_id=0, enforce_eager=True,
-                                 **json.loads(options))
+backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+rollout = RolloutRegistry.create(
+    name="vllm",
+    device=device,
+    model=ModelSource(path=model),
+    pad_token_id=0,
+    enforce_eager=True,
+    **json.loads(options),
+)
 dist.destroy_process_group()
 """
 

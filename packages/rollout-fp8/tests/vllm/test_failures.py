@@ -1,4 +1,4 @@
-"""Generations that end by an error, and engines that are gone: nothing goes on for nobody, and nobody waits."""
+"""Failed generations and lost engines, after which nothing continues and no caller waits."""
 
 from __future__ import annotations
 

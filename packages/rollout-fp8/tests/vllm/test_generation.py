@@ -1,4 +1,4 @@
-"""What vLLM's rollout promises beyond the conformance cases."""
+"""Promises of vLLM's rollout beyond the conformance cases."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def refused(error: EngineError | None, *words: str, kind: type[EngineError] = Ro
 
 def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
     first, second, third = peers.PROMPTS
-    many = [
-        tuple(5 + (7 * i + 3 * j) % 200 for j in range(45)) for i in range(60)
-    ]  # more than vLLM begins in one step
+    # More prompts than vLLM begins in one step.
+    many = [tuple(5 + (7 * i + 3 * j) % 200 for j in range(45)) for i in range(60)]
     batches = [[first], [second, first, third], [first, first], [*many, first]]
     alone, among, twice, last = call(
         peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED
@@ -166,9 +165,9 @@ def test_what_cannot_start_says_why(model: str) -> None:
         "not enough memory",
         "kv_cache_bytes",
     )
-    if (
-        DEVICE == "cuda"
-    ):  # more than a GPU has, less than a process can address: another step of vLLM's allocator fails
+    # More than a GPU has and less than a process can address, so that another step of vLLM's
+    # allocator fails.
+    if DEVICE == "cuda":
         refused(
             call(peers.refused, model=model, kv_cache_bytes=1 << 39),
             "not enough memory",

@@ -1,4 +1,4 @@
-"""Weights that reach vLLM: as a fresh server would serve them, on one rank and two, in this process and in others."""
+"""Weights that reach vLLM, compared with a fresh server: one rank and two, in process and out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SERVED = [
 
 @pytest.fixture(scope="module")
 def fresh(root: Path) -> dict[Any, list[list[int]]]:
-    """Greedy tokens of servers that were started on the new weights."""
+    """Return greedy tokens of servers that were started on the new weights."""
     folders = [(models(root, family=family, tied=tied)[1], dtype) for family, tied, dtype in SERVED]
     with RankPool(1, device=DEVICE) as pool:
         (tokens,) = pool.run("fresh_peers:fresh_tokens", deadline=280, models=folders)
@@ -55,7 +55,8 @@ def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     old, new = models(root, family=family, tied=tied)
     ((raised, raw, synced),) = call(peers.raw_and_synced, old=old, new=new, dtype=dtype)
     if DEVICE == "cpu":
-        # vLLM's CPU build drops weights that it keeps packed: loading ends half-way, and old and new weights are mixed.
+        # vLLM's CPU build drops weights that it keeps packed: loading ends half-way, and old and
+        # new weights are mixed.
         assert raised
         assert raw != fresh[served]
     assert synced == fresh[served]

@@ -1,4 +1,4 @@
-"""The workers of one replica on several ranks: what fails on one of them is every rank's error, at once."""
+"""Workers of one replica on several ranks: an error on one of them is every rank's, at once."""
 
 from __future__ import annotations
 

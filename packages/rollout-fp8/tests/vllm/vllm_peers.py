@@ -1,4 +1,4 @@
-"""What the tests of vLLM call in ranks. A rollout is made, used and closed in each call."""
+"""Functions that the tests of vLLM call in ranks; each makes, uses and closes a rollout."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ from engine_conformance.cases._rollouts import export_of
 from rollout_fp8.export import exporter
 from rollout_fp8.export.exporter import collect
 
-# What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
+# What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many
+# as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
-# On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while the others take it, and fails.
+# On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while
+# the others take it, and fails.
 SMALL = {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
@@ -43,7 +45,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
 
 @contextmanager
 def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator[Any]:
-    """A rollout, with the weights of its folder unless ``version`` is None."""
+    """Yield a rollout, with the weights of its folder unless ``version`` is None."""
     arguments = {"eos_token_ids": (2,), "enforce_eager": True} | SMALL | arguments
     compiled = compiled_functions()
     rollout = RolloutRegistry.create(
@@ -61,7 +63,7 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
 
 
 def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
-    """Nothing of a closed rollout is in memory."""
+    """Check that nothing of a closed rollout is in memory."""
     alive = [weight for tensor in weights if (weight := tensor()) is not None]
     assert not alive, (
         f"the closed rollout still has {len(alive)} weights or layers in memory:{holders(alive[0])}"
@@ -69,7 +71,10 @@ def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
 
 
 def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
-    """Of a rollout in this process, and its layers, whose buffers lie in the memory that can sleep too."""
+    """Return the weights and layers of a rollout in this process.
+
+    The layers' buffers lie in the memory that can sleep, too.
+    """
     if rollout.options.executor != "in_process":
         return []
     models = rollout._engine.collective_rpc("get_model")
@@ -79,7 +84,7 @@ def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
-    """What it raises, without the frames that it passed: they hold the model."""
+    """Return a call's error without the frames that it passed, because they hold the model."""
     try:
         call(*args, **kwargs)
     except EngineError as error:
@@ -88,7 +93,7 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
 
 
 def refused(model: str, **arguments: Any) -> EngineError | None:
-    """The error of making one."""
+    """Return the error of making a rollout."""
 
     def make() -> None:
         with opened(model, **arguments):
@@ -98,7 +103,7 @@ def refused(model: str, **arguments: Any) -> EngineError | None:
 
 
 def float32_of_starts(model: str) -> dict[str, str | None]:
-    """What Triton is told of float32 when engines for CUDA are built, whose start ends there."""
+    """Return Triton's float32 setting when engines for CUDA are built, whose start ends there."""
     from rollout_fp8.options import VllmOptions
     from rollout_fp8.vllm import start
 
@@ -125,14 +130,17 @@ def float32_of_starts(model: str) -> dict[str, str | None]:
 
 
 def explained(text: str) -> EngineError:
-    """What is said of a start that vLLM ended with ``text``."""
+    """Return the error text for a start that vLLM ended with ``text``."""
     from rollout_fp8.vllm import start
 
     return start._explain(AssertionError(text))
 
 
 def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:
-    """Of a start that fails once the model is built and compiled: hooks of Dynamo, its functions, and who holds its memory and layers."""
+    """Return the remains of a start that fails once the model is built and compiled.
+
+    They are Dynamo's hooks and functions, and the holders of its memory and layers.
+    """
     hooks, before = len(convert_frame._bytecode_hooks), compiled_functions()
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
     left = sleepable()  # before anything is collected: vLLM's next engine looks only there
@@ -154,7 +162,7 @@ def drawn(
     sampling: SamplingParams,
     **arguments: Any,
 ) -> list[list[Completion]]:
-    """Completions of each batch of prompts."""
+    """Return the completions of each batch of prompts."""
     with opened(model, **arguments) as rollout:
         return [rollout.generate(batch, sampling) for batch in batches]
 
@@ -164,7 +172,10 @@ def _random_state() -> list[Any]:
 
 
 def random_states(model: str) -> list[Any]:
-    """Of the global generators: before, after a rollout was made, and after it generated; and torch's threads."""
+    """Return the global generators' states, and torch's threads.
+
+    Before, after a rollout was made, and after it generated.
+    """
     states = [_random_state()]
     threads = torch.set_num_threads
     with opened(model) as rollout:
@@ -175,7 +186,10 @@ def random_states(model: str) -> list[Any]:
 
 
 def drawn_freely(model: str) -> tuple[list[list[int]], list[Any]]:
-    """Tokens of three calls without seeds of their own, with one ``sampling.seed``; global generators before and after."""
+    """Return tokens of three calls without own seeds, with one ``sampling.seed``.
+
+    And the global generators before and after.
+    """
     with opened(model, deterministic=False) as rollout:
         before = _random_state()
         calls = [
@@ -186,7 +200,7 @@ def drawn_freely(model: str) -> tuple[list[list[int]], list[Any]]:
 
 
 def background(model: str) -> dict[str, Any]:
-    """``submit`` beside ``generate``, ``abort``, and what is refused meanwhile."""
+    """Run ``submit`` during ``generate``, ``abort``, and the calls that are refused meanwhile."""
     said: dict[str, Any] = {}
     with opened(model) as rollout:
         alone = rollout.generate([PROMPTS[0]], SAMPLED)
@@ -211,7 +225,7 @@ def background(model: str) -> dict[str, Any]:
 
 
 def during_a_sync(model: str) -> list[EngineError | None]:
-    """What other threads get while an export is being read."""
+    """Return the results of other threads while an export is read."""
     got: list[EngineError | None] = []
     with opened(model) as rollout:
 
@@ -237,10 +251,9 @@ def during_a_sync(model: str) -> list[EngineError | None]:
 
 
 def naps(model: str, other: str) -> dict[str, Any]:
-    """Weights and caches that sleep apart, and ``other``'s weights after a nap."""
-    long = tuple(
-        3 + 7 * i % 200 for i in range(300)
-    )  # it fills blocks, whose keys and values are kept
+    """Run weights and caches that sleep separately, and ``other``'s weights after a sleep."""
+    # The prompt fills blocks, whose keys and values are kept.
+    long = tuple(3 + 7 * i % 200 for i in range(300))
     asked = [*PROMPTS, long]
     with opened(model) as rollout:
         before = rollout.generate(asked, GREEDY)
@@ -265,7 +278,10 @@ def naps(model: str, other: str) -> dict[str, Any]:
 
 
 def failures(model: str) -> dict[str, Any]:
-    """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
+    """Run syncs that an exporter's stream or vLLM's own loader makes fail, and good ones between.
+
+    They fail at the first sync and at later ones.
+    """
     whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}
     up, down, norm = (
         "model.layers.0.mlp.up_proj.weight",
@@ -283,7 +299,10 @@ def failures(model: str) -> dict[str, Any]:
         def failed(
             tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
         ) -> list[str]:
-            """What a sync and ``generate`` raise; in words, for errors hold the frames that they passed, and those the model."""
+            """Return the errors of a sync and of ``generate``, as text.
+
+            Errors hold the frames that they passed, and those hold the model.
+            """
             stream = collect(
                 iter(tensors.items()),
                 device=torch.device(DEVICE),
@@ -311,14 +330,13 @@ def failures(model: str) -> dict[str, Any]:
 
 @contextmanager
 def _ending_half_way(rollout: Any) -> Iterator[None]:
-    """vLLM's loader takes a part of the weights and fails, without a word."""
+    """Make vLLM's loader take a part of the weights and fail, without a message."""
     (served,) = rollout._engine.collective_rpc("get_model")
     load = type(served).load_weights
 
     def half(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        load(
-            served, takewhile(lambda pair: "layers.1.mlp.up_proj" not in pair[0], weights)
-        )  # one of two fused ones has come
+        # One of two fused tensors has come.
+        load(served, takewhile(lambda pair: "layers.1.mlp.up_proj" not in pair[0], weights))
         raise AssertionError
 
     served.load_weights = half
@@ -382,7 +400,10 @@ def trained(
 
 
 def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]], list[list[int]]]:
-    """``load_weights`` called on the served model, and then a sync in many buckets: what the first raised, and tokens after each."""
+    """Call ``load_weights`` on the served model, and then sync in many buckets.
+
+    Returns the error of the first, and tokens after each.
+    """
     with opened(old, dtype=dtype) as rollout:
         tensors = [(name, tensor.clone()) for name, tensor in export_of(Path(new), DEVICE)]
         raised = ""
@@ -392,15 +413,14 @@ def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]]
             raised = f"{type(error).__name__}: {error}"
         rollout._engine.reset_prefix_cache()
         raw = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
-        with mock.patch.object(
-            exporter, "BUCKET_BYTES", 1 << 14
-        ):  # buffers are filled again while vLLM loads
+        # Buffers are filled again while vLLM loads.
+        with mock.patch.object(exporter, "BUCKET_BYTES", 1 << 14):
             rollout.update_weights(iter(tensors), 2)
         return raised, raw, [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
 
 
 def on_ranks(model: str, **options: Any) -> tuple[list[Completion], float]:
-    """This rank's own prompts, from weights that came twice; and a sum over the ranks afterwards."""
+    """Run this rank's own prompts, from weights that came twice; then sum over the ranks."""
     mine = [PROMPTS[dist.get_rank()]]
     with opened(model, **options) as rollout:
         rollout.update_weights(export_of(Path(model), DEVICE), 2)
@@ -411,7 +431,7 @@ def on_ranks(model: str, **options: Any) -> tuple[list[Completion], float]:
 
 
 def in_workers(model: str, **options: Any) -> tuple[list[Completion], float]:
-    """The same, of a server in processes of its own."""
+    """Do the same with a server in its own processes."""
     began = time.monotonic()
     with opened(model, executor="workers", **options) as rollout:
         rollout.update_weights(export_of(Path(model), DEVICE), 2)
@@ -422,7 +442,7 @@ def in_workers(model: str, **options: Any) -> tuple[list[Completion], float]:
 def mixed(
     model: str, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
 ) -> tuple[list[Completion], list[Completion]]:
-    """Each prompt with its own sampling: all at the same time, and one after another."""
+    """Run each prompt with its own sampling, all at the same time and one after another."""
     with opened(model) as rollout:
         running = [rollout.submit(p, s) for p, s in zip(prompts, samplings, strict=True)]
         together = [g.result(120)[0] for g in running]

@@ -1,4 +1,4 @@
-"""What test_workers.py calls in ranks: the workers of one replica of tensor-parallel ranks, with a stand-in for vLLM's call."""
+"""Functions that test_workers.py calls in ranks, with a stand-in for vLLM's call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from rollout_fp8.vllm.sync import InProcess
 
 
 def fails_on_one(folder: str) -> tuple[list[str], int]:
-    """What each step says where rank 1's worker fails before it took a weight, or after a bucket; then how many a good sync took."""
+    """Return the report of each step in which rank 1's worker fails, and the count of a good sync.
+
+    It fails before it took a weight, or after a bucket.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     home = Path(folder, str(rank))
     home.mkdir(parents=True)

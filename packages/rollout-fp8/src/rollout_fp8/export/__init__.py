@@ -1,1 +1,1 @@
-"""The engine's side of a weight sync."""
+"""Engine's side of a weight sync."""

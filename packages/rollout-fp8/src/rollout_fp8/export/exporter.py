@@ -43,7 +43,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Exporter:
-    """``WeightExporter`` of the rollouts ``vllm`` and ``sglang``; one on every rank of the engine.
+    """``WeightExporter`` of the rollouts ``vllm`` and ``sglang``.
+
+    There is one on every rank of the engine.
 
     Args:
         resolution: from the registry; buckets live on its device.
@@ -95,7 +97,9 @@ class Exporter:
         self._filler: Filler | None = None
 
     def export(self, engine: Engine) -> EngineStream | AdapterStream:
-        """Return one sync's stream; iterating it is a collective.
+        """Return one sync's stream.
+
+        Iterating it is a collective.
 
         Raises:
             UnsupportedCapability: the engine does not export shards, or not the adapter that is to
@@ -169,7 +173,10 @@ class Exporter:
 
 
 class EngineStream:
-    """``WireStream`` of one sync; it is exhausted on all ranks together."""
+    """``WireStream`` of one sync.
+
+    It is exhausted on all ranks together.
+    """
 
     def __init__(self, plan: ExportPlan, filler: Filler, export: Callable[[], ShardExport]) -> None:
         self.plan: WirePlan = plan.wire
@@ -189,7 +196,9 @@ class EngineStream:
         return self._left
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``WireStream.__iter__``; the slices of a tensor are assembled in a buffer of its own.
+        """See ``WireStream.__iter__``.
+
+        The slices of a tensor are assembled in a buffer of its own.
 
         A stream whose buckets a caller began to take is only run to its end: no rank may leave a
         gather early.
@@ -279,7 +288,10 @@ class AdapterStream:
         self._seconds = 0.0
 
     def adapter(self) -> Adapter:
-        """Return the adapter, whole on every rank, on the CPU; to be called first, and once."""
+        """Return the adapter, whole on every rank, on the CPU.
+
+        It is to be called first, and once.
+        """
         begin = time.perf_counter()
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors}
         self._seconds = time.perf_counter() - begin

@@ -84,7 +84,9 @@ class Filler:
             return None
 
     def fill(self, bucket: Bucket, reader: Reader | None, phases: Phases, gather: Gather) -> Tensor:
-        """Return the bucket's buffer, whole, on this rank; it is queued on the current stream.
+        """Return the bucket's buffer, whole, on this rank.
+
+        It is queued on the current stream.
 
         After an error it is gathered with undefined content.
         """
@@ -362,7 +364,10 @@ def _changed(expected: str, found: str) -> RolloutError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """Launches of one bucket; ``quantized`` and ``plain`` are indices into its shards."""
+    """Launches of one bucket.
+
+    ``quantized`` and ``plain`` are indices into its shards.
+    """
 
     layouts: tuple[Layout, ...]
     quantized: list[int]

@@ -97,7 +97,10 @@ def quantize_into(
     *,
     scales: ScalePolicy,
 ) -> None:
-    """Quantize many weights into given tensors as a ``QuantizePlan`` does; the plans are kept."""
+    """Quantize many weights into given tensors as a ``QuantizePlan`` does.
+
+    The plans are kept.
+    """
     if weights:
         _plan(layouts(weights), layouts(out), layouts(scales_out), scales).fill(
             weights, out, scales_out
@@ -280,7 +283,10 @@ def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bo
 
 
 def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
-    """Return the fp32 scales of blocks by largest magnitude; NaN or infinite where ``amax`` is."""
+    """Return the fp32 scales of blocks by largest magnitude.
+
+    They are NaN or infinite where ``amax`` is.
+    """
     if pow2:
         # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
         mantissa, exponent = torch.frexp(amax)

@@ -1,1 +1,1 @@
-"""The server's side of a weight sync."""
+"""Server's side of a weight sync."""

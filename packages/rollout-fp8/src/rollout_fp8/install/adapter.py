@@ -197,7 +197,10 @@ def folder_of(adapter: Adapter) -> Iterator[Path]:
 
 
 def peft_config(lora: LoraConfig) -> dict[str, object]:
-    """Return the content of ``adapter_config.json``; ``B A`` is scaled by ``lora_alpha / r``."""
+    """Return the content of ``adapter_config.json``.
+
+    ``B A`` is scaled by ``lora_alpha / r``.
+    """
     targets = (
         lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     )

@@ -26,7 +26,10 @@ class AdapterParts(Protocol):
     """
 
     def adapter(self) -> Adapter:
-        """Return the adapter; to be called first, and once."""
+        """Return the adapter.
+
+        It is to be called first, and once.
+        """
         ...
 
     def base(self, *, needed: bool) -> WireStream | None:

@@ -216,7 +216,8 @@ def misfits(
         if live and live.get(name) != trace.layouts[name]:
             yield f"{name} is served as {live.get(name)}, its checkpoint is {trace.layouts[name]}"
     for region in trace.regions:
-        tensor, dtype = tensors[region.name], trace.layouts[region.parameter][2]
+        tensor = tensors[region.name]
+        dtype = trace.layouts[region.parameter][2]
         wire = tensor.dtype
         if wire != dtype and (live or len(tensor.shape) > 1 or not _holds(dtype, wire)):
             yield f"{region.name} comes as {wire}, {region.parameter} is served as {dtype}"

@@ -31,7 +31,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_into(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Copy each source into its out as a ``CastPlan`` does; the plans are kept."""
+    """Copy each source into its out as a ``CastPlan`` does.
+
+    The plans are kept.
+    """
     if sources:
         _plan(layouts(sources), layouts(outs)).fill(sources, outs)
 

@@ -1,4 +1,7 @@
-"""Checksums of many boxes in one launch; ``rollout_fp8.wire.checksum`` defines them."""
+"""Checksums of many boxes in one launch.
+
+``rollout_fp8.wire.checksum`` defines them.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,21 @@ def _checksum(
     """
     record = records + tl.program_id(0) * 8
     words = tl.load(addresses + tl.load(record)).to(tl.pointer_type(dtype))
-    start, first, step = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    start = tl.load(record + 1)
+    first = tl.load(record + 2)
+    step = tl.load(record + 3)
     index_step = tl.load(record + 4).to(tl.uint32)
-    rows, columns, group = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
+    rows = tl.load(record + 5)
+    columns = tl.load(record + 6)
+    group = tl.load(record + 7)
     if vector > 0:
-        words, start = tl.multiple_of(words, 16), tl.multiple_of(start, vector)
-        step, columns = tl.multiple_of(step, vector), tl.multiple_of(columns, vector)
+        words = tl.multiple_of(words, 16)
+        start = tl.multiple_of(start, vector)
+        step = tl.multiple_of(step, vector)
+        columns = tl.multiple_of(columns, vector)
 
-    r, c = tl.arange(0, height)[:, None], tl.arange(0, width)[None, :]
+    r = tl.arange(0, height)[:, None]
+    c = tl.arange(0, width)[None, :]
     word = tl.load(words + start + r * step + c, mask=(r < rows) & (c < columns), other=0)
     h = first.to(tl.uint32) + r.to(tl.uint32) * index_step + c.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B

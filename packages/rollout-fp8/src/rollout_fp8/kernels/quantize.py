@@ -1,4 +1,7 @@
-"""Blockwise e4m3 quantization in one launch; ``rollout_fp8.fp8.quantize`` defines it."""
+"""Blockwise e4m3 quantization in one launch.
+
+``rollout_fp8.fp8.quantize`` defines it.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,32 @@ def _quantize(
     something is not aligned.
     """
     block = tl.load(blocks + tl.program_id(0))
-    tensor, row, column = block >> 40, (block >> 20) & 0xFFFFF, block & 0xFFFFF
+    tensor = block >> 40
+    row = (block >> 20) & 0xFFFFF
+    column = block & 0xFFFFF
     source = tl.load(addresses + tensor * 3).to(tl.pointer_type(dtype))
     out = tl.load(addresses + tensor * 3 + 1).to(tl.pointer_type(tl.float8e4nv))
     scale_out = tl.load(addresses + tensor * 3 + 2).to(tl.pointer_type(tl.float32))
-    rows, columns = tl.load(sizes + tensor * 5), tl.load(sizes + tensor * 5 + 1)
-    step, out_step = tl.load(sizes + tensor * 5 + 2), tl.load(sizes + tensor * 5 + 3)
+    rows = tl.load(sizes + tensor * 5)
+    columns = tl.load(sizes + tensor * 5 + 1)
+    step = tl.load(sizes + tensor * 5 + 2)
+    out_step = tl.load(sizes + tensor * 5 + 3)
     scale_out += row * tl.load(sizes + tensor * 5 + 4) + column
-    row, column = row * 128, column * 128
-    rows, columns = (rows - row).to(tl.int32), (columns - column).to(tl.int32)
+    row = row * 128
+    column = column * 128
+    rows = (rows - row).to(tl.int32)
+    columns = (columns - column).to(tl.int32)
     if vector > 0:
         # The output is hinted only as wide as a load is: a wider store would make a thread's loads
         # lie apart.
-        source, out = tl.multiple_of(source, 16), tl.multiple_of(out, vector)
-        step, out_step, columns = (
-            tl.multiple_of(step, 16),
-            tl.multiple_of(out_step, 16),
-            tl.multiple_of(columns, 16),
-        )
+        source = tl.multiple_of(source, 16)
+        out = tl.multiple_of(out, vector)
+        step = tl.multiple_of(step, 16)
+        out_step = tl.multiple_of(out_step, 16)
+        columns = tl.multiple_of(columns, 16)
 
-    r, c = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
+    r = tl.arange(0, 128)[:, None]
+    c = tl.arange(0, 128)[None, :]
     inside = (r < rows) & (c < columns)
     x = tl.load(source + (row * step + column) + r * step + c, mask=inside, other=0.0)
 

@@ -65,7 +65,7 @@ def describe(layout: Layout) -> str:
 
 
 def one_device(found: Sequence[Layout]) -> torch.device:
-    """Return the device of all layouts; raise ``ValueError`` when there are several or none."""
+    """Return the device of all layouts, or raise ``ValueError`` when there are several or none."""
     devices = {layout[3] for layout in found}
     if len(devices) != 1:
         raise ValueError(

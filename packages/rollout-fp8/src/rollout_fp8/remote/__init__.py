@@ -1,1 +1,1 @@
-"""A rollout in a process of its own: its server and its client."""
+"""Server and client of a rollout in its own process."""

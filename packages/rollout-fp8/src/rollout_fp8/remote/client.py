@@ -40,7 +40,9 @@ WAIT_S = 10.0
 
 
 class RemoteRollout:
-    """Rollout in a server's process; ``engine_api.rollout.AsyncRollout`` defines its members.
+    """Rollout in a server's process.
+
+    ``engine_api.rollout.AsyncRollout`` defines its members.
 
     Args:
         name: name of the registered rollout that the server hosts.
@@ -163,8 +165,8 @@ class RemoteRollout:
         base = parts.base(needed=not self._has_base)
         self._has_base = False
         with folder_of(adapter) as folder:
-            told = {"folder": str(folder), "sums": dict(adapter.checksums())}
-            result = self._send(base, version, adapter=told)
+            extra = {"folder": str(folder), "sums": dict(adapter.checksums())}
+            result = self._send(base, version, adapter=extra)
         self._has_base = True
         return replace(
             result,
@@ -174,12 +176,12 @@ class RemoteRollout:
             },
         )
 
-    def _send(self, stream: WireStream | None, version: int, **told: Any) -> SyncResult:
+    def _send(self, stream: WireStream | None, version: int, **extra: Any) -> SyncResult:
         if stream is not None and self._sender is None:
             self._sender = self._open_sender(stream.device)
         address = None if stream is None or self._sender is None else self._sender.address
         with self._server.start(
-            "update_weights", address=address, version=version, timeout_s=self._timeout_s, **told
+            "update_weights", address=address, version=version, timeout_s=self._timeout_s, **extra
         ) as pending:
 
             def watch() -> None:
@@ -210,7 +212,7 @@ class RemoteRollout:
         self._server.call("wake_up", weights=weights, kv_cache=kv_cache)
 
     def close(self) -> None:
-        """End a server that was started here; idempotent."""
+        """End a server that was started here (idempotent)."""
         self._server.closed = True
         if self._sender is not None:
             self._sender.close()
@@ -274,7 +276,10 @@ class RemoteGeneration:
         self._failure: EngineError | None = None
 
     def done(self) -> bool:
-        """See ``Generation.done``; a failed generation is done too."""
+        """See ``Generation.done``.
+
+        A failed generation is done too.
+        """
         return self._over or self._fetch(0.0)
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:

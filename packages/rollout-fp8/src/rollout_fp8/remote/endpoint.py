@@ -138,7 +138,7 @@ class ServerProcess:
         )
 
     def close(self) -> None:
-        """End the server and all that it started; idempotent."""
+        """End the server and all that it started (idempotent)."""
         self._end()
         self._folder.cleanup()
 
@@ -241,7 +241,7 @@ class Endpoint:
         return Pending(self, "POST", name, body)
 
     def health(self) -> dict[str, Any]:
-        """Return /health; raise ``RolloutError`` when there is no answer within ``silence_s``."""
+        """Return /health, or raise ``RolloutError`` without an answer within ``silence_s``."""
         with Pending(self, "GET", "health", {}) as pending:
             if not pending.answered(self.silence_s):
                 raise self.error(

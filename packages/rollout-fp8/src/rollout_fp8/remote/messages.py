@@ -30,7 +30,7 @@ def to_json(value: Completion | SamplingParams | SyncResult) -> dict[str, Any]:
 
 
 def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
-    """Return the dataclass of ``to_json``; raise ``RolloutError`` for unknown or missing fields."""
+    """Return the dataclass of ``to_json``, or raise ``RolloutError`` for wrong fields."""
     tuples = {field.name for field in fields(cls) if str(field.type).startswith("tuple")}
     values: dict[str, Any] = {
         name: tuple(value) if name in tuples else value for name, value in given.items()

@@ -100,7 +100,10 @@ class Service:
         }
 
     def close(self) -> None:
-        """Close the rollout without waiting for calls that still run in it; they may fail."""
+        """Close the rollout without waiting for calls that still run in it.
+
+        They may fail.
+        """
         self.closed = True
         self._rollout.close()
 
@@ -139,7 +142,10 @@ class Service:
         return {"id": number}
 
     def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
-        """See ``Generation.result``; a result is handed out once."""
+        """See ``Generation.result``.
+
+        A result is handed out once.
+        """
         generation = self._known(id)
         try:
             completions = _result(generation, wait_s)

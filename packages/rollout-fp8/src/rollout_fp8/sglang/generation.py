@@ -19,7 +19,9 @@ AGAIN_S = 0.02
 
 
 class SglangGeneration:
-    """Generation by SGLang; see ``engine_api.rollout.Generation``.
+    """Generation by SGLang.
+
+    See ``engine_api.rollout.Generation``.
 
     Args:
         host: SGLang's engine.
@@ -54,7 +56,9 @@ class SglangGeneration:
         return self._read(answers_of(self._answers, timeout_s))
 
     def abort(self) -> None:
-        """Stop generating; ``result`` then returns the tokens so far.
+        """Stop generating.
+
+        ``result`` then returns the tokens so far.
 
         After the end it does nothing.
         """
@@ -73,7 +77,10 @@ class SglangGeneration:
 def answers_of(
     future: Future[list[Mapping[str, Any]]], timeout_s: float | None = None
 ) -> list[Mapping[str, Any]]:
-    """Return a request's answers; SGLang's errors become a ``RolloutError``."""
+    """Return a request's answers.
+
+    SGLang's errors become a ``RolloutError``.
+    """
     try:
         return future.result(timeout_s)
     except EngineError:

@@ -92,7 +92,10 @@ class Host:
             ) from error
 
     def start(self, function: Callable[[], T]) -> Future[T]:
-        """Begin a blocking call of the engine on its thread; completions continue meanwhile."""
+        """Begin a blocking call of the engine on its thread.
+
+        Completions continue meanwhile.
+        """
         future: Future[T] = Future()
         self._expect(future)
         self._jobs.put(partial(_settle, future, partial(self._do, function)))
@@ -121,7 +124,7 @@ class Host:
             raise self._ended()
 
     def close(self) -> None:
-        """End SGLang's processes and the thread; idempotent.
+        """End SGLang's processes and the thread (idempotent).
 
         Every other child of this process ends too (see ``private``).
         """

@@ -30,7 +30,10 @@ RECEIVER = "_rollout_fp8"
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Install one stream of the sender whose address is the only "name"; its tensor is empty."""
+    """Install one stream of the sender whose address is the only "name".
+
+    Its tensor is empty.
+    """
     ((address, _),) = named_tensors
     device = next(model.parameters()).device
     try:

@@ -89,7 +89,8 @@ def check_arguments(
             why="SGLang's FP8 kernels compute 16-bit activations",
             remedy="bfloat16",
         )
-    major, minor = (0, 0)
+    major = 0
+    minor = 0
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < 89:

@@ -20,7 +20,9 @@ def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
 
 
 def abort(engine: Any, rid: str) -> None:
-    """End one request; unknown ids are ignored. To be called on the engine's loop.
+    """End one request.
+
+    Unknown ids are ignored. To be called on the engine's loop.
 
     ``Engine`` has no call for it; SGLang's own HTTP server uses this one. Upstream:
     sgl-project/sglang#5963 asked for it; it is closed, and ``Engine`` has none as of 0.5.16.

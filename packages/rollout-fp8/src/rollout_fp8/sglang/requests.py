@@ -106,23 +106,23 @@ def completion_of(
 
 
 def _finish(
-    told: Mapping[str, Any], tokens: Sequence[int], stop: Sequence[int], prompt_index: int
+    reason: Mapping[str, Any], tokens: Sequence[int], stop: Sequence[int], prompt_index: int
 ) -> FinishReason:
-    if told["type"] == "abort":
-        if told.get("status_code") is not None:
+    if reason["type"] == "abort":
+        if reason.get("status_code") is not None:
             raise RolloutError(
                 f"prompt {prompt_index} was refused by the server",
                 where=WHERE,
-                why=str(told.get("message")),
+                why=str(reason.get("message")),
                 remedy="lower batch_size or max_new_tokens if memory ran out",
             )
         return "abort"
     # No stop strings are requested, so a matched one is SGLang's "NaN happened".
-    if isinstance(told.get("matched"), str):
+    if isinstance(reason.get("matched"), str):
         raise RolloutError(
             f"prompt {prompt_index} came back with a token that is none",
             where=WHERE,
-            why=told["matched"],
+            why=reason["matched"],
             remedy="the model computes NaN: sync finite weights, "
             "or serve bfloat16 in place of float16",
         )

@@ -49,7 +49,9 @@ _SYNCING = "a weight sync is running"
 
 
 class SglangRollout:
-    """Rollout by SGLang; ``engine_api.rollout.AsyncRollout`` defines its members.
+    """Rollout by SGLang.
+
+    ``engine_api.rollout.AsyncRollout`` defines its members.
 
     The server is built from the model's configuration alone; weights come only from
     ``update_weights``. SGLang runs in its own processes on the same GPUs; ``close`` goes through
@@ -136,7 +138,10 @@ class SglangRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        """See ``Rollout.generate``; global random generators stay as they are."""
+        """See ``Rollout.generate``.
+
+        Global random generators stay as they are.
+        """
         with self._gate:
             host = self._check_ready()
             check_request(prompts, sampling, vocab_size=self._vocabulary, limit=self._limit)
@@ -218,7 +223,7 @@ class SglangRollout:
                 self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Close the rollout; idempotent. Unfinished generations are lost."""
+        """Close the rollout (idempotent). Unfinished generations are lost."""
         with self._gate:
             self._not_ready = "it is closed"
             host = self._host

@@ -18,6 +18,6 @@ Each receiver, for each sync::
         stream.answer = receiver.served().tolist()
 
 Whatever fails on either side is an error on all of them within the timeout. Connections are
-authenticated with a secret (see ``channel``). Messages are data (``engine_api.codec``); whoever
-knows the secret decides which weights are served.
+authenticated with a secret (see ``channel``). Messages are data (``engine_api.codec``); a process
+that knows the secret decides which weights are served.
 """

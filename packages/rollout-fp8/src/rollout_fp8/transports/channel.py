@@ -43,13 +43,16 @@ class PeerError(RolloutError):
 
 
 def secret(purpose: str) -> bytes:
-    """Return 32 bytes made of this run's secret for one purpose; they reveal no other purpose's."""
+    """Return 32 bytes made of this run's secret for one purpose.
+
+    They reveal no other purpose's.
+    """
     key = os.environ.setdefault(KEY, secrets.token_hex(32))
     return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)
 
 
 def nothing() -> None:
-    """Let the caller wait on; the default watch."""
+    """Let the caller wait on (the default watch)."""
 
 
 class Channel:
@@ -120,13 +123,19 @@ class Channel:
         self.close()
 
     def hung_up(self) -> bool:
-        """Return whether the other end is closed; its earlier messages may still be waiting."""
+        """Return whether the other end is closed.
+
+        Its earlier messages may still be waiting.
+        """
         watched = select.poll()
         watched.register(self._connection.fileno(), select.POLLRDHUP)
         return bool(watched.poll(0))
 
     def last_words(self, wait_s: float = 0.0) -> str:
-        """Return the peer's failure message, or an empty text; its other messages are lost."""
+        """Return the peer's failure message, or an empty text.
+
+        Its other messages are lost.
+        """
         try:
             while self._connection.poll(wait_s):
                 found, *body = _parts(self._connection.recv_bytes())
@@ -145,7 +154,9 @@ class Channel:
                 raise self._closed(str(error)) from error
 
     def receive_files(self, count: int) -> list[int]:
-        """Return the files that ``send_files`` sent; the caller closes them.
+        """Return the files that ``send_files`` sent.
+
+        The caller closes them.
 
         Raises ``PeerError``.
         """
@@ -163,7 +174,7 @@ class Channel:
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Close this end; idempotent."""
+        """Close this end (idempotent)."""
         self._connection.close()
 
     @property

@@ -56,7 +56,10 @@ class Group:
         self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
 
     def broadcast(self, buffer: Tensor) -> dist.Work:
-        """Begin a broadcast; on CUDA it follows the work that is queued on the current stream."""
+        """Begin a broadcast.
+
+        On CUDA it follows the work that is queued on the current stream.
+        """
         try:
             work = self._group.broadcast(buffer, 0)
         except RuntimeError as error:
@@ -173,7 +176,7 @@ class CollectiveIncoming:
             if each not in self._works:
                 self._works[each] = self._group.broadcast(self._buffer(each))
 
-    def take(self, index: int, told: None) -> Tensor:
+    def take(self, index: int, notice: None) -> Tensor:
         """See ``kinds.Incoming.take``."""
         assert self._group is not None, "open comes first"
         self._group.wait(self._works.pop(index))

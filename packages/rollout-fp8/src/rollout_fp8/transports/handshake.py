@@ -39,8 +39,9 @@ def answer(key: bytes, theirs: bytes) -> tuple[bytes, bytes]:
 
 
 def reply(key: bytes, ours: bytes, message: bytes) -> bytes | None:
-    """Return the listener's last message; None to a peer that does not know the key."""
-    theirs, proof = message[:NONCE], message[NONCE:]
+    """Return the listener's last message, or None to a peer that does not know the key."""
+    theirs = message[:NONCE]
+    proof = message[NONCE:]
     if not hmac.compare_digest(proof, _digest(key, b"receiver", ours, theirs)):
         return None
     return _digest(key, b"sender", ours, theirs)

@@ -75,7 +75,10 @@ class IpcOutgoing:
                 stream.wait_event(events[self._slot])
 
     def close(self) -> None:
-        """Forget the receivers; the buffers belong to the stream."""
+        """Forget the receivers.
+
+        The buffers belong to the stream.
+        """
         self._known = {}
         self._read = []
 
@@ -108,11 +111,11 @@ class IpcIncoming:
     def expect(self, index: int) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def take(self, index: int, told: tuple[Any, ...] | None) -> Tensor:
+    def take(self, index: int, notice: tuple[Any, ...] | None) -> Tensor:
         """See ``kinds.Incoming.take``."""
         bucket = self._plan.buckets[index]
-        if told is not None:
-            self._buffers[bucket.slot] = self._opened(told)
+        if notice is not None:
+            self._buffers[bucket.slot] = self._opened(notice)
         # The stream must be of the event's own GPU: another GPU's ends the process (torch 2.11). A
         # copy waits for both.
         torch.cuda.current_stream(self._source).wait_event(self._ready[bucket.slot])
@@ -140,8 +143,8 @@ class IpcIncoming:
     def _near(self) -> bool:
         return self._source == self._device
 
-    def _opened(self, told: tuple[Any, ...]) -> Tensor:
-        arguments = list(told)
+    def _opened(self, notice: tuple[Any, ...]) -> Tensor:
+        arguments = list(notice)
         arguments[TENSOR_CLASS] = Tensor
         arguments[STORAGE_CLASS] = torch.storage.TypedStorage
         # The sender may count its GPUs differently. The index is set by position, not by name:
@@ -160,11 +163,11 @@ class IpcIncoming:
 def _shared(whole: Tensor) -> tuple[Any, ...]:
     """Return the arguments by which another process opens a tensor, without their classes."""
     _, arguments = reductions.reduce_tensor(whole)
-    told = list(arguments)
-    assert told[TENSOR_CLASS] is Tensor, "the buffer is a plain tensor"
-    assert told[STORAGE_CLASS] is torch.storage.TypedStorage, "as torch shares one since 2.0"
-    told[TENSOR_CLASS] = told[STORAGE_CLASS] = None
-    return tuple(told)
+    notice = list(arguments)
+    assert notice[TENSOR_CLASS] is Tensor, "the buffer is a plain tensor"
+    assert notice[STORAGE_CLASS] is torch.storage.TypedStorage, "as torch shares one since 2.0"
+    notice[TENSOR_CLASS] = notice[STORAGE_CLASS] = None
+    return tuple(notice)
 
 
 def _shared_event() -> torch.cuda.Event:

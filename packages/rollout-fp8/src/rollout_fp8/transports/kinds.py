@@ -16,7 +16,7 @@ Kind = Literal["ipc", "shm", "collective"]
 
 
 class Outgoing(Protocol):
-    """The sender's end, for one plan and one set of receivers."""
+    """Sender's end, for one plan and one set of receivers."""
 
     lends: bool
     """True where receivers read the stream's own buffer, which is kept until they have taken it."""
@@ -42,20 +42,22 @@ class Outgoing(Protocol):
 
 
 class Incoming(Protocol):
-    """A receiver's end."""
+    """Receiver's end."""
 
     def open(self, channel: Channel) -> None:
         """Agree with ``Outgoing.open``. Raises ``PeerError``."""
         ...
 
     def expect(self, index: int) -> None:
-        """Prepare to take bucket ``index`` next; the sender may not have made it.
+        """Prepare to take bucket ``index`` next.
+
+        The sender may not have made it.
 
         Raises ``RolloutError``.
         """
         ...
 
-    def take(self, index: int, told: Any) -> Tensor:
+    def take(self, index: int, notice: Any) -> Tensor:
         """Return bucket ``index``, uint8, ready for the current stream. Raises ``RolloutError``."""
         ...
 

@@ -128,7 +128,10 @@ class Listener:
             connection.sendall(stranger.nonce)
 
     def _hear(self, stranger: _Stranger) -> bool:
-        """Read the peer's bytes, and return whether it knows the secret; if not, close it."""
+        """Read the peer's bytes, and return whether it knows the secret.
+
+        A peer that does not is closed.
+        """
         try:
             data = stranger.connection.recv(handshake.ANSWER - len(stranger.said))
         except BlockingIOError:
@@ -153,7 +156,7 @@ class Listener:
         return stranger.connection
 
     def close(self) -> None:
-        """Close the listener; idempotent."""
+        """Close the listener (idempotent)."""
         self._finalize()
 
 

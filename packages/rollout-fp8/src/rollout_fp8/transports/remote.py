@@ -82,8 +82,8 @@ class RemoteStream:
         for index, bucket in enumerate(self.plan.buckets):
             begin = time.perf_counter()
             self._transport.expect(index)
-            (told,) = self._channel.receive("bucket")
-            buffer = self._transport.take(index, told)
+            (notice,) = self._channel.receive("bucket")
+            buffer = self._transport.take(index, notice)
             self._waited += time.perf_counter() - begin
             yield bucket, buffer
             self._transport.release(index)
@@ -192,7 +192,7 @@ def _begin(
             return known.begin(count)
         except PeerError:
             # The sender has made its connections again.
-            _SESSIONS.pop((place, rank)).close("connections are made anew")
+            _SESSIONS.pop((place, rank)).close("connections are made again")
     session = _SESSIONS[place, rank] = _Session(place, count, rank, device, timeout_s, key)
     return session.begin(count)
 

@@ -104,7 +104,7 @@ class Sender:
             self._count += 1
 
     def close(self) -> None:
-        """Close connections and listener; idempotent."""
+        """Close connections and listener (idempotent)."""
         self._drop("the sender was closed")
         self._listener.close()
 
@@ -219,8 +219,8 @@ class _Session:
         for index, (bucket, buffer) in enumerate(stream.buckets()):
             wait_for(last_in[bucket.slot])
             last_in[bucket.slot] = index
-            for channel, told in zip(self._channels, self._put(bucket, buffer), strict=True):
-                channel.send("bucket", told)
+            for channel, notice in zip(self._channels, self._put(bucket, buffer), strict=True):
+                channel.send("bucket", notice)
             if self._transport.lends:
                 wait_for(index)
                 self._transport.taken()
@@ -241,5 +241,5 @@ class _Session:
 
 
 def _end_of(channel: Channel) -> str:
-    """Return the peer's last message before it closed; empty while it is connected."""
+    """Return the peer's last message before it closed, or an empty text while it is connected."""
     return channel.last_words(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")

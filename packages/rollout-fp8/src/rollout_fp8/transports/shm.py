@@ -81,7 +81,7 @@ class ShmIncoming:
     def expect(self, index: int) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def take(self, index: int, told: None) -> Tensor:
+    def take(self, index: int, notice: None) -> Tensor:
         """See ``kinds.Incoming.take``."""
         bucket = self._plan.buckets[index]
         return self._slots[bucket.slot][: bucket.num_bytes]

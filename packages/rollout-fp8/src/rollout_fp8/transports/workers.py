@@ -14,7 +14,7 @@ from rollout_fp8.wire.format import WireStream
 
 
 class SentWorkers:
-    """The ``sync`` of ``session.Workers`` for workers that fetch the weights themselves.
+    """Workers with the ``sync`` of ``session.Workers``, which fetch the weights themselves.
 
     Args:
         call: runs a method on every worker and returns when all have finished, for example vLLM's
@@ -55,7 +55,7 @@ class SentWorkers:
         return delivery.answers
 
     def close(self) -> None:
-        """Close the sender; idempotent."""
+        """Close the sender (idempotent)."""
         self._sender.close()
 
 

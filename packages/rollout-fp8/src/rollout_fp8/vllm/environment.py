@@ -40,7 +40,9 @@ _LAUNCHER = (
 
 
 def prepare() -> None:
-    """Set the variables; to be called before vLLM is imported.
+    """Set the variables.
+
+    It is to be called before vLLM is imported.
 
     Raises:
         RolloutError: the user chose a value that the sync cannot serve.

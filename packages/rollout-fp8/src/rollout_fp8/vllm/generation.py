@@ -63,7 +63,10 @@ class Job:
         *,
         kept: bool = True,
     ) -> None:
-        """Add one completion; to be called before ``Stepper.enter``."""
+        """Add one completion.
+
+        It is to be called before ``Stepper.enter``.
+        """
         self.sequences.append(
             _Sequence(
                 request=self._stepper.name(),
@@ -79,7 +82,7 @@ class Job:
         return self._over.is_set()
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
-        """See ``Generation``; grouped by prompt."""
+        """See ``Generation`` (grouped by prompt)."""
         if not self._over.wait(timeout_s):
             raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
         if self._failure is not None:
@@ -89,13 +92,16 @@ class Job:
         return completions
 
     def abort(self) -> None:
-        """See ``Generation``; returns when the job is done."""
+        """See ``Generation``.
+
+        It returns when the job is done.
+        """
         if not self.done():
             self._stepper.abort(self)
             self._over.wait()
 
     def end(self, failure: RolloutError | None = None) -> None:
-        """Mark the job as done; called by the stepper."""
+        """Mark the job as done (called by the stepper)."""
         self._failure = failure
         self._over.set()
 
@@ -177,13 +183,19 @@ class Stepper:
             self._changed.notify()
 
     def abort(self, job: Job) -> None:
-        """Request a job's end; its tokens so far are kept."""
+        """Request a job's end.
+
+        Its tokens so far are kept.
+        """
         with self._changed:
             self._calls.append(lambda: self._stop(job))
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; unfinished jobs fail."""
+        """End the thread.
+
+        Unfinished jobs fail.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -212,7 +224,10 @@ class Stepper:
             self._end("")
 
     def _end(self, failure: str) -> None:
-        """End all jobs; ``failure`` is "" when the rollout was closed."""
+        """End all jobs.
+
+        ``failure`` is "" when the rollout was closed.
+        """
         why = f"vLLM failed: {failure}" if failure else "the rollout was closed"
         with self._changed:
             self._failure = self._failure or failure or "closed"

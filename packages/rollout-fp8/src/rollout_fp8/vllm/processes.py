@@ -48,9 +48,9 @@ class Processes:
         self.problem = ""
         self._ended = ended
         self._handles = _handles_of(numbers)
-        self._told, tell = os.pipe()
+        self._stop_read, stop_write = os.pipe()
         # Closing it ends the thread.
-        self._tell: int | None = tell
+        self._stop_write: int | None = stop_write
         self._thread = threading.Thread(target=self._watch, name="vllm-processes", daemon=True)
         self._thread.start()
 
@@ -90,24 +90,24 @@ class Processes:
             raise _gone(self.problem) from error
 
     def close(self) -> None:
-        """Stop watching: the processes may end from here on; idempotent."""
-        if self._tell is not None:
-            os.close(self._tell)
-            self._tell = None
+        """Stop watching: the processes may end from here on (idempotent)."""
+        if self._stop_write is not None:
+            os.close(self._stop_write)
+            self._stop_write = None
         self._thread.join()
 
     def _watch(self) -> None:
         waiting = select.poll()
-        for handle in (self._told, *self._handles):
+        for handle in (self._stop_read, *self._handles):
             waiting.register(handle, select.POLLIN)
         ready = [handle for handle, _ in waiting.poll()]
-        if self._told not in ready:
+        if self._stop_read not in ready:
             self.problem = _HAS_ENDED.format(self._handles[ready[0]])
             for handle in self._handles:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             self._ended(self.problem)
-        for handle in (self._told, *self._handles):
+        for handle in (self._stop_read, *self._handles):
             os.close(handle)
 
 
@@ -124,7 +124,7 @@ class Watched:
 
 
 def processes_of(engine: Any, ended: Callable[[str], None]) -> Processes:
-    """Return the watcher of an engine whose workers have our extension; see ``Processes``."""
+    """Return the watcher of an engine whose workers have our extension (see ``Processes``)."""
     found = engine.collective_rpc("rollout_fp8_processes")
     numbers = {number for pair in found for number in pair}
     return Processes(numbers - {os.getpid()}, ended)

@@ -49,7 +49,9 @@ _QUANTIZATIONS = ("none", "fp8")
 
 
 class VllmRollout:
-    """Rollout by vLLM; ``engine_api.rollout.AsyncRollout`` defines its members.
+    """Rollout by vLLM.
+
+    ``engine_api.rollout.AsyncRollout`` defines its members.
 
     The server is built from the model's configuration alone; weights come only from
     ``update_weights``.
@@ -144,7 +146,10 @@ class VllmRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        """See ``Rollout.generate``; global random generators stay as they are."""
+        """See ``Rollout.generate``.
+
+        Global random generators stay as they are.
+        """
         with self._generators.own() if self._plan.in_process else nullcontext():
             job = self._begin(prompts, sampling, streamed=False)
             try:
@@ -157,7 +162,10 @@ class VllmRollout:
                 raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See ``AsyncRollout.submit``; in this process it uses the global random generators."""
+        """See ``AsyncRollout.submit``.
+
+        In this process it uses the global random generators.
+        """
         if self._plan.shared:
             raise RolloutError(
                 "cannot generate in the background",
@@ -228,7 +236,9 @@ class VllmRollout:
                 self._session.forget_weights()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """See ``Rollout.wake_up``; caches wake up with the weights or after them.
+        """See ``Rollout.wake_up``.
+
+        Caches wake up with the weights or after them.
 
         Raises:
             RolloutError: there is too little memory.
@@ -253,7 +263,7 @@ class VllmRollout:
                 self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Close the rollout; idempotent. Unfinished generations are lost."""
+        """Close the rollout (idempotent). Unfinished generations are lost."""
         with self._gate:
             if self._engine is None:
                 return
@@ -298,7 +308,8 @@ class VllmRollout:
             RolloutError: the export has merged weights where an adapter is served, or the reverse.
         """
         if isinstance(export, AdapterParts) != (self._adapter is not None):
-            served, given = "merged weights", "an adapter"
+            served = "merged weights"
+            given = "an adapter"
             if self._adapter is not None:
                 served, given = given, served
             raise RolloutError(

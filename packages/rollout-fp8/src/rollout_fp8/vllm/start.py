@@ -319,7 +319,7 @@ def _cache_bytes(plan: Plan) -> int | None:
     if options.kv_cache_bytes is not None:
         raise ConfigError(
             "rollout.options.kv_cache_for_batch",
-            "true beside kv_cache_bytes",
+            "true together with kv_cache_bytes",
             remedy="give one of the two",
         )
     return cache.bytes_for(
@@ -345,7 +345,7 @@ def _executor(plan: Plan) -> str | None:
 
 
 def _adapter_arguments(plan: Plan) -> dict[str, Any]:
-    """Return vLLM's arguments for the adapter; raise ``ConfigError`` for one it cannot serve."""
+    """Return vLLM's arguments for the adapter, or raise ``ConfigError`` for one it cannot serve."""
     if plan.adapter is None:
         return {}
     rank, layers = plan.adapter
@@ -375,7 +375,10 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _join_group(plan: Plan) -> None:
-    """Make the default group the world of vLLM; without one, make a group of a single rank."""
+    """Make the default group the world of vLLM.
+
+    Without one, make a group of a single rank.
+    """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RolloutError(

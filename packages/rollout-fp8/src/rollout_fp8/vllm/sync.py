@@ -60,7 +60,9 @@ class ServedAdapter:
 
 
 class InProcess:
-    """Worker of this process; under tensor parallelism, neighbouring ranks have one each.
+    """Worker of this process.
+
+    Under tensor parallelism, neighbouring ranks have one each.
 
     Args:
         call: the engine's ``collective_rpc``.
@@ -100,7 +102,10 @@ class InProcess:
         return self._of_all(sync)
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
-        """See ``AdapterWorkers.load_adapter``; every rank has a folder of its own."""
+        """See ``AdapterWorkers.load_adapter``.
+
+        Every rank has a folder of its own.
+        """
         return self._of_all(lambda: _held(self._call, self._adapter, folder, audit=audit)[0])
 
     def _of_all(self, work: Callable[[], T]) -> list[T]:
@@ -140,11 +145,14 @@ class OtherProcesses(SentWorkers):
         return [decode(boxes) for boxes in encoded]
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
-        """See ``AdapterWorkers.load_adapter``; all workers read one folder."""
+        """See ``AdapterWorkers.load_adapter``.
+
+        All workers read one folder.
+        """
         return _held(self._call, self._adapter, folder, audit=audit)
 
     def close(self) -> None:
-        """Close the sender; idempotent."""
+        """Close the sender (idempotent)."""
         self._sender.close()
 
 

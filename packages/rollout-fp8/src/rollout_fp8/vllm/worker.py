@@ -49,7 +49,7 @@ class SyncExtension:
         return encode(self.rollout_fp8_learn(decode(plan), aliases))
 
     def rollout_fp8_learn(self, plan: WirePlan, aliases: Mapping[str, str]) -> Boxes:
-        """Learn the places of ``plan``'s tensors, unless they are known; return the served boxes.
+        """Return the served boxes, after learning the places of the tensors if they are unknown.
 
         ``aliases``: tensors that are served under a second name, by that name.
         """
@@ -92,7 +92,7 @@ class SyncExtension:
         return sums, dict(phases.seconds())
 
     def rollout_fp8_pull(self, address: str) -> None:
-        """Install the stream of the sender at ``address``; send it the checksums and seconds."""
+        """Install the stream of the sender at ``address``, and send it checksums and seconds."""
         worker: Any = self
         with receive_weights(address, rank=worker.rank, device=worker.device) as stream:
             sums, seconds = self.rollout_fp8_sync(stream)

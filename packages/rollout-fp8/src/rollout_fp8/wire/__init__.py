@@ -1,1 +1,1 @@
-"""The form in which weights travel, their checksums, and the audit of a sync."""
+"""Wire format of weights, their checksums, and the audit of a sync."""

@@ -67,7 +67,10 @@ class WireSlice:
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """Content of one bucket; ``slot`` is the index of the plan's buffer that it is filled into."""
+    """Content of one bucket.
+
+    ``slot`` is the index of the plan's buffer that it is filled into.
+    """
 
     slices: tuple[WireSlice, ...]
     num_bytes: int
@@ -106,7 +109,9 @@ class WireStream(Protocol):
     """True where ``checksums`` are made, and the served weights are to be compared with them."""
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
-        """Yield (plan, uint8 buffer); a buffer is valid until its slot's next bucket is requested.
+        """Yield (plan, uint8 buffer).
+
+        A buffer is valid until its slot's next bucket is requested.
 
         On CUDA the buffer is ready for the stream that is current when it is yielded. Whatever
         reads it must be queued on that stream before the next bucket is requested.
