@@ -1,4 +1,4 @@
-"""The cases: one module a group, one function a MUST. `load_cases` imports them all."""
+"""Conformance cases, one module per group and one function per MUST; `load_cases` imports all modules."""
 
 from __future__ import annotations
 

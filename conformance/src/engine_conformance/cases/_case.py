@@ -1,4 +1,7 @@
-"""What a case is: one MUST of the contract as a function that runs against any engine by name."""
+"""Definition, registration and execution of a case.
+
+A case is one MUST of the contract as a function that runs against any engine by name.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +70,11 @@ _MODEL_PARALLEL = frozenset(
 
 
 class SkipCase(Exception):
-    """The case cannot say anything on this machine; the text says why."""
+    """Error of a case that cannot be decided on this machine; its text gives the reason."""
 
 
 class AcceptedUndeclared(ConformanceFailure):
-    """What the engine does not declare was not refused."""
+    """Failure of an engine that did not refuse a capability it does not declare."""
 
     def __init__(self, capability: Capability, how: str) -> None:
         remedy = f"declare it, or raise UnsupportedCapability({str(capability)!r})"
@@ -86,11 +89,13 @@ class Case:
 
     Attributes:
         id: ``module.name``; never changes its meaning.
-        since: the contract version from which it holds; an engine written for an older one is not asked for it.
+        since: the contract version from which it holds; an engine written for an older one is not
+            asked for it.
         requires: capabilities without which it does not apply; the first one is its group.
         probes: the capability whose *absence* it shows: it runs only where that is not declared.
         world: world sizes at which it says something.
-        dtypes: precisions of computation at which it says something: both, unless the case says why not.
+        dtypes: precisions of computation at which it says something: both, unless the case says why
+            not.
         model_types: which kinds of engine it is about.
         profile: ``engine``, ``rl`` or ``rollout``.
         quick: part of the quick tier.
@@ -120,13 +125,13 @@ class Case:
 
     @property
     def details(self) -> str:
-        """What the docstring says between the requirement and the hints."""
+        """The docstring's text between the requirement and the hints."""
         text = inspect.cleandoc(self.function.__doc__ or "").partition(_HINTS)[0]
         return " ".join(text.partition("\n")[2].split())
 
     @property
     def hints(self) -> str:
-        """What to look at when it fails, and the defects of the field that it was made from."""
+        """The things to look at when the case fails, and known defects that it was made from."""
         return self._section(_HINTS)
 
     def _section(self, title: str) -> str:
@@ -140,13 +145,13 @@ class Case:
 
     @property
     def group(self) -> str:
-        """``core``, the capability that it is about, or its profile."""
+        """The group of the case: ``core``, the capability that it is about, or its profile."""
         if self.profile != "engine":
             return self.profile
         return str(self.requires[0]) if self.requires else "core"
 
     def why_not(self, target: Target) -> str | None:
-        """Why this case does not apply to ``target``, or None."""
+        """Return why this case does not apply to ``target``, or None."""
         have = target.capabilities
         if is_older(target.resolution.plugin.contract, self.since):
             return f"since contract {self.since}, the engine was written for {target.resolution.plugin.contract}"
@@ -214,7 +219,7 @@ def case(
 
 
 def load_cases() -> dict[str, Case]:
-    """Every case by id, in the order in which they run."""
+    """Return every case by id, in the order in which they run."""
     for module in _MODULES:
         import_module(f"engine_conformance.cases.{module}")
     order = sorted(
@@ -230,7 +235,7 @@ def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> No
 
 
 def run_case(one: Case, target: Target) -> Outcome:
-    """Run one case and report how it ended; never raises for what an engine does."""
+    """Run one case and report how it ended, without raising for anything the engine does."""
     began = time.monotonic()
 
     def outcome(status: Status, message: str = "", margin: float | None = None) -> Outcome:

@@ -1,4 +1,7 @@
-"""Comparisons with the oracle, in the controller; the oracle's runs are kept for the other world sizes."""
+"""Comparisons with the oracle, in the controller.
+
+The oracle's runs are kept for the other world sizes.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +54,19 @@ CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 
 @cache
 def documents(seed: int = 0, lengths: str = "uneven") -> PackedDocuments:
-    """The batch of this seed and these lengths, always the same object."""
+    """Return the batch of this seed and these lengths, always the same object."""
     return packed_documents(seed, LENGTHS[lengths])
 
 
 def trained_on(
     target: Target, oracle: OracleModel, seed: int, lengths: str = "uneven"
 ) -> PackedDocuments:
-    """Return the batch of this seed and these lengths, or one whose choices of experts rounding does not change.
+    """Return a batch of these lengths on which rounding changes no choice of experts.
 
-    In float32 every choice is clear enough. In bfloat16 two router logits may each be off by their tolerance: the first
-    batch from the seed on is taken whose choices are clearer than that, which only few and short documents are.
+    A model without experts gets the batch of this seed and these lengths. In float32 every choice
+    is clear enough. In bfloat16 two router logits may each be off by their tolerance: the first
+    batch from the seed on is taken whose choices are clearer than that, which only few and short
+    documents are.
     """
     if oracle.config.moe is None or target.dtype == "float32":
         return documents(seed, lengths)
@@ -78,7 +83,7 @@ def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
 def clear_documents(
     oracle: OracleModel, seed: int, lengths: tuple[int, ...], *, gap: float
 ) -> PackedDocuments:
-    """Return the first batch from ``1000 * seed`` on whose choices of experts are all clearer than ``gap``."""
+    """Return the first batch from ``1000 * seed`` on whose choices of experts are clearer than ``gap``."""
     for candidate in range(1000 * seed, 1000 * seed + 1000):
         batch = _candidate(candidate, lengths)
         if oracle.routing_margin(batch.input_ids, batch.cu_seqlens).min() > gap:
@@ -88,7 +93,7 @@ def clear_documents(
 
 @cache
 def oracle_of(folder: str) -> OracleModel:
-    """The oracle of a folder."""
+    """Return the oracle of a folder."""
     return load_oracle(folder)
 
 
@@ -102,7 +107,10 @@ def oracle_training(
     schedule: Schedule | None = None,
     denominators: tuple[float, ...] | None = None,
 ) -> TrainResult:
-    """The oracle's steps; the defaults are those of `Target.config` without clipping and decay, and its type's loss."""
+    """Run the oracle's steps.
+
+    The defaults are those of `Target.config` without clipping and decay, and its model type's loss.
+    """
     oracle = oracle_of(folder)
     return train_steps(
         oracle,
@@ -115,12 +123,15 @@ def oracle_training(
 
 
 def asking(target: Target, documents: PackedDocuments, **arguments: Any) -> InferCall:
-    """A call for all that an engine of this type can say: with entropy, unless it is a value model."""
+    """Build a call for every output of this model type: with entropy, unless it is a value model."""
     return InferCall(documents=documents, **({"entropy": target.model_type != VALUE} | arguments))
 
 
 def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
-    """The whole batch's outputs from the ranks' shares; ranks of one data-parallel rank must agree bit for bit."""
+    """Merge the ranks' shares into the whole batch's outputs.
+
+    Ranks of one data-parallel rank must agree bit for bit.
+    """
     lengths = call.documents.lengths
     whole: dict[str, list[Tensor | None]] = {
         name: [None] * len(lengths) for name in answers[0].fields
@@ -171,7 +182,7 @@ def _finite(name: str, part: Tensor, batch: PackedDocuments, document: int, rank
 
 
 def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
-    """What the oracle answers to the call, by field, float64 ``[T]``."""
+    """Return the oracle's outputs for the call, by field, float64 ``[T]``."""
     batch = call.documents
     if oracle.config.value_model:
         return {"values": oracle.values(batch.input_ids, batch.cu_seqlens)}
@@ -182,7 +193,10 @@ def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
 def outputs_match(
     target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]
 ) -> float:
-    """Every output of every token; tokens whose experts rounding may change are left out."""
+    """Compare every output of every token with the oracle's.
+
+    Tokens whose experts rounding may change are left out.
+    """
     batch, got, want = call.documents, merged(call, answers), oracle_outputs(oracle, call)
     must(
         set(want) <= set(got),
@@ -209,7 +223,7 @@ def outputs_match(
 
 
 def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
-    """Outputs, order of the export and its bits."""
+    """Require the same outputs, and the same order and bits of the export, on all ranks."""
     for rank, other in enumerate(ranks):
         must(
             other.outputs == ranks[0].outputs,
@@ -237,7 +251,7 @@ def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
 def training_matches(
     target: Target, ranks: Sequence[Trained], want: TrainResult, start: OracleModel
 ) -> float:
-    """Loss, gradient norm and rate of every step, and every weight after the last."""
+    """Compare loss, gradient norm and rate of every step, and every weight after the last step."""
     same_on_all_ranks(ranks)
     factors = {
         "ranks": float(target.world),
@@ -276,7 +290,10 @@ def raised_everywhere(
     *,
     faulty: Sequence[int] | None = None,
 ) -> None:
-    """Ranks that saw the fault raise ``own``, the others ``RankFailure`` (or ``own``); nobody goes on alone."""
+    """Require that ranks that saw the fault raise ``own`` and all others ``RankFailure`` (or ``own``).
+
+    No rank may go on alone.
+    """
     for rank, error in enumerate(errors):
         must(
             error is not None,

@@ -1,7 +1,7 @@
-"""Writes a portable checkpoint as docs/contract.md has it, without engine-api: by three ranks that never were.
+"""Writer of a portable checkpoint in the format of docs/contract.md, without engine-api.
 
-Boxes are such as no engine makes: columns, an L and its corner, tensors that one rank holds alone, another cut for
-each tensor.
+The checkpoint looks as if three ranks had written it. Boxes are such as no engine makes: columns,
+an L and its corner, tensors that one rank holds alone, another cut for each tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def write_checkpoint(folder: Path, state: Mapping[str, Tensor], *, step: int) -> Path:
-    """Write ``state`` (canonical key → whole tensor) into ``folder/step-…`` with its ``latest``; returns ``folder``."""
+    """Write ``state`` (canonical key → whole tensor) into ``folder/step-…`` and return ``folder``.
+
+    The folder gets its ``latest``.
+    """
     place = folder / f"step-{step:06d}"
     (place / "state").mkdir(parents=True)
     held: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
@@ -56,7 +59,7 @@ def write_checkpoint(folder: Path, state: Mapping[str, Tensor], *, step: int) ->
 
 
 def cut(key: str, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Rank → its box of a tensor; together they cover it exactly once."""
+    """Return each rank's box of a tensor; together the boxes cover it exactly once."""
     alone = {zlib.crc32(key.encode()) % RANKS: ((0,) * len(shape), shape)}
     if not shape or max(shape) < RANKS:
         return alone
@@ -67,7 +70,7 @@ def cut(key: str, shape: tuple[int, ...]) -> dict[int, Box]:
 
 
 def _columns(shape: tuple[int, ...]) -> dict[int, Box]:
-    """Uneven pieces of the last dimension, in an order that is not the ranks'."""
+    """Return uneven pieces of the last dimension, in an order other than that of the ranks."""
     size, rows = shape[-1], shape[:-1]
     ends = (0, max(1, size // 5), max(2, size // 2), size)
     return {
@@ -80,7 +83,7 @@ def _columns(shape: tuple[int, ...]) -> dict[int, Box]:
 
 
 def _corner(shape: tuple[int, ...]) -> dict[int, Box]:
-    """The first rows, then what is left of a column on either side of it."""
+    """Return the first rows, then the parts of the remaining rows on either side of a column."""
     rows, columns = shape[0] // 3, shape[1] // 4
     rest = shape[0] - rows
     return {

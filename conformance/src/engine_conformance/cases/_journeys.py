@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: in another layout, another engine, or from a state that the suite made."""
+"""Runs that continue from a checkpoint in another layout or engine, or from a state the suite made."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """A rank's part of a run: the weights and version after the load, then its steps."""
+    """Results of one rank's part of a run: weights and version after the load, then its steps."""
 
     version: int
     digest: str
@@ -97,7 +97,10 @@ def leg(
 
 
 def leg_matches(target: Target, legs: Sequence[Leg], want: TrainResult, *, before: int) -> float:
-    """The last steps of ``want`` are this leg's: loss, norm, rate and version of each, then every weight."""
+    """Require that this leg's steps and final weights are the last ones of ``want``.
+
+    Compared are loss, norm, rate and version of each step, then every weight.
+    """
     ranks = [one.trained for one in legs]
     same_on_all_ranks(ranks)
     must(len({one.digest for one in legs}) == 1, "loaded weights", "differ between ranks")
@@ -169,10 +172,11 @@ def moments_match(target: Target, state: Mapping[str, Tensor], want: TrainResult
 
 
 def start_of(state: Mapping[str, Tensor], model: Path) -> TrainResult:
-    """The oracle in the state of a checkpoint, about to go on: weights, moments and step as stored.
+    """Return the oracle in the state of a checkpoint: weights, moments and step as stored.
 
     Raises:
-        ConformanceFailure: if a weight, moment or step is absent, or the steps are not the same for all weights.
+        ConformanceFailure: if a weight, moment or step is absent, or the steps are not the same for
+            all weights.
     """
     plain = oracle_of(str(model))
     parts = {"params": _named(state, plain.params, "model.{}")}
@@ -201,7 +205,7 @@ def _named(state: Mapping[str, Tensor], names: Mapping[str, Tensor], key: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Who trains for a while, and how its ranks are spread."""
+    """One stretch of a run: the engine that trains, and the layout of its ranks."""
 
     target: Target
     layout: Parallelism = field(default_factory=Parallelism)
@@ -211,9 +215,10 @@ class Stage:
 
 
 def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
-    """A run that changes hands by a checkpoint after every ``steps`` steps, against the oracle's uninterrupted one.
+    """Compare a run that changes engine or layout with the oracle's uninterrupted run.
 
-    What is loaded must be what was saved, bit for bit; names, moments, step and schedule must be the oracle's.
+    A checkpoint hands the run over after every ``steps`` steps. What is loaded must be what was
+    saved, bit for bit; names, moments, step and schedule must be the oracle's.
     """
     first, oracle = stages[0].target, oracle_of(str(model))
     names = ("uneven", "equal", "skewed")

@@ -1,4 +1,4 @@
-"""What a layout owes: the answers and the updates of one rank, per token and per weight, and its shards."""
+"""Comparison of a layout with one rank: outputs per token, updates per weight, and shards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MEMORY = Memory(max_tokens=32, logit_chunk=7)  # several micro-batches, chunks 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One rank's answers, its steps, and its shards after them (none where they are not declared)."""
+    """One rank's outputs, its steps, and its shards after them (none where shards are not declared)."""
 
     answers: list[Answer]
     trained: Trained = field(repr=False)
@@ -60,7 +60,7 @@ class Run:
 
 
 def run(setup: Setup, calls: Sequence[InferCall], batches: Sequence[PackedDocuments]) -> Run:
-    """All in one engine."""
+    """Run inference, training and the export of shards in one engine."""
     with opened(setup) as engine:
         answers = [answer(engine, call, setup.device) for call in calls]
         outputs = [step(engine, setup, batch) for batch in batches]
@@ -78,9 +78,10 @@ def layout_holds(
     *,
     lengths: Sequence[str] = ("uneven", "skewed"),
 ) -> float:
-    """Inference on all sets of lengths, then steps of clipped AdamW, against the oracle; then the shards.
+    """Compare inference on all sets of lengths and steps of clipped AdamW with the oracle.
 
-    Ranks that share documents must answer bit for bit the same (`merged`), and all must export the same bits.
+    The shards are checked last. Ranks that share documents must answer bit for bit the same
+    (`merged`), and all must export the same bits.
     """
     oracle = oracle_of(str(model))
     calls = [
@@ -103,7 +104,7 @@ def layout_holds(
 
 
 def initialize(setup: Setup) -> EngineError | None:
-    """The error of building this configuration, if any."""
+    """Return the error of building this configuration, if any."""
     engine = setup.create()
     try:
         return caught(engine.initialize)
@@ -112,7 +113,10 @@ def initialize(setup: Setup) -> EngineError | None:
 
 
 def right_or_refused(target: Target, model: Path, layout: Parallelism) -> float:
-    """A layout that does not divide the model: `ConfigError` on every rank, and the ranks stay usable; or it is right."""
+    """Require that a layout that does not divide the model is either right or refused.
+
+    A refusal is a `ConfigError` on every rank, after which the ranks stay usable.
+    """
     errors = target.run(initialize, target.config(model, parallelism=layout), deadline=60.0)
     if all(error is None for error in errors):
         return layout_holds(target, model, layout, lengths=("uneven",))

@@ -1,4 +1,4 @@
-"""Losses as an engine takes them (sums, float32), and the same ones for the oracle (float64)."""
+"""Losses as an engine takes them (sums, float32), and the same losses for the oracle (float64)."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ _BONUS, _WARM = 1.0, 0.7  # a bonus as large as the likelihood: its gradient sho
 
 
 def default_loss(model_type: str) -> LossFn:
-    """What an engine of this type is trained with where a case does not say it: likelihood, or squared error."""
+    """Return the loss of cases that state none: likelihood, or squared error for a value model."""
     return value if model_type == "value_model" else engine_losses.sft_loss
 
 
 def oracle_default(oracle: OracleModel) -> Loss:
-    """The oracle's counterpart of `default_loss`."""
+    """Return the oracle's counterpart of `default_loss`."""
     return oracle_value if oracle.config.value_model else sft
 
 
 @dataclass(frozen=True, slots=True)
 class ForModelType:
-    """A loss below, made for log-probs, on what an engine of this type gives."""
+    """Adapter that gives a loss made for log-probs the output of this model type."""
 
     model_type: str
     loss: LossFn
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the engine is to compute."""
+        """The outputs that the engine must compute."""
         return ("values",) if self.model_type == "value_model" else ("log_probs",)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The loss itself."""
+        """Return the loss."""
         return self.loss(outputs, batch)
 
 
@@ -70,7 +70,7 @@ def _outputs(outputs: TokenOutputs) -> Tensor:
 
 
 def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), clip 0.2."""
+    """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7), clip 0.2."""
     assert outputs.log_probs is not None
     ratio = (outputs.log_probs - batch["old_log_probs"]).exp()
     advantage = batch["advantages"]
@@ -81,7 +81,7 @@ def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
 
 
 def oracle_policy(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """The same in float64."""
+    """Return the same loss as `policy` in float64."""
     log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
     return ppo_loss(
         log_probs,
@@ -93,7 +93,7 @@ def oracle_policy(oracle: OracleModel, batch: PackedDocuments, denominator: floa
 
 
 def value(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Half the squared error of the values."""
+    """Return half the squared error of the values."""
     assert outputs.values is not None
     return LossOutput(
         loss=(batch.loss_weight * 0.5 * (outputs.values - batch["returns"]).square()).sum()
@@ -104,7 +104,7 @@ value.needs = ("values",)  # type: ignore[attr-defined]
 
 
 def oracle_value(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """The same in float64."""
+    """Return the same loss as `value` in float64."""
     values = oracle.values(batch.input_ids, batch.cu_seqlens)
     return value_loss(
         values,
@@ -117,7 +117,7 @@ def oracle_value(oracle: OracleModel, batch: PackedDocuments, denominator: float
 
 
 def entropy_bonus(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Negative log-likelihood less a tenth of the entropy."""
+    """Return the negative log-likelihood less a tenth of the entropy."""
     assert outputs.log_probs is not None
     assert outputs.entropy is not None
     return LossOutput(
@@ -129,7 +129,7 @@ entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
 
 
 def oracle_entropy_bonus(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """The same in float64."""
+    """Return the same loss as `entropy_bonus` in float64."""
     outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
     return weighted_sum(
         -outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator
@@ -137,14 +137,14 @@ def oracle_entropy_bonus(oracle: OracleModel, batch: PackedDocuments, denominato
 
 
 def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """Negative log-likelihood at temperature 0.7, in float64."""
+    """Return the negative log-likelihood at temperature 0.7, in float64."""
     outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=_WARM)
     return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spoilt:
-    """A negative sum times ``factor`` plus ``constant``, where ``here``; elsewhere the sum alone.
+    """Negative sum times ``factor`` plus ``constant`` where ``here``, and the plain sum elsewhere.
 
     A ``factor`` that is not finite spoils the gradient too, a ``constant`` does not.
     """
@@ -156,39 +156,42 @@ class Spoilt:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the engine is to compute."""
+        """The outputs that the engine must compute."""
         return ("values",) if self.model_type == "value_model" else ("log_probs",)
 
     def on_last(self, topology: Topology) -> Spoilt:
-        """The same, on the last data-parallel rank alone: on every rank that works on its documents."""
+        """Return the same loss, spoilt on the last data-parallel rank alone.
+
+        It is spoilt on every rank that works on that data-parallel rank's documents.
+        """
         return replace(self, here=topology.dp_rank == topology.dp_size - 1)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The loss itself."""
+        """Return the loss."""
         total = -(batch.loss_weight * _outputs(outputs)).sum()
         return LossOutput(loss=total * self.factor + self.constant if self.here else total)
 
 
 def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """A finite loss: the square root has an infinite slope at zero."""
+    """Return a finite loss whose gradient is infinite: a square root at zero."""
     zero = (_outputs(outputs) * batch.loss_weight).sum() * 0.0
     return LossOutput(loss=zero.abs().sqrt())
 
 
 def raises(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """A caller's mistake."""
+    """Raise a ``KeyError``, as a caller's faulty loss would."""
     del outputs, batch
     raise KeyError("a loss function of the conformance suite raises on purpose")
 
 
 class RaisesLater:
-    """A good loss at its first call, a caller's mistake from the second on."""
+    """Loss that is good at its first call and raises from the second call on."""
 
     def __init__(self, model_type: str) -> None:
         self.loss, self.calls = default_loss(model_type), 0
         self.needs = getattr(self.loss, "needs", ("log_probs",))
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The loss itself."""
+        """Return the loss at the first call and raise at later ones."""
         self.calls += 1
         return self.loss(outputs, batch) if self.calls == 1 else raises(outputs, batch)

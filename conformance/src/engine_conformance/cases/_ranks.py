@@ -1,4 +1,4 @@
-"""What runs inside a rank: an engine is made, does what a case asks, and is closed."""
+"""Functions that run inside a rank: build an engine, do the case's work with it, and close it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(setup: Setup) -> Iterator[Engine]:
-    """An initialized engine, closed at the end."""
+    """Yield an initialized engine and close it at the end."""
     engine = setup.create()
     engine.initialize()
     try:
@@ -58,7 +58,7 @@ def opened(setup: Setup) -> Iterator[Engine]:
 
 
 def build(setup: Setup) -> EngineError | None:
-    """The error of making and initializing this engine, if any."""
+    """Build and initialize this engine, close it, and return the error, if any."""
     engine = None
     try:
         engine = setup.create()
@@ -72,7 +72,7 @@ def build(setup: Setup) -> EngineError | None:
 
 
 def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
-    """The contract's batch of these documents, all fields included."""
+    """Return the contract's batch of these documents, all fields included."""
     fields = {
         name: torch.tensor(array, device=device) for name, array in documents.per_token().items()
     }
@@ -83,12 +83,15 @@ def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
 
 
 def own_documents(count: int, topology: Topology) -> list[int]:
-    """Documents are dealt in turn to the data-parallel ranks; some may get none."""
+    """Return the indices of this data-parallel rank's documents, which are dealt in turn.
+
+    Some ranks may get none.
+    """
     return list(range(topology.dp_rank, count, topology.dp_size))
 
 
 def local_batch(engine: Engine, documents: PackedDocuments, device: str) -> Batch:
-    """This rank's share of ``documents``."""
+    """Return this rank's share of ``documents``."""
     mine = own_documents(len(documents.lengths), engine.topology)
     if not mine:
         return Batch.pack([]).to(device)
@@ -96,7 +99,10 @@ def local_batch(engine: Engine, documents: PackedDocuments, device: str) -> Batc
 
 
 def caught(call: Callable[[], Any]) -> EngineError | None:
-    """The contract's error that ``call`` raises, or None; anything else passes through."""
+    """Return the contract's error that ``call`` raises, or None.
+
+    Any other exception passes through.
+    """
     try:
         call()
     except EngineError as error:
@@ -175,7 +181,7 @@ _NUMBERS = {
 
 
 def checked(output: T, kind: type[T], called: str) -> T:
-    """``output``, which must be a ``kind`` whose numbers are Python's own.
+    """Return ``output``, which must be a ``kind`` whose numbers are Python's own.
 
     Raises:
         ConformanceFailure: naming the field and the rank.
@@ -223,7 +229,10 @@ def step(
     denominator: float | None = None,
     temperature: float = 1.0,
 ) -> TrainOutput:
-    """One ``train_batch`` on this rank's share; the loss is the model type's own if absent."""
+    """Run one ``train_batch`` on this rank's share.
+
+    Without ``loss`` the model type's own loss is used.
+    """
     batch, chosen = (
         local_batch(engine, documents, setup.device),
         loss or default_loss(setup.model_type),
@@ -233,14 +242,17 @@ def step(
 
 
 def infer(setup: Setup, calls: Sequence[InferCall]) -> list[Answer]:
-    """The answers to ``calls``, one engine for all of them."""
+    """Return the outputs of ``calls``, with one engine for all of them."""
     with opened(setup) as engine:
         return [answer(engine, call, setup.device) for call in calls]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A rank's results of some steps. Weights travel from rank 0 only; ``digest`` is of every rank's."""
+    """A rank's results of some steps.
+
+    Weights travel from rank 0 only; every rank has its own ``digest``.
+    """
 
     outputs: tuple[TrainOutput, ...]
     version: int
@@ -260,7 +272,7 @@ def train(
     save_to: Path | None = None,
     adapter: Adapter = "merged",
 ) -> Trained:
-    """One ``train_batch`` a batch, between an optional load and an optional save; then the export."""
+    """Run one ``train_batch`` per batch, between an optional load and an optional save, then export."""
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)
@@ -277,7 +289,7 @@ def train(
 def summary(
     engine: Engine, outputs: Sequence[TrainOutput], *, adapter: Adapter = "merged"
 ) -> Trained:
-    """The results of ``outputs`` with the engine's weights as they are."""
+    """Return the results of ``outputs`` with the engine's current weights."""
     weights = whole_weights(engine, adapter=adapter)
     return Trained(
         outputs=tuple(outputs),
@@ -289,7 +301,10 @@ def summary(
 
 
 def whole_weights(engine: Engine, **arguments: Any) -> dict[str, Tensor]:
-    """A CPU copy of the whole export; what is no (name, tensor) or comes twice is a failure."""
+    """Return a CPU copy of the whole export.
+
+    An item that is not (name, tensor), or a name that comes twice, is a failure.
+    """
     weights: dict[str, Tensor] = {}
     for item in engine.get_per_tensor_param(**arguments):
         is_pair = isinstance(item, tuple) and len(item) == 2
@@ -312,7 +327,7 @@ def whole_weights(engine: Engine, **arguments: Any) -> dict[str, Tensor]:
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and bytes, in order."""
+    """Return the SHA-256 of names and bytes, in order."""
     total = hashlib.sha256()
     for name, tensor in weights.items():
         total.update(name.encode())
@@ -321,5 +336,5 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def save(engine: Engine, folder: Path, **extra: Any) -> None:
-    """Save and wait."""
+    """Save a checkpoint and wait for it."""
     engine.save_checkpoint(folder, extra=extra).result()

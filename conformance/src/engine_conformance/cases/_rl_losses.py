@@ -1,7 +1,7 @@
-"""Objectives of reinforcement learning as an engine takes them (sums, float32), and in float64 for the oracle.
+"""Objectives of reinforcement learning for an engine (sums, float32) and the oracle (float64).
 
-Log-probs are the policy's now; the batch carries ``old_log_probs`` of the policy that sampled and ``ref_log_probs`` of
-the reference. Every term is summed over tokens with its ``loss_weight``.
+Log-probs are the policy's now; the batch carries ``old_log_probs`` of the policy that sampled and
+``ref_log_probs`` of the reference. Every term is summed over tokens with its ``loss_weight``.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Policy:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the engine must compute."""
+        """The outputs that the engine must compute."""
         return ("log_probs", "entropy") if self.entropy else ("log_probs",)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The sum, with sums of clipped tokens, weight and weighted KL as metrics."""
+        """Return the sum, with sums of clipped tokens, weight and weighted KL as metrics."""
         assert outputs.log_probs is not None
         weight, advantage = batch.loss_weight, batch["advantages"]
         ratio = (outputs.log_probs - batch["old_log_probs"]).exp()
@@ -73,7 +73,7 @@ class Policy:
         return d.square() / 2 if self.estimator == "k2" else torch.expm1(-d) + d
 
     def oracle(self, oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-        """The same in float64, divided by the denominator."""
+        """Return the same loss in float64, divided by the denominator."""
         outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
         terms = ppo_terms(
             outputs.log_probs,
@@ -88,7 +88,7 @@ class Policy:
     def oracle_metrics(
         self, oracle: OracleModel, batch: PackedDocuments
     ) -> tuple[int, float, float]:
-        """How many tokens are clipped, the weighted sum of KLs, and how near to a bound a ratio comes."""
+        """Return the clipped tokens, the weighted sum of KLs, and the ratios' least distance to a bound."""
         log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.detach()
         counted = torch.as_tensor(batch.loss_weight) > 0
         ratio = (log_probs - torch.as_tensor(batch.old_log_probs).double()).exp()[counted]
@@ -100,12 +100,16 @@ class Policy:
 
 
 PPO = Policy(clip=0.1, kl=0.1, estimator="k2", entropy=0.05)
-# Shao et al. 2024, arXiv:2402.03300, eq. 3: beta 0.04, no entropy bonus; advantages and weights are the batch's.
+# Shao et al. 2024, arXiv:2402.03300, eq. 3: beta 0.04, no entropy bonus; advantages and weights are
+# the batch's.
 GRPO = Policy(clip=0.1, kl=0.04, estimator="k3", entropy=0.0)
 
 
 def clipped_value(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """The value loss that PPO's implementations clip about the old values (Engstrom et al. 2020, arXiv:2005.12729)."""
+    """Return PPO's value loss, clipped about the old values.
+
+    It is the one of implementations (Engstrom et al. 2020, arXiv:2005.12729).
+    """
     assert outputs.values is not None
     old, returns = batch["old_values"], batch["returns"]
     near = torch.minimum(torch.maximum(outputs.values, old - VALUE_CLIP), old + VALUE_CLIP)
@@ -118,7 +122,7 @@ clipped_value.needs = ("values",)  # type: ignore[attr-defined]
 
 
 def oracle_clipped_value(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """The same in float64."""
+    """Return the same loss as `clipped_value` in float64."""
     values = oracle.values(batch.input_ids, batch.cu_seqlens)
     return value_loss(
         values,
@@ -131,7 +135,7 @@ def oracle_clipped_value(oracle: OracleModel, batch: PackedDocuments, denominato
 
 
 def _differences(now: Tensor, before: Tensor, batch: Batch) -> LossOutput:
-    """A loss that trains nothing away (its gradient is that of the sum), and how many values differ, by how much."""
+    """Return the plain sum as loss, with the number and the size of differing values as metrics."""
     differ = now.detach() != before
     metrics = {
         "differ": differ.sum(),
@@ -142,13 +146,13 @@ def _differences(now: Tensor, before: Tensor, batch: Batch) -> LossOutput:
 
 
 def ratio_is_one(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Counts the tokens whose log-prob is not the bits of ``old_log_probs``."""
+    """Count the tokens whose log-prob is not the bits of ``old_log_probs``."""
     assert outputs.log_probs is not None
     return _differences(outputs.log_probs, batch["old_log_probs"], batch)
 
 
 def value_is_old(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Counts the tokens whose value is not the bits of ``old_values``."""
+    """Count the tokens whose value is not the bits of ``old_values``."""
     assert outputs.values is not None
     return _differences(outputs.values, batch["old_values"], batch)
 

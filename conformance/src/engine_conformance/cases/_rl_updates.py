@@ -1,4 +1,4 @@
-"""Updates of a policy or a critic on batches of experience: in a rank, in float64, and the two compared."""
+"""Updates of a policy or a critic on batches of experience, in a rank and in float64, compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KINK = 1e-3  # no ratio of the fixtures comes nearer to a bound of the clip: ro
 
 
 def now(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:
-    """This rank's log-probs, or a value model's values."""
+    """Return this rank's current log-probs, or a value model's current values."""
     outputs = engine.infer_batch(share, temperature=temperature)
     given = outputs.log_probs if outputs.values is None else outputs.values
     must(given is not None, "outputs", "infer_batch gave neither log-probs nor values")
@@ -50,7 +50,7 @@ def is_value(setup: Setup) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One batch of experience, how often it is trained on, and what its sum is divided by."""
+    """One batch of experience, its number of epochs, and the denominator of its sum."""
 
     batch: PackedDocuments
     epochs: int
@@ -58,7 +58,10 @@ class Phase:
 
 
 def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
-    """References by the first weights; for each phase old outputs by the weights of its beginning, then its epochs."""
+    """Run the epochs of every phase, with old outputs by the weights at its beginning.
+
+    References are computed by the first weights.
+    """
     with opened(setup) as engine:
         shares = [local_batch(engine, phase.batch, setup.device) for phase in phases]
         references = [now(engine, share) for share in shares]
@@ -79,7 +82,7 @@ def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """The oracle's updates, and what a policy's metrics must be at each (none for a value model)."""
+    """The oracle's updates, and a policy's expected metrics at each (none for a value model)."""
 
     result: TrainResult = field(repr=False)
     metrics: list[tuple[int, float]]
@@ -124,7 +127,7 @@ def _oracle_now(oracle: OracleModel, batch: PackedDocuments) -> np.ndarray:
 
 
 def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy) -> float:
-    """A policy's updates, and its metrics as sums at each of them, are the oracle's."""
+    """Compare a policy's updates, and its metrics as sums at each of them, with the oracle's."""
     model = target.model()
     replay = _replay(model, phases, policy.oracle, policy)
     again = any(phase.epochs > 1 for phase in phases)
@@ -153,7 +156,7 @@ def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy)
 
 
 def value_holds(target: Target, phases: Sequence[Phase]) -> float:
-    """A critic's updates under the clipped value loss are the oracle's."""
+    """Compare a critic's updates under the clipped value loss with the oracle's."""
     model = target.model()
     config = target.config(model, optimizer=OPTIMIZER, memory=SPLIT)
     ranks = target.run(updates, config, phases=phases, loss=losses.clipped_value)

@@ -1,4 +1,4 @@
-"""A rollout inside a rank: it is made, does what a case's script says, and is closed."""
+"""Functions that run inside a rollout's rank: build it, follow the case's script, close it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EOS = 2  # as the generated config.json says
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """``update_weights`` with the tensors of a folder, spoilt in one way or whole."""
+    """Action ``update_weights`` with the tensors of a folder, spoilt in one way or whole."""
 
     folder: Path
     version: int
@@ -59,7 +59,7 @@ class Sync:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generate:
-    """``generate``."""
+    """Action ``generate``."""
 
     prompts: Prompts
     sampling: SamplingParams
@@ -67,7 +67,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """A member without arguments, or ``sleep`` and ``wake_up`` of one part alone."""
+    """Action that calls a member without arguments, or ``sleep`` and ``wake_up`` of one part alone."""
 
     member: Literal["sleep", "wake_up", "close"]
     only: Literal["weights", "kv_cache"] | None = None
@@ -78,10 +78,11 @@ Action = Sync | Generate | Do
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What came of an action.
+    """Result of one action.
 
     ``crash`` is the traceback of an error that is not the contract's; ``version`` the rollout's
-    ``weight_version`` afterwards; ``used`` the device's memory in use then, in bytes (0 on the CPU).
+    ``weight_version`` afterwards; ``used`` the device's memory in use then, in bytes (0 on the
+    CPU).
     """
 
     action: Action
@@ -93,7 +94,7 @@ class Reply:
 
 
 def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
-    """What the trainer gives to every rollout, whichever it is."""
+    """Return the arguments that the trainer gives to every rollout."""
     config = setup.config
     return {
         "model": config.model,
@@ -106,7 +107,7 @@ def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
 
 
 def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) -> list[Reply]:
-    """One rollout, ``actions`` one after another; an error ends its own action only."""
+    """Run ``actions`` one after another on one rollout; an error ends its own action only."""
     rollout: Rollout = RolloutRegistry.create(
         name=setup.backend, device=setup.device, **arguments(setup, eos)
     )
@@ -141,7 +142,10 @@ def _attempt(rollout: Rollout, action: Action, call: Callable[[], Any], device: 
 
 
 def _used(device: str) -> int:
-    """The whole device's, because a rollout may keep its weights in processes of its own."""
+    """Return the memory in use on the whole device.
+
+    A rollout may keep its weights in processes of its own.
+    """
     if device == "cpu":
         return 0
     module = torch.get_device_module(device)
@@ -151,7 +155,10 @@ def _used(device: str) -> int:
 
 
 def export_of(folder: Path, device: str, spoil: Spoil | None = None) -> WeightExport:
-    """A folder's tensors as an engine exports them: a tensor is gone when the next one is asked for."""
+    """Yield a folder's tensors as an engine exports them.
+
+    A tensor is gone when the next one is asked for.
+    """
     stored, names = read_safetensors(folder), list(expected_shapes(read_config(folder)))
     for name, tensor in _spoilt([(name, stored[name]) for name in names], spoil):
         sent = tensor.to(device, copy=True)
@@ -181,7 +188,10 @@ def _spoilt(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What rollout and engine said after one step; ``log_probs``: the engine's, of each completion's tokens."""
+    """Outputs of rollout and engine after one step.
+
+    ``log_probs`` holds the engine's, of each completion's tokens.
+    """
 
     sync: Reply
     generated: Reply
@@ -192,7 +202,7 @@ class Link:
 def chain(
     setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask: Generate
 ) -> list[Link]:
-    """Step, sync, generate, and ask the engine about the same tokens, once a batch."""
+    """Step, sync, generate, and ask the engine about the same tokens, once per batch."""
     rollout: Rollout = RolloutRegistry.create(
         name=setup.backend, device=setup.device, **arguments(setup)
     )
@@ -220,7 +230,7 @@ def chain(
 def _asked(
     engine: Engine, ask: Generate, completions: Sequence[Completion], device: str
 ) -> list[Tensor]:
-    """The engine's log-probs of generated tokens, on the CPU."""
+    """Return the engine's log-probs of generated tokens, on the CPU."""
     if not completions:
         return []
     texts = [[*ask.prompts[c.prompt_index], *c.tokens] for c in completions]

@@ -1,4 +1,4 @@
-"""How the replies of a rollout are judged, in the controller: form, weights, distribution, refusals."""
+"""Judgement of a rollout's replies in the controller: form, weights, distribution, refusals."""
 
 from __future__ import annotations
 
@@ -56,28 +56,30 @@ GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 
 def sampled(seed: int = 1, **kwargs: Any) -> SamplingParams:
-    """Eight tokens, drawn."""
+    """Build a request for eight drawn tokens."""
     arguments_of: dict[str, Any] = {"max_new_tokens": 8, "seed": seed} | kwargs
     return SamplingParams(**arguments_of)
 
 
 def rollout_model(target: Target, **kwargs: Any) -> Path:
-    """A generated model whose heads have 32 elements, 64 beside experts: served kernels have a smallest head, and 16 is below it.
+    """Return a generated model whose heads have 32 elements, or 64 with experts.
 
-    SGLang 0.5.16 serves experts in bf16 with none of 32.
+    Kernels of servers have a smallest head, and 16 is below it. SGLang 0.5.16 serves experts in
+    bf16 with none of 32.
     """
     # Untied: a tied head with random weights mostly repeats the last token.
     # Qwen2 has no head_dim of its own: its heads share the hidden size.
     own = {
         "qwen2": {"num_heads": 2, "num_kv_heads": 1},
-        # Of this seed bf16 leaves a sixth of the tokens comparable: for the others rounding may choose other experts.
+        # Of this seed bf16 leaves a sixth of the tokens comparable: for the others rounding may
+        # choose other experts.
         "qwen3_moe": {"head_dim": 64, "seed": 1},
     }.get(kwargs.get("family", ""), {})
     return target.model(**({"tied": False, "head_dim": 32, **own} | kwargs))
 
 
 def prompts_of(*lengths: int, seed: int = 0, vocab: int = 256) -> Prompts:
-    """Random prompts of these lengths, without the first three ids."""
+    """Return random prompts of these lengths, without the first three ids."""
     generator = np.random.default_rng(seed)
     return tuple(tuple(generator.integers(3, vocab, length).tolist()) for length in lengths)
 
@@ -85,13 +87,13 @@ def prompts_of(*lengths: int, seed: int = 0, vocab: int = 256) -> Prompts:
 def replies(
     target: Target, model: Path, actions: Sequence[Action], *, eos: Sequence[int] = (EOS,)
 ) -> list[Reply]:
-    """What one rollout for ``model`` answers."""
+    """Return the replies of one rollout for ``model``."""
     answered: list[Reply] = target.run(drive, target.config(model), actions=actions, eos=eos)[0]
     return answered
 
 
 def worked(reply: Reply, where: str) -> None:
-    """No error of any kind."""
+    """Require that there was no error of any kind."""
     problem = reply.crash or (f"{type(reply.error).__name__}: {reply.error}" if reply.error else "")
     must(not problem, type(reply.action).__name__.lower(), problem, where=where)
 
@@ -99,7 +101,10 @@ def worked(reply: Reply, where: str) -> None:
 def refused(
     reply: Reply, where: str, *, also: tuple[type[EngineError], ...] = (), prompt: int | None = None
 ) -> None:
-    """``RolloutError`` (or one of ``also``) with a remedy, whose text names the place of the prompt at fault."""
+    """Require ``RolloutError`` (or one of ``also``) with a remedy.
+
+    The text names the place of the prompt at fault.
+    """
     what = type(reply.action).__name__.lower()
     must(not reply.crash, what, f"RolloutError expected, got:\n{reply.crash}", where=where)
     error = reply.error
@@ -119,7 +124,7 @@ def refused(
 def well_formed(
     reply: Reply, where: str, *, version: int, vocab: int = 256, eos: Sequence[int] = (EOS,)
 ) -> list[Completion]:
-    """The completions, grouped by prompt, each of one length throughout, ended for the reason that it gives."""
+    """Return the completions grouped by prompt, after checking their lengths and finish reasons."""
     worked(reply, where)
     action = reply.action
     assert isinstance(action, Generate)
@@ -202,10 +207,10 @@ def _check_completion(
 
 
 def served(target: Target, reply: Reply, folder: Path, where: str, *, version: int) -> float:
-    """Whether every token came from the weights of ``folder``; the margin.
+    """Require that every token came from the weights of ``folder``, and return the margin.
 
-    Greedy tokens must be the oracle's, or lie behind its choice by no more than rounding explains; the log-probs of
-    sampled ones must be the oracle's.
+    Greedy tokens must be the oracle's, or lie behind its choice by no more than rounding explains;
+    the log-probs of sampled ones must be the oracle's.
     """
     action, oracle = reply.action, oracle_of(str(folder))
     assert isinstance(action, Generate)
@@ -267,7 +272,10 @@ def _log_probs_match(
 def _comparable(
     target: Target, oracle: OracleModel, prompt: Sequence[int], tokens: Sequence[int]
 ) -> Tensor:
-    """Tokens before which rounding cannot have changed a choice of experts, bool ``[len(tokens)]``."""
+    """Return the tokens before which rounding cannot have changed a choice of experts.
+
+    The result is bool ``[len(tokens)]``.
+    """
     if oracle.config.moe is None:
         return torch.ones(len(tokens), dtype=torch.bool)
     ids = [*prompt, *tokens]
@@ -276,7 +284,10 @@ def _comparable(
 
 
 def engine_matches(target: Target, link: Link, where: str) -> float:
-    """The rollout's log-probs against the engine's; each may be off from the truth by its own tolerance."""
+    """Compare the rollout's log-probs with the engine's.
+
+    Each may be off from the truth by its own tolerance.
+    """
     completions = well_formed(link.generated, where, version=link.engine_version)
     got = torch.tensor([p for c in completions for p in c.log_probs])
     bounds = [0, *accumulate(len(c.tokens) for c in completions)]
@@ -287,7 +298,10 @@ def engine_matches(target: Target, link: Link, where: str) -> float:
 
 
 def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: float) -> list[int]:
-    """How many tokens are clearly likelier than each sampled one; too many, or too much mass of them, is a failure."""
+    """Count the tokens that are clearly likelier than each sampled one.
+
+    Too many of them, or too much of their mass, is a failure.
+    """
     sampling, prompt = ask.sampling, ask.prompts[c.prompt_index]
     rows = completion_log_probs(oracle_of(str(model)), prompt, c.tokens, sampling.temperature)
     own = rows.gather(-1, torch.tensor(c.tokens)[:, None])
@@ -313,7 +327,7 @@ def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: floa
 
 
 def follows(model: Path, ask: Generate, reply: Reply) -> float:
-    """Chi-square of the first tokens of each prompt over its critical value; the larger."""
+    """Return the larger ratio of first tokens' chi-square to its critical value, over the prompts."""
     worst, completions = 0.0, well_formed(reply, "many samples", version=1, vocab=16)
     for index, prompt in enumerate(ask.prompts):
         rows = completion_log_probs(oracle_of(str(model)), prompt, [EOS], ask.sampling.temperature)
@@ -330,7 +344,10 @@ def follows(model: Path, ask: Generate, reply: Reply) -> float:
 def _chi_square(
     seen: Mapping[int, int], expected: Tensor, quantile: float = 3.719
 ) -> tuple[float, float]:
-    """Pearson's statistic, cells below 5 joined, and its critical value (Wilson and Hilferty 1931) at 1e-4."""
+    """Return Pearson's statistic and its critical value at 1e-4 (Wilson and Hilferty 1931).
+
+    Cells below 5 are joined.
+    """
     order = expected.argsort(descending=True).tolist()
     cells = [[float(seen.get(token, 0)), float(expected[token])] for token in order]
     while len(cells) > 1 and cells[-1][1] < 5:
@@ -344,7 +361,7 @@ def _chi_square(
 
 
 def clear_paths(target: Target, model: Path, steps: int) -> tuple[Prompts, list[Greedy]]:
-    """Four prompts whose greedy tokens differ from one another in each completion, and no rounding decides."""
+    """Return four prompts whose greedy completions differ in every token, with no rounding involved."""
     clear = 4 * target.tolerance("log_probs").atol
     pairs = [
         (p, greedy(oracle_of(str(model)), p, steps))
@@ -356,7 +373,7 @@ def clear_paths(target: Target, model: Path, steps: int) -> tuple[Prompts, list[
 
 
 def binds(function: Any, where: str, *positional: Any, **named: Any) -> None:
-    """Whether ``function`` can be called so; nothing is called."""
+    """Return whether ``function`` accepts such a call, without calling it."""
     try:
         inspect.signature(function).bind(*positional, **named)
     except TypeError as error:

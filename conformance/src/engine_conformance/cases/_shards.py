@@ -1,4 +1,4 @@
-"""A rank's boxes of an export, and whether those of all ranks make the whole."""
+"""A rank's boxes of an export, and the check that those of all ranks make the whole."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ Shards = list[tuple[str, Tensor, ShardSpec]]
 def shards_and_whole(
     engine: Engine, **arguments: Any
 ) -> tuple[Shards, list[str], dict[str, Tensor]]:
-    """This rank's shards, the order of the whole export, and on rank 0 the export itself."""
+    """Return this rank's shards, the order of the whole export, and on rank 0 the export itself."""
     mine = _in_turns(engine.get_per_tensor_param_shard(**arguments))
     whole = whole_weights(engine, **arguments)
     return mine, list(whole), whole if engine.topology.rank == 0 else {}
 
 
 def _in_turns(export: Iterable[Any]) -> Shards:
-    """All ranks begin; then each reads on to its end, alone, while the others wait: an engine that gathers waits for ever."""
+    """Let all ranks begin, then let each read to its end while the others wait.
+
+    An engine that gathers while it is read waits for ever.
+    """
     export = iter(export)
     mine = [_shard(item) for item in islice(export, 1)]
     turns = dist.get_world_size() if dist.is_initialized() else 1
@@ -51,7 +54,7 @@ def _shard(item: Any) -> tuple[str, Tensor, ShardSpec]:
 
 
 def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Tensor]]]) -> float:
-    """Boxes of replica 0 cover each tensor once; other replicas hold the same bits."""
+    """Require that boxes of replica 0 cover each tensor once and that other replicas hold the same bits."""
     whole = ranks[0][2]
     for rank, (mine, order, _) in enumerate(ranks):
         must(

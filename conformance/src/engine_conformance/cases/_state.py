@@ -1,4 +1,4 @@
-"""An independent reader of the portable checkpoint: JSON and safetensors, whole tensors by key."""
+"""Independent reader of the portable checkpoint: JSON and safetensors, whole tensors by key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PORTABLE = "portable"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """``manifest.json``; a failure of the engine's where there is none."""
+    """Return ``manifest.json``; a missing one is a failure of the engine."""
     must(
         (folder / "manifest.json").is_file(),
         "checkpoint",
@@ -31,7 +31,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a portable checkpoint, put together from its boxes, which must cover it exactly once."""
+    """Return every tensor of a portable checkpoint, put together from its boxes.
+
+    The boxes must cover the tensor exactly once.
+    """
     problem = f"is in the engine's own format ({_format(folder)}), not portable, as the case asks of who declares portable-checkpoint"
     remedy = "leave out the engine's --option that asks for its own"
     must(_format(folder) == _PORTABLE, "checkpoint", f"{problem}; {remedy}", where=str(folder))
@@ -42,7 +45,10 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_state(got: Path, want: Path, *, name: str) -> None:
-    """Two portable checkpoints hold the same bits. Of an engine's own format, which nobody else reads, nothing is asked here."""
+    """Require that two portable checkpoints hold the same bits.
+
+    An engine's own format, which only that engine reads, is not compared here.
+    """
     if _PORTABLE in (_format(got), _format(want)):
         assert_bitwise(read_state(got), read_state(want), name=name)
 
@@ -52,7 +58,7 @@ def _format(folder: Path) -> str:
 
 
 def read_rank_files(folder: Path) -> dict[str, Any]:
-    """Each rank's own file, by name."""
+    """Return each rank's own file, by name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))}
 
 

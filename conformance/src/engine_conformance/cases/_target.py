@@ -1,4 +1,4 @@
-"""The engine under test: how a case names it, configures it, and runs code in its ranks."""
+"""The engine under test: its name, its configuration, and the ranks that run code of a case."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["EPS", "Setup", "Target"]
 
-# With the usual 1e-8 a weight whose first gradient nearly vanishes moves by a whole learning rate in a direction that
-# rounding decides, and every later step differs by it: half of all seeds then leave the tolerance after three steps.
+# With the usual 1e-8 a weight whose first gradient nearly vanishes moves by a whole learning rate
+# in a direction that rounding decides, and every later step differs by it: half of all seeds then
+# leave the tolerance after three steps.
 EPS = 1e-5
 LONGEST = 890.0  # seconds; shorter than the ranks' collectives wait for each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What a rank needs to make the engine; travels to the ranks."""
+    """Everything that a rank needs to build the engine; it travels to the ranks."""
 
     backend: str
     device: str
@@ -40,7 +41,7 @@ class Setup:
     config: EngineConfig
 
     def create(self) -> Engine:
-        """The engine, not yet initialized."""
+        """Return the engine, not yet initialized."""
         engine: Engine = EngineRegistry.create(
             model_type=self.model_type, backend=self.backend, device=self.device, config=self.config
         )
@@ -75,7 +76,7 @@ class Target:
 
     @cached_property
     def resolution(self) -> Resolution:
-        """What the registry chooses for this target."""
+        """The registry's resolution for this target."""
         if self.rollout:
             return RolloutRegistry.resolve(backend=self.backend, device=self.device)
         return EngineRegistry.resolve(
@@ -84,7 +85,7 @@ class Target:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the plug-in declares."""
+        """The capabilities that the plug-in declares."""
         return self.resolution.plugin.capabilities
 
     @property
@@ -94,22 +95,23 @@ class Target:
         return frozenset(capability for capability, asks in REQUESTS.items() if asks(config))
 
     def at(self, world: int) -> Target:
-        """The same engine on another number of ranks."""
+        """Return the same engine on another number of ranks."""
         return replace(self, world=world)
 
     def beside(self) -> Target:
-        """The partner's engine, data parallel and with options of its own."""
+        """Return the partner's engine, data parallel and with options of its own."""
         assert self.partner is not None, "the plan asks for one"
         return replace(self, backend=self.partner, layout=Parallelism(), options={})
 
     def serving(self, model_type: str) -> Target:
-        """The same backend's engine for another model type."""
+        """Return the same backend's engine for another model type."""
         return replace(self, model_type=model_type)
 
     def model(self, **kwargs: Any) -> Path:
-        """The folder of a generated model of this model type (arguments of `TinyModel`), written once.
+        """Return the folder of a generated model of this model type, written once.
 
-        Tied by default; a value model has no head to tie.
+        The keywords are arguments of `TinyModel`. Tied by default; a value model has no head to
+        tie.
         """
         value = self.model_type == "value_model"
         arguments: dict[str, Any] = {"tied": not value, "value_model": value} | kwargs
@@ -118,14 +120,15 @@ class Target:
         return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
 
     def scratch(self) -> Path:
-        """A new empty folder."""
+        """Return a new empty folder."""
         self.root.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self.root))
 
     def config(self, model: Path, **sections: Any) -> EngineConfig:
-        """A configuration for ``model``: AdamW at 1e-3, no clipping; ``sections`` replace whole parts of it.
+        """Return a configuration for ``model``: AdamW at 1e-3, without clipping.
 
-        The layout is the target's, and everything on one rank where the world is one; so are the backend's own options.
+        Each of ``sections`` replaces a whole part of it. The layout is the target's, and everything
+        on one rank where the world is one; so are the backend's own options.
         """
         precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
         parts = {
@@ -139,7 +142,7 @@ class Target:
         return EngineConfig(model=ModelSource(path=str(model)), **parts)
 
     def setup(self, config: EngineConfig) -> Setup:
-        """What ranks need to make the engine."""
+        """Return everything that ranks need to build the engine."""
         return Setup(
             backend=self.backend, device=self.device, model_type=self.model_type, config=config
         )
@@ -153,7 +156,7 @@ class Target:
         deadline: float = 120.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(setup, **kwargs)`` on every rank; the results by rank.
+        """Call ``function(setup, **kwargs)`` on every rank and return the results by rank.
 
         Raises:
             RankError: where a rank raised, died or stalled.

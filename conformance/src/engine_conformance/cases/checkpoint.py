@@ -74,7 +74,7 @@ def _expected(folder: Path, count: int) -> TrainResult:
 
 
 def _draws(device: str) -> list[float]:
-    """One number of each generator that user code draws from."""
+    """Return one number of each generator that user code draws from."""
     draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
     return draws if device == "cpu" else [*draws, float(torch.rand((), device=device))]
 
@@ -83,7 +83,10 @@ Run = tuple[list[TrainOutput], list[float], str]
 
 
 def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, folder: Path) -> Run:
-    """All steps with a save after ``at`` of them; outputs and draws since the save, and the weights' digest."""
+    """Run all steps with a save after ``at`` of them.
+
+    Return outputs and draws since the save, and the weights' digest.
+    """
     with opened(setup) as engine:
         random.seed(engine.topology.rank)
         np.random.seed(engine.topology.rank)  # noqa: NPY002
@@ -101,7 +104,10 @@ def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, fo
 def resume(
     setup: Setup, batches: Sequence[PackedDocuments], folder: Path
 ) -> tuple[Run, CheckpointInfo, int]:
-    """An engine that holds a gradient goes on from the middle; its run, what was loaded, and the version after the load."""
+    """Load into an engine that holds a gradient and go on from the middle.
+
+    Return its run, the loaded values, and the version after the load.
+    """
     with opened(setup) as engine:
         engine.forward_backward(
             local_batch(engine, batches[0], setup.device), default_loss(setup.model_type)
@@ -178,13 +184,13 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
 
 @case(id="checkpoint.resume_bitwise", model_types=TYPES, quick=True)
 def resume_bitwise(target: Target) -> None:
-    """Saved, loaded into a fresh engine and trained on, a run MUST equal the one that went on, bit for bit.
+    """A run that is saved, loaded into a fresh engine and continued MUST equal the one that went on.
 
-    Weights, moments, losses, schedule, ``weight_version``, every rank's generators and the caller's ``extra``; a gradient
-    that was there before the load is dropped.
+    It is equal bit for bit. Weights, moments, losses, schedule, ``weight_version``, every rank's
+    generators and the caller's ``extra``; a gradient that was there before the load is dropped.
 
-    If this fails: the optimizer is not restored, or steps once with zero gradients when it is (NeMo-RL #3171, #3345,
-    Megatron-Bridge #5680, Automodel #3191); the schedule starts anew.
+    If this fails: the optimizer is not restored, or steps once with zero gradients when it is
+    (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule starts anew.
     """
     _resumes(target, target.model())
 
@@ -193,7 +199,8 @@ def resume_bitwise(target: Target) -> None:
 def resume_bfloat16(target: Target) -> None:
     """A run whose weights and moments are stored in bfloat16 MUST resume bit for bit as well, and stay finite.
 
-    If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a read in another dtype.
+    If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a read in
+    another dtype.
     """
     precision = Precision(master="bfloat16", compute="bfloat16")
     _resumes(target, target.model(), precision=precision)
@@ -210,10 +217,11 @@ def resume_moe(target: Target) -> None:
 
 @case(id="checkpoint.keys", requires=PORTABLE, model_types=TYPES, quick=True)
 def keys(target: Target) -> float:
-    """A checkpoint MUST hold weights and moments under Hugging Face names, tied ones once, equal to the oracle's.
+    """A checkpoint MUST hold the oracle's weights and moments under Hugging Face names, tied ones once.
 
-    If this fails: local layer numbers or a wrapper's prefix in the names (Megatron-LM #7452); moments of a padded
-    shard; a step count that pre-initialization has moved (Automodel #3191, Megatron-LM #5974).
+    If this fails: local layer numbers or a wrapper's prefix in the names (Megatron-LM #7452);
+    moments of a padded shard; a step count that pre-initialization has moved (Automodel #3191,
+    Megatron-LM #5974).
     """
     model, folder = target.model(), target.scratch()
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
@@ -250,8 +258,8 @@ def across_worlds(target: Target) -> float:
 
     From one rank to several, through every declared layout, and back to one.
 
-    If this fails: shards are stored by rank, not by place (verl, miles and AReaL state it as a limit); names are
-    those of a rank's own layers (Megatron-LM #7452, NeMo-RL #671).
+    If this fails: shards are stored by rank, not by place (verl, miles and AReaL state it as a
+    limit); names are those of a rank's own layers (Megatron-LM #7452, NeMo-RL #671).
     """
     model, folder = target.model(), target.scratch()
     base = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
@@ -316,14 +324,17 @@ def _stage_matches(
 
 
 def _remains(folder: Path) -> None:
-    """What a killed save might have left: the writer removes it first, which takes longer than a step."""
+    """Leave the remains of a killed save.
+
+    The writer removes them first, which takes longer than a step.
+    """
     folder.mkdir()
     for index in range(20_000):
         (folder / str(index)).touch()
 
 
 def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
-    """A save that is not waited for, steps meanwhile, a second one, and a close that must wait for it."""
+    """Save without waiting, step meanwhile, save again, and close, which must wait for the save."""
     with opened(setup) as engine:
         outputs = [step(engine, setup, batches[0])]
         if engine.topology.rank == 0:
@@ -389,7 +400,10 @@ def asynchronous(target: Target) -> float:
 def fail_behind(
     setup: Setup, batch: PackedDocuments, folder: Path
 ) -> tuple[list[EngineError | None], int, Trained]:
-    """Two saves that fail while nobody looks: what handle and next call raise; then a step and a good save."""
+    """Let two saves fail unnoticed and return the errors of handle and next call.
+
+    A step and a good save follow.
+    """
     with opened(setup) as engine:
         if engine.topology.rank == 0:
             (folder / "file").write_text("no folder")
@@ -409,10 +423,12 @@ def fail_behind(
     quick=True,
 )
 def asynchronous_failure(target: Target) -> float:
-    """A save that fails in the background MUST be raised by its handle and by the next call; then the engine goes on.
+    """A save that fails in the background MUST be raised by its handle and by the next call.
 
-    If this fails: training runs for days without a checkpoint; the failed save is raised for ever, or hangs the ranks
-    that wrote their own part.
+    Then the engine goes on.
+
+    If this fails: training runs for days without a checkpoint; the failed save is raised for ever,
+    or hangs the ranks that wrote their own part.
     """
     model, batch = target.model(), documents(59, "uneven")
     config = target.config(model, checkpoint=CheckpointConfig(async_save=True))

@@ -49,7 +49,8 @@ _BELONGS = {
 }
 
 
-# Arguments that members have had only since a later contract: an engine written for an older one need not take them.
+# Arguments that members have had only since a later contract: an engine written for an older one
+# need not take them.
 _SINCE = {("get_per_tensor_param_shard", "adapter"): "1.1"}
 TYPES = (LM, VALUE)
 _CACHES = (
@@ -61,7 +62,10 @@ _LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave beh
 
 
 def signatures_of(setup: Setup) -> list[str]:
-    """What is wrong with the class's members; in a rank, since importing a stranger's class runs its code."""
+    """Return the faults of the class's members.
+
+    It runs in a rank, since importing an unknown class runs its code.
+    """
     found = EngineRegistry.resolve(
         model_type=setup.model_type, backend=setup.backend, device=setup.device
     )
@@ -93,7 +97,8 @@ def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
 def signatures(target: Target) -> None:
     """Every member of ``Engine`` MUST be there, callable with the contract's arguments and defaults.
 
-    If this fails: a renamed or reordered argument; an argument of the engine's own without a default.
+    If this fails: a renamed or reordered argument; an argument of the engine's own without a
+    default.
     """
     problems = target.run(signatures_of, target.config(target.model()))[0]
     must(not problems, "members", "; ".join(problems))
@@ -117,7 +122,10 @@ def _calls(
 
 
 def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, EngineError | None]:
-    """Each member's error before ``initialize`` and after ``close``, and of what is out of order while ready."""
+    """Return each member's error before ``initialize`` and after ``close``.
+
+    In addition, the errors of calls that are out of order while the engine is ready.
+    """
     engine, errors = setup.create(), dict[str, EngineError | None]()
     rows = Batch(
         input_ids=torch.tensor(batch.input_ids),
@@ -153,7 +161,9 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
 
 @case(id="contract.states", model_types=TYPES, quick=True)
 def state_machine(target: Target) -> None:
-    """Every member MUST raise ``EngineStateError`` before ``initialize`` and after ``close``; ``close`` is idempotent.
+    """Members MUST raise ``EngineStateError`` before ``initialize`` and after ``close``.
+
+    ``close`` is idempotent.
 
     If this fails: an AttributeError of something that is not built yet, or a second group of ranks.
     """
@@ -190,7 +200,7 @@ def registry(target: Target) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a rank has beside an engine."""
+    """State of a rank's process apart from the engine."""
 
     threads: tuple[str, ...]  # that keep the process from ending
     children: tuple[int, ...]
@@ -221,7 +231,7 @@ def _surroundings(device: str) -> Surroundings:
 
 
 def _children() -> list[int]:
-    """Process ids of this process's children, where there is a /proc."""
+    """Return the ids of this process's children, where there is a /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -234,7 +244,10 @@ def _children() -> list[int]:
 
 
 def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
-    """What is there before and after each of two engines' lives, in a working folder of the rank's own."""
+    """Return the surroundings before and after each of two engines' lives.
+
+    They live in a working folder of the rank's own.
+    """
     home, own = Path.cwd(), folder / f"working-{os.environ.get('RANK', '0')}"
     own.mkdir()
     os.chdir(own)
@@ -255,12 +268,13 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
 
 @case(id="contract.leaves_nothing", model_types=TYPES)
 def leaves_nothing(target: Target) -> None:
-    """After ``close`` a rank MUST be as it was: threads, child processes, files, process groups, environment, memory.
+    """``close`` MUST leave no thread, child, file, process group, variable or memory behind.
 
-    Process groups and memory of the device are compared after a first life, which may fill caches, and a second one.
+    Process groups and memory of the device are compared after a first life, which may fill caches,
+    and a second one.
 
-    If this fails: a writer thread or a worker keeps the process from ending; groups pile up with each engine; the
-    default process group is destroyed though the engine did not make it.
+    If this fails: a writer thread or a worker keeps the process from ending; groups pile up with
+    each engine; the default process group is destroyed though the engine did not make it.
     """
     folder = target.scratch()
     ranks = target.run(

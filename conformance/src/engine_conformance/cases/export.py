@@ -50,7 +50,10 @@ FAMILIES = (
 def export(
     setup: Setup, dtypes: Sequence[torch.dtype | None], buckets: Sequence[int]
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """The whole export in each dtype (rank 0 sends it), then digests of it for each size of buckets."""
+    """Return the whole export in each dtype, then digests of it for each size of buckets.
+
+    Rank 0 sends the export.
+    """
     with opened(setup) as engine:
         exports = [whole_weights(engine, dtype=dtype) for dtype in dtypes]
         digests = [digest(e) for e in exports] + [
@@ -89,7 +92,7 @@ def _check_export(target: Target, model: Path) -> None:
 
 
 def _check_order(names: Sequence[str]) -> None:
-    """Layer by layer: embedding first, layers in order, each in one piece."""
+    """Require the order layer by layer: embedding first, layers in order, each in one piece."""
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
     must(layers == sorted(layers), "export order", f"layers come as {layers}")
     must(names[0] == "model.embed_tokens.weight", "export order", f"{names[0]} comes first")
@@ -97,13 +100,14 @@ def _check_order(names: Sequence[str]) -> None:
 
 @case(id="export.exact", model_types=TYPES, quick=True)
 def exact(target: Target) -> None:
-    """The export MUST have the checkpoint's names, each once, tied weights once, and its bits, in one order on all ranks.
+    """The export MUST have the checkpoint's names and bits, each once, in one order on all ranks.
 
-    In the stored dtype and in bfloat16, whatever the size of buckets. A value model's holds the score's weight and
-    bias, and no head of a language model.
+    Tied weights come once. In the stored dtype and in bfloat16, whatever the size of buckets. A
+    value model's holds the score's weight and bias, and no head of a language model.
 
-    If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut off, fused experts keep
-    their fused names, a name carries a wrapper's prefix, a score lives outside the module that is exported.
+    If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut off, fused
+    experts keep their fused names, a name carries a wrapper's prefix, a score lives outside the
+    module that is exported.
     """
     if target.model_type == VALUE:
         _check_export(target, target.model())
@@ -123,7 +127,7 @@ def moe(target: Target) -> None:
 
 @case(id="export.round_trip", model_types=TYPES)
 def round_trip(target: Target) -> None:
-    """Trained weights that are exported, written as a folder and loaded by a new engine MUST be exported alike, bit for bit.
+    """Trained weights, exported as a folder and loaded anew, MUST be exported alike, bit for bit.
 
     The folder is written here, from the export alone.
 
@@ -140,9 +144,10 @@ def round_trip(target: Target) -> None:
 
 
 def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """The most bytes of new storages alive at a yield, of the whole export, and of its largest tensor.
+    """Return the most bytes of new storages alive at a yield, of the whole export, and of its largest tensor.
 
-    A storage that was there before, or outlives the export, is the engine's own weight: it is not counted.
+    A storage that was there before, or outlives the export, is the engine's own weight: it is not
+    counted.
     """
     gc.unfreeze()  # the ranks freeze what earlier jobs left, and gc.get_objects would not tell of it
     with opened(setup) as engine:
@@ -157,7 +162,8 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
             sizes.append(tensor.numel() * tensor.element_size())
             references.append(weakref.ref(tensor))
             yielded = [given for reference in references if (given := reference()) is not None]
-            # What is ready but not yet handed out is looked for at a few yields, the first among them: it takes long.
+            # What is ready but not yet handed out is looked for at a few yields, the first among
+            # them: it takes long.
             looks.append(_alive([*yielded, *(_all_tensors() if len(sizes) % _EVERY == 1 else [])]))
             del yielded
         del tensor
@@ -170,13 +176,14 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
 
 
 def _all_tensors() -> list[Tensor]:
-    """Every plain tensor of this process that Python knows of."""
-    # By the exact type: isinstance would ask objects of others for their class, and a DTensor has no storage.
+    """Return every plain tensor of this process that Python knows of."""
+    # By the exact type: isinstance would ask objects of others for their class, and a DTensor has
+    # no storage.
     return [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
 
 
 def _alive(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of their storages, by address."""
+    """Return the bytes of their storages, by address."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
@@ -185,10 +192,12 @@ def _alive(tensors: Sequence[Tensor]) -> dict[int, int]:
 def bounded(target: Target) -> float:
     """At most ``bucket_bytes`` of whole tensors, or one larger tensor, MUST exist at a time.
 
-    Looked at from outside: new tensors that live at a yield, and on an accelerator the peak of its memory.
-    Four times the bound is allowed: what is packed, sent and received, and the tensor that is handed out.
+    Looked at from outside: new tensors that live at a yield, and on an accelerator the peak of its
+    memory. Four times the bound is allowed: what is packed, sent and received, and the tensor that
+    is handed out.
 
-    If this fails: all weights are gathered first, so that an export needs room for the whole model on each rank.
+    If this fails: all weights are gathered first, so that an export needs room for the whole model
+    on each rank.
     """
     bucket, margins = 64 << 10, []
     config = target.config(target.model(num_layers=12))
@@ -205,7 +214,7 @@ def bounded(target: Target) -> float:
 
 
 def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
-    """This rank's shards after a step, the order of the whole export, and on rank 0 the export itself."""
+    """Return this rank's shards after a step, the whole export's order, and on rank 0 the export."""
     with opened(setup) as engine:
         step(engine, setup, documents(40, "uneven"))
         return shards_and_whole(engine)
@@ -213,10 +222,11 @@ def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
 
 @case(id="export.shards", requires=(Capability.EXPORT_SHARDS,), model_types=TYPES, quick=True)
 def shards_cover(target: Target) -> float:
-    """The shards of all ranks MUST make each exported tensor exactly once, in the export's order, bit for bit.
+    """All ranks' shards MUST make each exported tensor exactly once, in the export's order, bit for bit.
 
-    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are not counted. If it
-    stalls: the export communicates between two tensors, where ranks may read at a pace of their own.
+    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are
+    not counted. If it stalls: the export communicates between two tensors, where ranks may read at
+    a pace of their own.
     """
     models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
     experts = Capability.MOE in target.capabilities and target.model_type == LM
@@ -228,7 +238,10 @@ def shards_cover(target: Target) -> float:
 
 
 def save_folder(setup: Setup, folder: Path, call: InferCall) -> Answer:
-    """One step, then the Hugging Face folder, in float32 and bfloat16; the engine's own answer to ``call``."""
+    """Take a step and write the Hugging Face folder in float32 and bfloat16.
+
+    Return the engine's own outputs for ``call``.
+    """
     with opened(setup) as engine:
         step(engine, setup, documents(41, "uneven"))
         own = answer(engine, call, setup.device)
@@ -241,7 +254,10 @@ def save_folder(setup: Setup, folder: Path, call: InferCall) -> Answer:
 
 
 def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
-    """Log-probs of one document by transformers' own loading of ``folder``, float32 on the CPU."""
+    """Return log-probs of one document by transformers' own loading of ``folder``.
+
+    In float32 on the CPU.
+    """
     del setup
     from transformers import AutoModelForCausalLM
 
@@ -253,9 +269,10 @@ def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
 
 @case(id="export.save_hf", requires=(Capability.SAVE_HF,), quick=True)
 def save_hf(target: Target) -> float:
-    """What ``save_hf`` writes MUST load in transformers and in the oracle, and give the engine's own weights and answers.
+    """A ``save_hf`` folder MUST load in transformers and the oracle, with the engine's weights and answers.
 
-    If this fails: config.json names another dtype, head, architecture or base of rotary angles; a tied head is stored under both names.
+    If this fails: config.json names another dtype, head, architecture or base of rotary angles; a
+    tied head is stored under both names.
     """
     folder, margins = target.scratch(), list[float]()
     call = InferCall(documents=documents(42, "single"))
@@ -283,7 +300,7 @@ def save_hf(target: Target) -> float:
 
 
 def _written(folder: Path) -> OracleModel:
-    """The oracle of what the engine has written, whose faults are the engine's."""
+    """Return the oracle of the written folder, whose faults are the engine's."""
     try:
         return load_oracle(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""What may go wrong with a checkpoint: typed errors on every rank, nothing half-written, nothing changed."""
+"""Faults of checkpoints: typed errors on every rank, nothing half-written, nothing changed."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ Loads = tuple[list[EngineError | None], list[str], Trained]
 def load_all(
     setup: Setup, damaged: Sequence[Path], folders: Sequence[Path], batch: PackedDocuments
 ) -> Loads:
-    """A step, every damaged checkpoint between two looks, and another step; with each load's error.
+    """Take a step, load every damaged checkpoint between two looks, and take another step.
 
-    A look is the weights' digest, and a save where folders are given.
+    Return each load's error. A look is the weights' digest, and a save where folders are given.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batch)]
@@ -77,7 +77,7 @@ def load_all(
 
 
 def _tensors(folder: Path) -> Path:
-    """The largest file, which holds tensors."""
+    """Return the largest file, which holds tensors."""
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
@@ -165,13 +165,14 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
 
 @case(id="faults.failed_load", model_types=TYPES)
 def failed_load(target: Target) -> float:
-    """A load that fails MUST raise its typed error on every rank, and leave weights, moments, step and generators.
+    """A failed load MUST raise its typed error everywhere and leave weights, moments, step and generators.
 
-    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a pickle, absent; its
-    optimizer state without one weight's, its tensors in another checkpoint's files.
+    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a
+    pickle, absent; its optimizer state without one weight's, its tensors in another checkpoint's
+    files.
 
-    If this fails: tensors are copied in before all are checked; a rank that read its own good file goes on alone; state
-    that is missing is made up; files are read wherever the manifest says.
+    If this fails: tensors are copied in before all are checked; a rank that read its own good file
+    goes on alone; state that is missing is made up; files are read wherever the manifest says.
     """
     model, other, work = target.model(), target.model(num_layers=1, seed=4), target.scratch()
     batch = documents(61, "uneven")
@@ -237,7 +238,7 @@ def failed_load(target: Target) -> float:
 
 
 def _faulty(ranks: Sequence[Loads], index: int) -> list[int]:
-    """Which ranks saw the fault themselves: at least one must; the others hear of it."""
+    """Return the ranks that saw the fault themselves: at least one must; the others learn of it."""
     return [
         rank
         for rank, (errors, *_) in enumerate(ranks)
@@ -249,9 +250,10 @@ NoRoom = tuple[list[EngineError | None], list[str], Trained]
 
 
 def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoRoom:
-    """A save, one for each rank without room, one more, one to a name that is taken; errors, and ``latest`` after each.
+    """Save, then once for each rank without free space, once more, and once to a taken name.
 
-    The limit on the size of a file stands for a full disk: writing fails in the middle of a file.
+    Return the errors, and ``latest`` after each save. The limit on the size of a file stands for a
+    full disk: writing fails in the middle of a file.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batch)]
@@ -270,13 +272,16 @@ def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoR
 
 
 def _latest(folder: Path) -> str:
-    """What the folder names its newest checkpoint; nothing where the format is the engine's own."""
+    """Return the newest checkpoint's name in the folder, or nothing if the format is the engine's own."""
     file = folder / "latest"
     return file.read_text().strip() if file.is_file() else ""
 
 
 def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list[str]:
-    """Check each save without room; the names of those that a rank without a large file did not disturb."""
+    """Check each save without free space and return the names of those that did not disturb their rank.
+
+    A rank without a large file is not disturbed.
+    """
     saved = []
     for rank in range(target.world):
         name, errors = f"full-{rank}", [errors[rank] for errors, _, _ in ranks]
@@ -307,11 +312,11 @@ def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list
 def no_room(target: Target) -> float:
     """A save that cannot be written MUST raise on every rank and leave the earlier checkpoint the latest.
 
-    No folder under the final name, the engine goes on, the next save succeeds, a taken name is refused. Each rank is
-    without room in turn; one that writes no large file need not notice.
+    No folder under the final name, the engine goes on, the next save succeeds, a taken name is
+    refused. Each rank is without room in turn; one that writes no large file need not notice.
 
-    If this fails: rank 0 renames before the others have written; ``latest`` is replaced first; a stall is a rank
-    that raised while the others wait for it.
+    If this fails: rank 0 renames before the others have written; ``latest`` is replaced first; a
+    stall is a rank that raised while the others wait for it.
     """
     model, folder, batch = target.model(vocab_size=2048), target.scratch(), documents(62, "uneven")
     ranks = target.run(save_without_room, target.config(model), folder=folder, batch=batch)
@@ -338,12 +343,13 @@ def no_room(target: Target) -> float:
 
 
 def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: int) -> None:
-    """A save; a step; then ``rank`` is killed in the middle of writing a file, if it writes a large one."""
+    """Save, take a step, then kill ``rank`` in the middle of writing a file, if it writes a large one."""
     with opened(setup) as engine:
         save(engine, folder / "one")
         step(engine, setup, batch)
         if engine.topology.rank == rank:
-            # The kernel kills whoever writes past the limit, unless the signal is ignored, as Python does.
+            # The kernel kills whoever writes past the limit, unless the signal is ignored, as
+            # Python does.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(
                 resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
@@ -356,7 +362,7 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: i
 
 @case(id="faults.killed_while_saving", world=(1, 2), slow=True)
 def killed_while_saving(target: Target) -> float:
-    """A save killed in the middle of a file MUST leave the earlier checkpoint the latest, and the next save possible.
+    """A save killed in the middle of a file MUST keep the earlier checkpoint latest, and saves possible.
 
     If this fails: files are written under their final name.
     """
@@ -382,7 +388,8 @@ def killed_while_saving(target: Target) -> float:
         "checkpoint",
         "a half-written one stands under its final name",
     )
-    # The folder's latest must be the first one, of no step: only then one step ends in the oracle's weights.
+    # The folder's latest must be the first one, of no step: only then one step ends in the oracle's
+    # weights.
     ranks = target.run(
         train, target.config(model), batches=[batch], load=folder, save_to=folder / "two"
     )
@@ -397,7 +404,7 @@ def killed_while_saving(target: Target) -> float:
 
 
 def _killed(target: Target, model: Path, **arguments: Any) -> bool:
-    """Whether a rank died while saving, rather than that all ended well."""
+    """Return whether a rank died while saving, and not all ended well."""
     with RankPool(target.world, device=target.device) as pool:  # its own: it dies
         try:
             pool.run(
@@ -415,7 +422,7 @@ def _killed(target: Target, model: Path, **arguments: Any) -> bool:
 def save_onto_file(
     setup: Setup, folder: Path, batch: PackedDocuments
 ) -> tuple[list[EngineError | None], Trained]:
-    """Saves to, and a load of, a path that is a file, or lies in one; then a step and a good save."""
+    """Save to, and load, a path that is a file or lies in one; then take a step and save well."""
     file = folder / "file"
     with opened(setup) as engine:
         if engine.topology.rank == 0:
@@ -431,7 +438,9 @@ def save_onto_file(
 
 @case(id="faults.file_in_the_way", model_types=TYPES)
 def file_in_the_way(target: Target) -> float:
-    """A save to a path that is a file, or lies in one, MUST raise ``CheckpointWriteError`` everywhere and keep the file.
+    """A save to a path that is or lies in a file MUST raise ``CheckpointWriteError`` and keep the file.
+
+    It is raised on every rank.
 
     If this fails: rank 0 raises while the others wait for it; the file is overwritten.
     """

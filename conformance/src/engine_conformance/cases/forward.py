@@ -1,4 +1,4 @@
-"""What an engine says of tokens: log-probs, entropy and values, aligned, isolated and pure."""
+"""Outputs per token: log-probs, entropy and values, aligned, isolated and pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = (LM, VALUE)
 
 
 def _per_token(target: Target, model: Path) -> float:
-    """Every set of lengths, against the oracle."""
+    """Compare the outputs for every set of lengths with the oracle's."""
     return _all_match(target, model, [asking(target, documents(7, lengths)) for lengths in LENGTHS])
 
 
@@ -51,7 +51,10 @@ def _all_match(target: Target, model: Path, calls: Sequence[InferCall]) -> float
 
 
 def _is_float32(outputs: Mapping[str, Tensor]) -> None:
-    """The softmax is in float32 though the logits are not: log-probs in bfloat16 are off by up to 2 per cent."""
+    """Require a float32 softmax though the logits are not.
+
+    Log-probs in bfloat16 are off by up to 2 per cent.
+    """
     for name, value in outputs.items():
         if name == "values":
             continue  # of a linear layer: there is no softmax
@@ -69,13 +72,14 @@ def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
 
 @case(id="forward.llama", quick=True)
 def llama(target: Target) -> float:
-    """Log-probs and entropy of every token of a Llama model MUST be the oracle's, with its own head and a tied one.
+    """Log-probs and entropy of a Llama model MUST be the oracle's, with its own head and a tied one.
 
-    Also with another base of RoPE and epsilon of the norms, by the new and the old keys of config.json, and in a
-    document of 300 tokens. In bfloat16 the softmax is float32's.
+    Also with another base of RoPE and epsilon of the norms, by the new and the old keys of
+    config.json, and in a document of 300 tokens. In bfloat16 the softmax is float32's.
 
-    If this fails: the hint under the failure names a shift (alignment), a document or its first tokens; positions in
-    bfloat16, which holds no odd number above 256 (transformers #29285); RoPE's base looked for under an old key.
+    If this fails: the hint under the failure names a shift (alignment), a document or its first
+    tokens; positions in bfloat16, which holds no odd number above 256 (transformers #29285); RoPE's
+    base looked for under an old key.
     """
     margins = [
         _per_token(target, target.model(family="llama", tied=tied)) for tied in (False, True)
@@ -115,11 +119,11 @@ def qwen3(target: Target) -> float:
 def qwen3_moe(target: Target) -> float:
     """Log-probs and entropy of every token of a mixture of experts MUST be the oracle's.
 
-    The chosen experts' weights are normalised where config.json has ``norm_topk_prob``, and only there. Tokens whose
-    choice of experts rounding may change are left out.
+    The chosen experts' weights are normalised where config.json has ``norm_topk_prob``, and only
+    there. Tokens whose choice of experts rounding may change are left out.
 
-    If this fails: weights of the chosen experts not normalised, or always (Qwen3 #687); fused expert tensors in
-    another order.
+    If this fails: weights of the chosen experts not normalised, or always (Qwen3 #687); fused
+    expert tensors in another order.
     """
     models = [
         target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed)
@@ -163,7 +167,7 @@ def temperature(target: Target) -> float:
 
 @case(id="forward.isolation", model_types=TYPES, quick=True)
 def isolation(target: Target) -> float:
-    """What one document gets MUST NOT depend on the other documents of the batch, nor on their order.
+    """Outputs of one document MUST NOT depend on the batch's other documents, nor on their order.
 
     If this fails: the mask lets tokens see the document before (packing), or padding is not masked.
     """
@@ -189,7 +193,7 @@ def isolation(target: Target) -> float:
 def _answers(
     target: Target, batches: Sequence[PackedDocuments], **model: Any
 ) -> list[dict[str, Tensor]]:
-    """The whole outputs for each batch, one engine for all of them."""
+    """Return the whole outputs for each batch, with one engine for all of them."""
     calls = [asking(target, batch) for batch in batches]
     ranks = target.run(infer, target.config(target.model(**model)), calls=calls)
     return [merged(call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True)]
@@ -207,7 +211,8 @@ def causal(target: Target) -> float:
     base, changed = _answers(target, [batch, replace(batch, input_ids=ids)])
     margins = []
     for name, value in base.items():
-        # A log-prob is about its own token; entropy and value at a position know only what stands before it.
+        # A log-prob is about its own token; entropy and value at a position know only what stands
+        # before it.
         end = position + (name != "log_probs")
         tol = target.tolerance(name)  # type: ignore[arg-type]
         margins.append(
@@ -222,7 +227,7 @@ def causal(target: Target) -> float:
 
 @case(id="forward.loss_weight", model_types=TYPES)
 def loss_weight_is_inert(target: Target) -> None:
-    """What a batch carries beside tokens (loss weights, advantages) MUST change no output, bit for bit.
+    """Fields other than tokens (loss weights, advantages) MUST change no output, bit for bit.
 
     If this fails: masked tokens are cut out of the sequence, so that later ones no longer see them.
     """
@@ -247,8 +252,8 @@ def one_token_documents(target: Target) -> None:
 def repeats(target: Target) -> None:
     """Two engines of one configuration MUST give the same bits, whatever seed the weights do not need.
 
-    If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel is not
-    deterministic.
+    If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel
+    is not deterministic.
     """
     model, calls = target.model(), [asking(target, documents(5))]
     ranks = target.run(infer, target.config(model), calls=calls)
@@ -263,7 +268,8 @@ def repeats(target: Target) -> None:
 def microbatch_split(target: Target) -> float:
     """Outputs MUST come in the batch's token order whatever the token budget of a micro-batch is.
 
-    If this fails: outputs of micro-batches are concatenated, though balancing has reordered the documents.
+    If this fails: outputs of micro-batches are concatenated, though balancing has reordered the
+    documents.
     """
     model = target.model()
     call, margins = asking(target, documents(5, "uneven")), list[float]()
@@ -280,7 +286,10 @@ def microbatch_split(target: Target) -> float:
 
 
 def _few(target: Target) -> int | None:
-    """A value model shares all but the head with the language model: its chunks need no second look."""
+    """Return the sets of lengths for a few checks.
+
+    A value model shares all but the head with the language model: its chunks need no second look.
+    """
     return 2 if target.model_type == VALUE else None
 
 
@@ -288,7 +297,8 @@ def _few(target: Target) -> int | None:
 def no_documents(target: Target) -> float:
     """A rank without documents MUST take part in inference, and answer with nothing.
 
-    If this fails with a stall: the ranks with documents wait in a collective that the empty one never enters.
+    If this fails with a stall: the ranks with documents wait in a collective that the empty one
+    never enters.
     """
     return _all_match(target, target.model(), [asking(target, documents(5, "single"))])
 
@@ -299,12 +309,14 @@ Repeated = tuple[list[dict[str, Tensor]], list[int], bool, list[str], TrainOutpu
 def repeat_and_save(
     setup: Setup, call: InferCall, batch: PackedDocuments, folders: Sequence[Path]
 ) -> tuple[Repeated, str]:
-    """The same call twice between two looks at everything, then a step; with the digest of the weights after it.
+    """Make the same call twice between two looks at everything, then take a step.
 
-    A look is the weights' digest and ``weight_version``, and a save where folders are given.
+    The digest of the weights after it is returned, too. A look is the weights' digest and
+    ``weight_version``, and a save where folders are given.
     """
     with opened(setup) as engine:
-        # The generator must not stand where a seed puts it, or an engine that seeds it leaves it as it was.
+        # The generator must not stand where a seed puts it, or an engine that seeds it leaves it as
+        # it was.
         torch.rand(3)
         digests = [digest(whole_weights(engine))]
         for folder in folders[:1]:
@@ -322,10 +334,10 @@ def repeat_and_save(
 
 @case(id="forward.pure", model_types=TYPES, quick=True)
 def pure(target: Target) -> None:
-    """Inference MUST leave weights, optimizer, generators and ``weight_version`` as they were, and repeat bit for bit.
+    """Inference MUST leave weights, optimizer, generators and ``weight_version`` alone, and repeat bitwise.
 
-    If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step counter moves;
-    weights stay gathered and the next step updates the copies.
+    If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step
+    counter moves; weights stay gathered and the next step updates the copies.
     """
     folder, batch, config = target.scratch(), documents(4), target.config(target.model())
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities

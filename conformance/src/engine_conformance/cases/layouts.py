@@ -1,4 +1,4 @@
-"""Tensor, pipeline, context and expert parallelism give the answers of one rank, alone and together."""
+"""Tensor, pipeline, context and expert parallelism, which give one rank's answers alone and together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 
 
 @case(id="parallel.tp", requires=(TP,), world=SEVERAL, model_types=BOTH)
 def tp(target: Target) -> float:
-    """Tensor parallelism MUST NOT change a token's outputs, nor loss, gradient norm or update; its ranks MUST agree.
+    """Tensor parallelism MUST NOT change outputs, loss, gradient norm or update; its ranks MUST agree.
 
-    Grouped heads, norms of heads, a head tied to the embedding; the norm counts replicated weights once.
+    Grouped heads, norms of heads, a head tied to the embedding; the norm counts replicated weights
+    once.
 
-    If this fails: gradients of norms, which every rank computes from its own heads, are not summed (Megatron-LM #7452),
-    replicated weights enter the norm once a rank (verl #4710), the split vocabulary's log-sum-exp is a rank's own.
+    If this fails: gradients of norms, which every rank computes from its own heads, are not summed
+    (Megatron-LM #7452), replicated weights enter the norm once a rank (verl #4710), the split
+    vocabulary's log-sum-exp is a rank's own.
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=target.world))
 
@@ -36,8 +38,8 @@ def tp(target: Target) -> float:
 def tp_families(target: Target) -> float:
     """Biases, models without norms of heads and heads of their own MUST be split as rightly.
 
-    If this fails: a bias behind a sum over ranks is added once a rank; the untied head is split another way than the
-    embedding, and its gradient is a rank's own.
+    If this fails: a bias behind a sum over ranks is added once a rank; the untied head is split
+    another way than the embedding, and its gradient is a rank's own.
     """
     models = [target.model(family=family, tied=False, **WIDE) for family in ("qwen2", "llama")]
     return max(layout_holds(target, model, Parallelism(tp=target.world)) for model in models)
@@ -45,12 +47,12 @@ def tp_families(target: Target) -> float:
 
 @case(id="parallel.pp", requires=(PP,), world=SEVERAL, model_types=BOTH)
 def pp(target: Target) -> float:
-    """A pipeline MUST NOT change a token's outputs, nor loss, gradient norm or update; every stage MUST report the same.
+    """A pipeline MUST NOT change outputs, loss, gradient norm or update; all stages MUST report alike.
 
     With batches of fewer micro-batches than stages, and of several.
 
-    If this fails: the loss is known on the last stage only, the norm is a stage's own, micro-batches are averaged, or
-    the last one is lost when they are fewer than stages.
+    If this fails: the loss is known on the last stage only, the norm is a stage's own,
+    micro-batches are averaged, or the last one is lost when they are fewer than stages.
     """
     return layout_holds(target, target.model(tied=False, **DEEP), Parallelism(pp=target.world))
 
@@ -59,20 +61,20 @@ def pp(target: Target) -> float:
 def pp_tied(target: Target) -> float:
     """An embedding tied to the head MUST stay one weight when a pipeline's first and last stage both hold it.
 
-    If this fails: the two copies' gradients are not summed, so that they drift apart; the norm counts both; the export
-    or a checkpoint holds two (NeMo-RL #227, Megatron-LM #7452).
+    If this fails: the two copies' gradients are not summed, so that they drift apart; the norm
+    counts both; the export or a checkpoint holds two (NeMo-RL #227, Megatron-LM #7452).
     """
     return layout_holds(target, target.model(tied=True, **DEEP), Parallelism(pp=target.world))
 
 
 @case(id="parallel.cp", requires=(CP,), world=SEVERAL)
 def cp(target: Target) -> float:
-    """Context parallelism MUST NOT change a token's outputs, nor an update; its ranks MUST answer bit for bit the same.
+    """Context parallelism MUST NOT change outputs or updates; its ranks MUST agree bit for bit.
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
-    If this fails: targets are shifted within a rank (verl PR 4250), positions or the mask are a rank's own, documents
-    see each other across the split, the gradient is counted once a rank.
+    If this fails: targets are shifted within a rank (verl PR 4250), positions or the mask are a
+    rank's own, documents see each other across the split, the gradient is counted once a rank.
     """
     return layout_holds(target, target.model(), Parallelism(cp=target.world))
 
@@ -81,8 +83,9 @@ def cp(target: Target) -> float:
 def ep(target: Target) -> float:
     """Expert parallelism MUST NOT change a token's outputs, nor loss, gradient norm or update.
 
-    If this fails: experts are numbered within a rank, tokens beyond a capacity are dropped, the experts' gradients are
-    summed over ranks that hold other experts, or averaged as the dense ones (Megatron-LM #7452).
+    If this fails: experts are numbered within a rank, tokens beyond a capacity are dropped, the
+    experts' gradients are summed over ranks that hold other experts, or averaged as the dense ones
+    (Megatron-LM #7452).
     """
     return layout_holds(target, target.model(**EXPERTS), Parallelism(ep=target.world))
 
@@ -91,8 +94,8 @@ def ep(target: Target) -> float:
 def tp_pp(target: Target) -> float:
     """Tensor and pipeline parallelism MUST compose.
 
-    If this fails: the tied embedding's gradient is summed over the wrong group, the norm counts a stage or a replicated
-    weight twice (Megatron-LM #7452 lists such compositions).
+    If this fails: the tied embedding's gradient is summed over the wrong group, the norm counts a
+    stage or a replicated weight twice (Megatron-LM #7452 lists such compositions).
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=2, pp=2))
 
@@ -101,7 +104,8 @@ def tp_pp(target: Target) -> float:
 def tp_dp(target: Target) -> float:
     """Tensor and data parallelism MUST compose.
 
-    If this fails: the denominator or a metric counts a data-parallel rank as often as it has members.
+    If this fails: the denominator or a metric counts a data-parallel rank as often as it has
+    members.
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=2))
 
@@ -119,7 +123,8 @@ def pp_dp(target: Target) -> float:
 def cp_dp(target: Target) -> float:
     """Context and data parallelism MUST compose, also where a data-parallel rank has no document.
 
-    If this fails: gradients are averaged over one of the two groups; a rank without tokens leaves a collective.
+    If this fails: gradients are averaged over one of the two groups; a rank without tokens leaves a
+    collective.
     """
     return layout_holds(target, target.model(), Parallelism(cp=2), lengths=("skewed", "single"))
 
@@ -128,13 +133,14 @@ def cp_dp(target: Target) -> float:
 def ep_dp(target: Target) -> float:
     """Expert and data parallelism MUST compose: several ranks hold the same experts.
 
-    If this fails: the copies of an expert drift apart, or their gradients are divided by the number of all ranks.
+    If this fails: the copies of an expert drift apart, or their gradients are divided by the number
+    of all ranks.
     """
     return layout_holds(target, target.model(**EXPERTS), Parallelism(ep=2))
 
 
 def _round_trip(target: Target, model: dict[str, Any], *layouts: Parallelism) -> float:
-    """From one rank through ``layouts`` to one rank again."""
+    """Go from one rank through ``layouts`` to one rank again."""
     stages = [Stage(target=target, layout=layout) for layout in layouts]
     alone = Stage(target=target.at(1))
     return journey(target.model(**model), [alone, *stages, alone])
@@ -144,7 +150,8 @@ def _round_trip(target: Target, model: dict[str, Any], *layouts: Parallelism) ->
 def tp_checkpoint(target: Target) -> float:
     """A checkpoint MUST go from one rank into tensor parallelism and back, optimizer and schedule included.
 
-    If this fails: a split weight is stored with a rank's offset within another dimension, replicated ones several times.
+    If this fails: a split weight is stored with a rank's offset within another dimension,
+    replicated ones several times.
     """
     return _round_trip(target, WIDE, Parallelism(tp=target.world))
 
@@ -153,26 +160,28 @@ def tp_checkpoint(target: Target) -> float:
 def pp_checkpoint(target: Target) -> float:
     """A checkpoint MUST go from one rank into a pipeline and back, under the layers' global names.
 
-    If this fails: layers are numbered within a stage (Megatron-LM #7452, NeMo-RL #671), a tied head is stored twice.
+    If this fails: layers are numbered within a stage (Megatron-LM #7452, NeMo-RL #671), a tied head
+    is stored twice.
     """
     return _round_trip(target, DEEP, Parallelism(pp=target.world))
 
 
 @case(id="parallel.ep_checkpoint", requires=(EP, MOE, PORTABLE), world=SEVERAL)
 def ep_checkpoint(target: Target) -> float:
-    """A checkpoint MUST go from one rank into expert parallelism and back, under the experts' global names.
+    """A checkpoint MUST go from one rank into expert parallelism and back, under global expert names.
 
-    If this fails: experts are numbered within a rank, or their moments stand in another order than they do.
+    If this fails: experts are numbered within a rank, or their moments stand in another order than
+    they do.
     """
     return _round_trip(target, EXPERTS, Parallelism(ep=target.world))
 
 
 @case(id="parallel.tp_to_pp", requires=(TP, PP, PORTABLE), world=SEVERAL)
 def tp_to_pp(target: Target) -> float:
-    """A checkpoint of tensor parallelism MUST load in a pipeline, and one of a pipeline in tensor parallelism.
+    """A checkpoint MUST load from tensor parallelism into a pipeline, and from a pipeline back.
 
-    If this fails: shards are stored by rank and not by place (verl, miles and AReaL state it as a limit), or under names
-    of a layout (Megatron-LM #7452, NeMo-RL #671).
+    If this fails: shards are stored by rank and not by place (verl, miles and AReaL state it as a
+    limit), or under names of a layout (Megatron-LM #7452, NeMo-RL #671).
     """
     tensor, pipeline = Parallelism(tp=target.world), Parallelism(pp=target.world)
     return _round_trip(target, WIDE | DEEP, tensor, pipeline, tensor)
@@ -180,10 +189,12 @@ def tp_to_pp(target: Target) -> float:
 
 @case(id="parallel.tp_indivisible", requires=(TP,), world=(2,))
 def tp_indivisible(target: Target) -> float:
-    """Heads, key heads or a vocabulary that the ranks do not divide MUST be right, or ``ConfigError`` on every rank.
+    """Sizes that tensor parallelism does not divide MUST be right, or ``ConfigError`` on all ranks.
 
-    If this fails: the remainder is dropped, padding of the vocabulary enters the log-sum-exp or the export, or some ranks
-    fail while the others wait.
+    Heads, key heads and a vocabulary.
+
+    If this fails: the remainder is dropped, padding of the vocabulary enters the log-sum-exp or the
+    export, or some ranks fail while the others wait.
     """
     odd = (
         {"num_heads": 3, "num_kv_heads": 3},
@@ -197,7 +208,9 @@ def tp_indivisible(target: Target) -> float:
 
 @case(id="parallel.pp_indivisible", requires=(PP,), world=(2,))
 def pp_indivisible(target: Target) -> float:
-    """Layers that the stages do not divide, or fewer layers than stages, MUST be right, or ``ConfigError`` on every rank.
+    """Layers that the stages do not divide MUST be right, or ``ConfigError`` on every rank.
+
+    Fewer layers than stages as well.
 
     If this fails: a layer is lost or computed twice, or an empty stage waits for another.
     """
@@ -208,7 +221,9 @@ def pp_indivisible(target: Target) -> float:
 
 @case(id="parallel.ep_indivisible", requires=(EP, MOE), world=(2,))
 def ep_indivisible(target: Target) -> float:
-    """Experts that the ranks do not divide, or a model without any, MUST be right, or ``ConfigError`` on every rank.
+    """Experts that the ranks do not divide MUST be right, or ``ConfigError`` on every rank.
+
+    A model without any expert as well.
 
     If this fails: the last experts are on no rank, or the size is ignored for a dense model.
     """

@@ -60,7 +60,10 @@ def _batches() -> list[PackedDocuments]:
 def adapter_run(
     setup: Setup, batches: Sequence[PackedDocuments]
 ) -> tuple[list[Trained], list[dict[str, Tensor]], list[Answer]]:
-    """Train with a look after each step; the adapter before, the merged export after; answers with and without it."""
+    """Train, and after each step take the adapter, the merged export, and outputs with and without it.
+
+    The adapter is taken before the step, the merged export after it.
+    """
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
         trained = [
@@ -73,7 +76,7 @@ def adapter_run(
 
 
 def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """A folder in PEFT's format, as a reader of adapters finds it."""
+    """Write a folder in PEFT's format, as a reader of adapters finds it."""
     folder.mkdir(exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     about = {
@@ -88,12 +91,13 @@ def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 @case(id="lora.train", requires=LORA, quick=True)
 def trains(target: Target) -> float:
-    """Only the adapter MUST train, and end in the oracle's; merged it MUST be exported, off it MUST leave the base model.
+    """Only the adapter MUST train as the oracle's does, merge into the export, and come off for the base.
 
     The adapter's own export has PEFT's names; B starts at zero.
 
-    If this fails: the merged export sends base weights (a comment in verl's _merged_lora_per_tensor_param admits it), the scale alpha / rank
-    is applied twice or not at all, gradients of A are those of a shard.
+    If this fails: the merged export sends base weights (a comment in verl's
+    _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or not at all,
+    gradients of A are those of a shard.
     """
     model, folder, batches = target.model(tied=False), target.scratch(), _batches()
     ranks = target.run(adapter_run, target.config(model, lora=CONFIG), batches=batches)
@@ -133,8 +137,8 @@ def _steps_match(
 ) -> float:
     """Compare each step with the oracle's from the engine's own adapter before it, with the oracle's moments.
 
-    Not the run as a whole: in bfloat16 rounding decides where an element of B goes whose gradient nearly vanishes, and
-    the next gradient of A is made of B.
+    Not the run as a whole: in bfloat16 rounding decides where an element of B goes whose gradient
+    nearly vanishes, and the next gradient of A is made of B.
     """
     margins, before, done = list[float](), start, None
     for index, batch in enumerate(batches):
@@ -166,7 +170,7 @@ def _answers_match(
     batch: PackedDocuments,
     oracles: Sequence[OracleModel],
 ) -> float:
-    """With the adapter on as the adapted oracle, with it off as the base model."""
+    """Compare outputs with the adapted oracle's (adapter on) and the base model's (adapter off)."""
     calls = [InferCall(documents=batch, entropy=True, adapter=on) for on in (True, False)]
     return max(
         outputs_match(target, oracle, call, [row[i] for row in ranks])
@@ -178,7 +182,10 @@ Switched = tuple[dict[str, Tensor], list[Answer], list[Trained]]
 
 
 def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
-    """Take a step, answer with the adapter on, off and on, take a step; with the adapter at the start and after each."""
+    """Take a step, infer with the adapter on, off and on, and take a step.
+
+    The adapter is returned as it is at the start and after each step.
+    """
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
         trained = [summary(engine, [step(engine, setup, batches[0])], adapter="only")]
@@ -190,7 +197,7 @@ def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
 
 @case(id="lora.switched", requires=LORA)
 def switched(target: Target) -> float:
-    """With the adapter off and on again, answers and the next step MUST be as if it had never been off.
+    """With the adapter off and on again, answers and the next step MUST be as if it was always on.
 
     The answers are the trained adapter's, also where it trains with dropout.
 
@@ -211,7 +218,7 @@ def switched(target: Target) -> float:
 def _stays_on(
     target: Target, model: Path, rows: Sequence[Switched], batch: PackedDocuments
 ) -> float:
-    """On again bit for bit as on before, and as the oracle with the same adapter."""
+    """Require the same bits before and after the switch, and the oracle's outputs with that adapter."""
     for rank, (_, answers, _) in enumerate(rows):
         assert_bitwise(
             answers[2].fields,
@@ -244,7 +251,10 @@ def resume(target: Target) -> float:
 def base_weights(
     setup: Setup, batch: PackedDocuments, *, lora: bool
 ) -> tuple[dict[str, Tensor], list[str], bool]:
-    """After a step: the base weights and the merged export's names; whether the base of no adapter is a typed error."""
+    """Return the base weights and the merged export's names after a step.
+
+    In addition, say whether asking for the base without an adapter is a typed error.
+    """
     with opened(setup) as engine:
         if not lora:
             return (
@@ -260,12 +270,13 @@ def base_weights(
 
 @case(id="lora.base", since="1.1", requires=LORA, quick=True)
 def base(target: Target) -> None:
-    """After a step the base export MUST be the folder's weights bit for bit, in the merged export's order.
+    """After a step the base export MUST be the folder's weights bit for bit, in the merged order.
 
-    Of an engine that has no adapter it is a ``ConfigError``.
+    The merged order is that of the merged export. Of an engine that has no adapter it is a
+    ``ConfigError``.
 
-    If this fails: the adapter is merged into it, and a server that adds the adapter serves it twice; its names have the
-    wrapped layers' ``base_layer``.
+    If this fails: the adapter is merged into it, and a server that adds the adapter serves it
+    twice; its names have the wrapped layers' ``base_layer``.
     """
     model, batch = target.model(tied=False), documents(90, "uneven")
     rows = target.run(base_weights, target.config(model, lora=CONFIG), batch=batch, lora=True)
@@ -294,7 +305,10 @@ def base(target: Target) -> None:
 def shards_of(
     setup: Setup, batch: PackedDocuments
 ) -> dict[Adapter, tuple[Shards, list[str], dict[str, Tensor]]]:
-    """After a step, of every export: this rank's shards, the order of the whole, and on rank 0 the whole."""
+    """Return this rank's shards and the whole's order of every export after a step.
+
+    On rank 0 the whole itself is returned, too.
+    """
     with opened(setup) as engine:
         step(engine, setup, batch)
         kinds: tuple[Adapter, ...] = get_args(Adapter)
@@ -303,9 +317,10 @@ def shards_of(
 
 @case(id="lora.shards", since="1.1", requires=(*LORA, Capability.EXPORT_SHARDS))
 def shards(target: Target) -> float:
-    """The shards of the merged weights, of the base and of the adapter MUST each make the whole export, bit for bit.
+    """The shards of each of merged weights, base and adapter MUST make its whole export, bit for bit.
 
-    If this fails: shards are always merged ones, or those of an adapter have another order or no boxes.
+    If this fails: shards are always merged ones, or those of an adapter have another order or no
+    boxes.
     """
     model, batch = target.model(tied=False), documents(90, "uneven")
     ranks = target.run(shards_of, target.config(model, lora=CONFIG), batch=batch)
@@ -315,7 +330,7 @@ def shards(target: Target) -> float:
 def save_merged(
     setup: Setup, batch: PackedDocuments, folder: Path
 ) -> tuple[Answer, dict[str, Tensor]]:
-    """Take a step and write the folder; the answers of the engine, and on rank 0 its merged export."""
+    """Take a step, write the folder, and return the outputs, and on rank 0 the merged export."""
     with opened(setup) as engine:
         step(engine, setup, batch)
         engine.save_hf(folder / "hf")
@@ -342,7 +357,7 @@ def save_hf(target: Target) -> float:
 
 
 def without_adapter(setup: Setup) -> list[bool]:
-    """Whether asking for an adapter that is not there is a typed error."""
+    """Return whether asking for an adapter that is not there is a typed error."""
     with opened(setup) as engine:
         batch = local_batch(engine, documents(90, "uneven"), setup.device)
         calls = (

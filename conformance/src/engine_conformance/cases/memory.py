@@ -1,4 +1,7 @@
-"""What trades time for memory changes no answer: recompute, offload, compile, chunks, half precision."""
+"""Options that trade time for memory and must change no answer.
+
+Recompute, offload, compile, chunks and half precision.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def _batches() -> tuple[PackedDocuments, ...]:
 
 
 def _trains(target: Target, config: EngineConfig, model: Path) -> float:
-    """Three clipped, decayed steps against the oracle."""
+    """Compare three clipped, decayed steps with the oracle's."""
     ranks = target.run(train, config, batches=_batches())
     want = oracle_training(
         str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
@@ -90,7 +93,7 @@ def offload(target: Target) -> float:
 
 @cache
 def _other_lengths() -> PackedDocuments:
-    """As many tokens as the equal documents, also on each of two ranks."""
+    """Return documents of other lengths with as many tokens as the equal ones, also on two ranks each."""
     return packed_documents(84, (12, 5, 4, 11))
 
 
@@ -100,8 +103,8 @@ def compiled(target: Target) -> float:
 
     The second batch has as many tokens in documents of other lengths.
 
-    If this fails: a graph break or a new shape falls back to another attention; the first batch's mask is a constant
-    of the graph.
+    If this fails: a graph break or a new shape falls back to another attention; the first batch's
+    mask is a constant of the graph.
     """
     folder = target.model(num_layers=1)
     batches = (documents(83, "equal"), _other_lengths())
@@ -114,7 +117,7 @@ def compiled(target: Target) -> float:
 
 @case(id="memory.half_precision", requires=(Capability.BF16,), model_types=TYPES, quick=True)
 def half_precision(target: Target) -> float:
-    """Computing in bfloat16 on float32 masters MUST stay within bfloat16's tolerance, and move the float32 weights.
+    """bfloat16 on float32 masters MUST stay within bfloat16's tolerance and move the float32 weights.
 
     If this fails: masters are rounded to bfloat16 after the step, so that small updates are lost.
     """
@@ -133,7 +136,7 @@ def half_precision(target: Target) -> float:
 def move_about(
     setup: Setup, batches: Sequence[PackedDocuments], call: InferCall, folder: Path
 ) -> Trained:
-    """Steps with everything moved away and back between them; saved away and at home."""
+    """Run steps with model and optimizer moved away and back between them, and save in both places."""
     with opened(setup) as engine:
         outputs = []
         for batch in batches:
@@ -157,7 +160,7 @@ def move_about(
     id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES
 )
 def to(target: Target) -> float:
-    """Moving model and optimizer away and back MUST change nothing, and what is away MUST still be saved whole.
+    """Moving model and optimizer away and back MUST change nothing; saves MUST be whole in both places.
 
     If this fails: a copy stays behind and the optimizer goes on with the other one.
     """

@@ -1,4 +1,4 @@
-"""What is trained on: losses, temperature and entropy, against the oracle's own."""
+"""Losses, temperature and entropy in training, against the oracle's own."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def temperature(target: Target) -> float:
 # In bfloat16 rounding decides which ratios are clipped: the gradient is another one.
 @case(id="train.policy", dtypes=FLOAT32, quick=True)
 def policy(target: Target) -> float:
-    """A clipped policy loss over the caller's denominator MUST give the oracle's gradient, and metrics that are sums.
+    """A clipped policy loss over the caller's denominator MUST give the oracle's gradient and summed metrics.
 
-    If this fails: the engine divides by its own count of tokens; metrics are averaged, or counted once a rank.
+    If this fails: the engine divides by its own count of tokens; metrics are averaged, or counted
+    once a rank.
     """
     model = target.model()
     oracle, plain = oracle_of(str(model)), documents(21, "uneven")
@@ -64,7 +65,10 @@ _NEAR: dict[int, PackedDocuments] = {}
 
 
 def _near(oracle: OracleModel, batch: PackedDocuments) -> PackedDocuments:
-    """Old log-probs about the current ones, so that some ratios are clipped; the same object each time."""
+    """Return old log-probs about the current ones, so that some ratios are clipped.
+
+    It is the same object each time.
+    """
     if id(batch) not in _NEAR:
         now = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
         _NEAR[id(batch)] = batch.near(1, old_log_probs=now.numpy())
@@ -75,7 +79,8 @@ def _near(oracle: OracleModel, batch: PackedDocuments) -> PackedDocuments:
 def entropy(target: Target) -> float:
     """A loss that asks for entropy MUST get its gradient too.
 
-    If this fails: entropy is detached, or a fused head or kernel differentiates it wrongly (verl #1720: the loss changes).
+    If this fails: entropy is detached, or a fused head or kernel differentiates it wrongly (verl
+    #1720: the loss changes).
     """
     model, batches = target.model(tied=False), _batches("uneven")
     config = target.config(model, memory=Memory(logit_chunk=5))

@@ -1,4 +1,4 @@
-"""Several ranks give the answers of one, however they are spread; what does not fit is refused."""
+"""Several ranks, which give the answers of one in every arrangement, and refuse one that does not fit."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"
 
 @case(id="parallel.dp", requires=(Capability.DP,), world=(2, 4), model_types=BOTH)
 def dp(target: Target) -> float:
-    """Data parallelism MUST NOT change loss, gradient norm or update, and replicas MUST stay bitwise identical.
+    """Data parallelism MUST NOT change loss, gradient norm or update; replicas MUST stay bitwise identical.
 
-    One rank and several, with unequal tokens on each, with ranks without a document, and with the norm clipped.
+    One rank and several, with unequal tokens on each, with ranks without a document, and with the
+    norm clipped.
 
-    If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over tokens (AReaL PR 335,
-    torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the norm is a rank's own (verl #4710).
+    If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over
+    tokens (AReaL PR 335, torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the
+    norm is a rank's own (verl #4710).
     """
     model, batches = (
         target.model(),
@@ -64,7 +66,10 @@ def dp(target: Target) -> float:
 
 
 def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult) -> float:
-    """The two runs against each other: both may be within tolerance of the oracle, on either side of it."""
+    """Compare the two runs with each other.
+
+    Both may be within tolerance of the oracle, on either side of it.
+    """
     factors = {"ranks": float(target.world)}
     margins = [
         assert_scalar_close(f"{name} of step {step}", a, b, target.tolerance(name), factors=factors)  # type: ignore[arg-type]
@@ -82,19 +87,20 @@ def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult)
 def hsdp(target: Target) -> float:
     """Hybrid sharding MUST NOT change loss, gradient norm, update or export, and its copies MUST count once.
 
-    If this fails with a ratio: the gradient of the copies is averaged, or their norm is summed (torchtitan #2318).
+    If this fails with a ratio: the gradient of the copies is averaged, or their norm is summed
+    (torchtitan #2318).
     """
     return layout_holds(target, target.model(), Parallelism(dp_replicate=2))
 
 
 @case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), model_types=BOTH)
 def ulysses(target: Target) -> float:
-    """Sequence parallelism MUST NOT change a token's outputs, nor an update; its ranks MUST answer bit for bit the same.
+    """Sequence parallelism MUST NOT change outputs or updates; its ranks MUST agree bit for bit.
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
-    If this fails: targets are shifted within a rank, so that tokens at the split are wrong (verl PR 4250); the
-    gradient is counted once a rank.
+    If this fails: targets are shifted within a rank, so that tokens at the split are wrong (verl PR
+    4250); the gradient is counted once a rank.
     """
     return layout_holds(target, target.model(num_kv_heads=4), Parallelism(ulysses=target.world))
 
@@ -113,7 +119,8 @@ def ulysses_kv_heads(target: Target) -> float:
 def ulysses_with_data(target: Target) -> float:
     """Sequence parallelism MUST compose with data parallelism, sharded and replicated.
 
-    If this fails: the denominator or a metric counts a data-parallel rank as often as it has members.
+    If this fails: the denominator or a metric counts a data-parallel rank as often as it has
+    members.
     """
     layouts = (Parallelism(ulysses=2), Parallelism(ulysses=2, dp_replicate=2))
     return max(
@@ -123,7 +130,7 @@ def ulysses_with_data(target: Target) -> float:
 
 
 def topology(setup: Setup) -> Topology:
-    """Where this rank stands."""
+    """Return this rank's topology."""
     with opened(setup) as engine:
         return engine.topology
 
@@ -138,7 +145,7 @@ def _declared(target: Target) -> dict[Capability, str]:
 
 @case(id="parallel.topology", model_types=BOTH)
 def topology_holds(target: Target) -> None:
-    """Ranks, data-parallel ranks and primaries MUST be numbered without gaps, one primary a data-parallel rank.
+    """Ranks and primaries MUST be numbered without gaps, one primary per data-parallel rank.
 
     In every layout that the engine declares.
 
@@ -201,7 +208,7 @@ def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parall
 
 
 def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | None]:
-    """Every rank brings another document; then all the same ones."""
+    """Give every rank different documents, then the same ones to all."""
     loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         own = _own(engine, batch, setup.device)
@@ -250,7 +257,7 @@ for _capability in MODEL_PARALLEL:
 
 @case(id="parallel.misfit", model_types=BOTH)
 def misfit(target: Target) -> None:
-    """Sizes whose product is not the world MUST raise ``ConfigError`` on every rank, and leave the ranks usable.
+    """Sizes whose product is not the world MUST raise ``ConfigError`` everywhere, and leave ranks usable.
 
     Of every kind of parallelism that the engine declares, alone and with data parallelism.
 

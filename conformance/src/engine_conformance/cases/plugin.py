@@ -1,4 +1,7 @@
-"""Descriptors: light, versioned, honest about devices. None of these cases starts a rank."""
+"""Descriptors: light, versioned, honest about devices.
+
+None of these cases starts a rank.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ assert rows, "not discovered in a fresh process"
 
 @cache
 def _loaded(backend: str, source: str) -> subprocess.CompletedProcess[str]:
-    """A fresh process that loads the descriptor and then looks for it among all; ``source`` ends in (module:attr)."""
+    """Return a fresh process that loads the descriptor and then looks for it among all.
+
+    ``source`` ends in (module:attr).
+    """
     module = source.rpartition("(")[2].partition(":")[0]
     code = _LOAD.format(path=sys.path, module=module, mark=_MARK, backend=backend)
     return subprocess.run(
@@ -44,10 +50,10 @@ def _loaded(backend: str, source: str) -> subprocess.CompletedProcess[str]:
 
 @case(id="plugin.light", world=(1,), model_types=TYPES, quick=True)
 def light(target: Target) -> None:
-    """Loading the descriptor MUST import no torch; it is found in a fresh process.
+    """Loading the descriptor MUST import no torch, and a fresh process MUST find it.
 
-    If this fails: the descriptor's module imports the engine, or an option's default needs torch; a stale
-    ``.egg-info`` hides the entry point (vLLM PR #43987: a named plug-in is silently ignored).
+    If this fails: the descriptor's module imports the engine, or an option's default needs torch; a
+    stale ``.egg-info`` hides the entry point (vLLM PR #43987: a named plug-in is silently ignored).
     """
     done = _loaded(target.backend, target.resolution.source)
     last = (
@@ -60,7 +66,7 @@ def light(target: Target) -> None:
 
 @case(id="plugin.quiet", world=(1,), model_types=TYPES)
 def quiet(target: Target) -> None:
-    """Loading the descriptor MUST write nothing to standard output, which belongs to the program that loads it.
+    """Loading the descriptor MUST write nothing to standard output, which belongs to the caller.
 
     If this fails: a banner, or a print left over; it ends up in somebody's JSON.
     """
@@ -80,7 +86,10 @@ def contract(target: Target) -> None:
 
 
 def load_classes(setup: Setup) -> list[str]:
-    """What is wrong with class and options; in a rank, since importing a stranger's class runs its code."""
+    """Return the faults of class and options.
+
+    It runs in a rank, since importing an unknown class runs its code.
+    """
     resolution = EngineRegistry.resolve(
         model_type=setup.model_type, backend=setup.backend, device=setup.device
     )
@@ -99,7 +108,7 @@ def load_classes(setup: Setup) -> list[str]:
 
 @case(id="plugin.classes", world=(1,), model_types=TYPES)
 def classes(target: Target) -> None:
-    """The class and the options dataclass that the descriptor names MUST be there, and the descriptor's data be plain.
+    """The class and options dataclass that a descriptor names MUST exist, and its data MUST be plain.
 
     If this fails: a renamed class; options that need arguments, so that none given means an error.
     """
@@ -108,7 +117,7 @@ def classes(target: Target) -> None:
 
 
 def probe_devices(setup: Setup) -> list[str]:
-    """What is wrong with the probe's answers."""
+    """Return the faults of the probe's results."""
     resolution = EngineRegistry.resolve(
         model_type=setup.model_type, backend=setup.backend, device=setup.device
     )
@@ -126,7 +135,7 @@ def probe_devices(setup: Setup) -> list[str]:
 
 @case(id="plugin.probe", world=(1,), model_types=TYPES)
 def probe(target: Target) -> None:
-    """The probe MUST answer for every device without raising, and say why and what to do where it says no.
+    """The probe MUST answer for every device without raising, with reason and remedy where it says no.
 
     If this fails: a missing driver is an exception of the probe.
     """
@@ -136,7 +145,7 @@ def probe(target: Target) -> None:
 
 @case(id="plugin.device", world=(1,), model_types=TYPES)
 def device(target: Target) -> None:
-    """An explicit device MUST NOT be replaced; one that is absent is refused with the trace and what there is.
+    """An explicit device MUST NOT be replaced; an absent one MUST be refused with trace and alternatives.
 
     If this fails: training falls back to the CPU in silence (vLLM #48277).
     """
@@ -157,7 +166,7 @@ def device(target: Target) -> None:
 
 @case(id="plugin.near_match", world=(1,), model_types=TYPES)
 def near_match(target: Target) -> None:
-    """A misspelt backend MUST be an error that names the near match; creating one needs no rank.
+    """A misspelt backend MUST be an error that names the near match, without starting a rank.
 
     If this fails: the name is matched loosely.
     """

@@ -1,4 +1,4 @@
-"""Portable checkpoints: of an earlier release, of nobody's making, and of another engine."""
+"""Portable checkpoints: of an earlier release, of the suite's own writer, and of another engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GOLD = Path(__file__).parents[1] / "gold"
 
 
 def gold_model(model_type: str) -> TinyModel:
-    """A model that is as small as one with grouped heads, norms of heads and a tied (or a value) head can be."""
+    """Return the smallest model with grouped heads, norms of heads and a tied head (or a value head)."""
     value = model_type == VALUE
     return TinyModel(
         value_model=value,
@@ -56,14 +56,14 @@ def gold_model(model_type: str) -> TinyModel:
 
 
 def gold_batches(first: int, count: int) -> tuple[PackedDocuments, ...]:
-    """Steps ``first`` to ``first + count`` of the gold run and of what goes on from it."""
+    """Return steps ``first`` to ``first + count`` of the gold run and of its continuation."""
     return tuple(
         packed_documents(100 + i, (9, 1, 5, 7), vocab_size=64) for i in range(first, first + count)
     )
 
 
 def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]) -> float:
-    """The engine loads ``source``, exports its weights bit for bit, makes two steps of the oracle's and saves them."""
+    """Load ``source``, export its weights bit for bit, train two of the oracle's steps and save them."""
     start, batches, place = start_of(state, model), gold_batches(3, 2), target.scratch() / "on"
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     legs: list[Leg] = target.run(leg, config, batches=batches, load=source, save_to=place)
@@ -88,10 +88,12 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
 def gold(target: Target) -> float:
     """A checkpoint of an earlier release MUST load, be exported bit for bit, and train on as the oracle does.
 
-    From its weights, both moments and its step; the files are part of the suite and never rewritten.
+    From its weights, both moments and its step; the files are part of the suite and never
+    rewritten.
 
-    If this fails: a key, a box or a field of the manifest changed its meaning without a new major version; the step is
-    not restored, so that Adam's bias correction or the schedule begins anew (Automodel #3191, Megatron-LM #5974).
+    If this fails: a key, a box or a field of the manifest changed its meaning without a new major
+    version; the step is not restored, so that Adam's bias correction or the schedule begins anew
+    (Automodel #3191, Megatron-LM #5974).
     """
     folders = sorted(GOLD.glob(f"contract-*/{target.model_type}"))
     assert folders, f"no gold checkpoint of a {target.model_type}"
@@ -103,7 +105,7 @@ def gold(target: Target) -> float:
 
 
 def _state_of(result: TrainResult) -> dict[str, Tensor]:
-    """Canonical keys → float32 tensors."""
+    """Return float32 tensors by canonical key."""
     state = {f"model.{name}": tensor.float() for name, tensor in result.params.items()}
     for name in result.params:
         moments = result.optimizer
@@ -115,13 +117,15 @@ def _state_of(result: TrainResult) -> dict[str, Tensor]:
 
 @case(id="checkpoint.foreign", requires=PORTABLE, model_types=BOTH)
 def foreign(target: Target) -> float:
-    """A checkpoint that no engine wrote MUST load, whatever its boxes, and be gone on from; so MUST the way back.
+    """A checkpoint that no engine wrote MUST load and train on, whatever its boxes; so MUST the way back.
 
-    The suite writes the oracle's weights, moments and step after three steps, by the format's description alone, for
-    three ranks, in columns and corners; it reads the engine's own checkpoint two steps later.
+    The suite writes the oracle's weights, moments and step after three steps, by the format's
+    description alone, for three ranks, in columns and corners; it reads the engine's own checkpoint
+    two steps later.
 
-    If this fails: a reader takes shards by rank or by row and not by their boxes, expects its own layout or its own
-    files of ranks, or moments lose their names (NeMo-RL #671, Megatron-LM #7452, #5895).
+    If this fails: a reader takes shards by rank or by row and not by their boxes, expects its own
+    layout or its own files of ranks, or moments lose their names (NeMo-RL #671, Megatron-LM #7452,
+    #5895).
     """
     model = target.model()
     done = oracle_training(str(model), gold_batches(0, 3), optimizer=ADAMW, schedule=RATES)
@@ -132,7 +136,7 @@ def foreign(target: Target) -> float:
 
 
 def _partner(target: Target, *needs: Capability) -> Target:
-    """The second engine, data parallel over the target's ranks."""
+    """Return the second engine, data parallel over the target's ranks."""
     must(target.partner != target.backend, "partner", f"{target.partner!r} is the engine itself")
     other = target.beside()
     try:
@@ -147,12 +151,13 @@ def _partner(target: Target, *needs: Capability) -> Target:
 
 @case(id="checkpoint.partner", requires=PORTABLE, model_types=BOTH, partner=True)
 def partner(target: Target) -> float:
-    """A run that another engine goes on with from a checkpoint, and back, MUST equal one without interruption.
+    """A run that another engine continues from a checkpoint, and back, MUST equal an uninterrupted one.
 
     Weights, both moments, step and schedule, two steps in each engine, in the partner's own layout.
 
-    If this fails: the optimizer stays behind (no peer offers it across backends: Megatron-LM #5895), names are an
-    engine's own (NeMo-RL #671), or the state of one engine's generators is fed to the other's.
+    If this fails: the optimizer stays behind (no peer offers it across backends: Megatron-LM
+    #5895), names are an engine's own (NeMo-RL #671), or the state of one engine's generators is fed
+    to the other's.
     """
     other = _partner(target)
     stages = [
@@ -164,29 +169,32 @@ def partner(target: Target) -> float:
 
 
 def _there_and_back(target: Target, layout: Parallelism, *needs: Capability, **model: Any) -> float:
-    """Two ranks of the partner, then ``layout``, then the partner again; two steps in each."""
+    """Train two steps each on two ranks of the partner, in ``layout``, and on the partner again."""
     two = Stage(target=_partner(target.at(2), *needs))
     return journey(target.model(**model), [two, Stage(target=target, layout=layout), two], steps=2)
 
 
 @case(id="checkpoint.partner_tp", requires=(*PORTABLE, Capability.TP), world=(2,), partner=True)
 def partner_tp(target: Target) -> float:
-    """Two data-parallel ranks of another engine, then tensor parallelism, then they again MUST equal one run.
+    """Another engine's dp 2, then tensor parallelism, then dp 2 again MUST equal one run.
 
     Weights, both moments, step and schedule; the embedding is tied, heads are grouped.
 
-    If this fails: moments are cut by rank and not by the box of their weight, so that rows are right and columns wrong.
+    If this fails: moments are cut by rank and not by the box of their weight, so that rows are
+    right and columns wrong.
     """
     return _there_and_back(target, Parallelism(tp=2))
 
 
 @case(id="checkpoint.partner_pp", requires=(*PORTABLE, Capability.PP), world=(2,), partner=True)
 def partner_pp(target: Target) -> float:
-    """Two data-parallel ranks of another engine, then a pipeline, then they again MUST equal one run.
+    """Another engine's dp 2, then a pipeline, then dp 2 again MUST equal one run.
 
-    Weights, both moments, step and schedule; the tied embedding is on both stages, and in the checkpoint once.
+    Weights, both moments, step and schedule; the tied embedding is on both stages, and in the
+    checkpoint once.
 
-    If this fails: layers are numbered within a stage (NeMo-RL #671), or the last stage's tied embedding has no moments.
+    If this fails: layers are numbered within a stage (NeMo-RL #671), or the last stage's tied
+    embedding has no moments.
     """
     return _there_and_back(target, Parallelism(pp=2))
 
@@ -198,11 +206,12 @@ def partner_pp(target: Target) -> float:
     partner=True,
 )
 def partner_tp_pp(target: Target) -> float:
-    """Two ranks of another engine, then four in tensor and pipeline parallelism, then two again MUST equal one run.
+    """Another engine's dp 2, then tensor and pipeline parallelism on four, then dp 2 MUST equal one run.
 
     Weights, both moments, step and schedule; the number of ranks changes on both ways.
 
-    If this fails: the place in one group is taken for the place in the other, or the number of ranks for that at the save.
+    If this fails: the place in one group is taken for the place in the other, or the number of
+    ranks for that at the save.
     """
     return _there_and_back(target, Parallelism(tp=2, pp=2))
 
@@ -214,11 +223,12 @@ def partner_tp_pp(target: Target) -> float:
     partner=True,
 )
 def partner_ep(target: Target) -> float:
-    """Two data-parallel ranks of another engine, then expert parallelism, then they again MUST equal one run.
+    """Another engine's dp 2, then expert parallelism, then dp 2 again MUST equal one run.
 
     Weights, both moments, step and schedule, expert by expert.
 
-    If this fails: experts are numbered within a rank, or their moments stand in another order than they do.
+    If this fails: experts are numbered within a rank, or their moments stand in another order than
+    they do.
     """
     model = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
     return _there_and_back(target, Parallelism(ep=2), Capability.MOE, **model)

@@ -1,4 +1,4 @@
-"""One probe a capability: what an engine does not declare, it refuses by name, and goes on."""
+"""Refusals of undeclared capabilities, one probe per capability: by name, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VOCABULARY = 64  # of the smallest fixture that is asked here
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What came of a request: an error, or nothing (``error`` is empty then)."""
+    """Result of a request: an error, or nothing (``error`` is empty then)."""
 
     error: str = ""
     capability: str = ""
@@ -44,7 +44,7 @@ class Reply:
 
 
 def reply_to(request: Callable[[], Any]) -> Reply:
-    """How the engine answers ``request``; any exception is an answer that the controller judges."""
+    """Return the engine's reply to ``request``; the controller judges any exception."""
     try:
         request()
     except UnsupportedCapability as error:
@@ -149,7 +149,7 @@ class Asked:
 
 
 def configured(setup: Setup, configs: Mapping[str, EngineConfig]) -> dict[str, Reply]:
-    """The replies to making and building an engine of each configuration."""
+    """Return the replies to building an engine of each configuration."""
     setups = {how: replace(setup, config=config) for how, config in configs.items()}
     return {how: reply_to(lambda one=one: _build(one)) for how, one in setups.items()}
 
@@ -163,7 +163,7 @@ def _build(setup: Setup) -> None:
 
 
 def called(setup: Setup, calls: Sequence[str], batch: PackedDocuments, folder: Path) -> Asked:
-    """The replies to each call on an initialized engine, then a step of it."""
+    """Return the replies to each call on an initialized engine, then a step of it."""
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
         replies = {how: reply_to(lambda how=how: CALLS[how](engine, mine, folder)) for how in calls}
@@ -202,13 +202,16 @@ def _still_trains(target: Target, model: Path, ranks: Sequence[Trained]) -> floa
 
 
 def _usable(target: Target) -> float:
-    """An engine of the plain configuration, made in the same processes after the refusals, trains as the oracle does."""
+    """Require that an engine of the plain configuration trains as the oracle does.
+
+    It is made in the same processes after the refusals.
+    """
     model = target.model()
     return _still_trains(target, model, target.run(train, target.config(model), batches=[_BATCH]))
 
 
 def probe_configuration(target: Target, capability: Capability) -> float:
-    """Every configuration that asks for it is refused when an engine is made of it."""
+    """Require that every configuration that asks for the capability is refused when it is built."""
     base = target.config(target.model())
     configs = {how: replace(base, **sections) for how, sections in CONFIGURED[capability].items()}
     _judge(capability, target.run(configured, base, configs=configs)[0])
@@ -216,7 +219,10 @@ def probe_configuration(target: Target, capability: Capability) -> float:
 
 
 def probe_calls(target: Target, capability: Capability) -> float:
-    """Every call that asks for it is refused, and the same engine then trains as the oracle does."""
+    """Require that every call that asks for the capability is refused, and that the engine then trains.
+
+    It then trains as the oracle does.
+    """
     gold = GOLD / "contract-1.0" / target.model_type
     portable = capability is Capability.PORTABLE_CHECKPOINT
     model, folder = (
@@ -230,14 +236,14 @@ def probe_calls(target: Target, capability: Capability) -> float:
 
 
 def probe_moe(target: Target) -> float:
-    """A mixture of experts is refused when an engine is made of it."""
+    """Require that a mixture of experts is refused when an engine is made of it."""
     config = target.config(target.model(family="qwen3_moe", tied=False))
     _judge(Capability.MOE, target.run(configured, config, configs={"a qwen3_moe model": config})[0])
     return _usable(target)
 
 
 def probe_dp(target: Target) -> float:
-    """Two ranks are refused on both of them."""
+    """Require that two ranks are refused on both of them."""
     there = devices_of(target.device)
     if there is not None and there < 2:
         raise SkipCase(f"needs 2 {target.device} devices, there are {there}")
@@ -250,7 +256,7 @@ def probe_dp(target: Target) -> float:
 
 
 def probe_value_head(target: Target) -> float | None:
-    """There is no row for value models, or it refuses."""
+    """Require that there is no row for value models, or that it refuses."""
     other = target.serving(VALUE)
     try:
         EngineRegistry.resolve(model_type=VALUE, backend=target.backend, device=target.device)

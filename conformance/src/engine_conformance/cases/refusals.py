@@ -1,4 +1,4 @@
-"""What is refused: undeclared capabilities, bad batches, arguments and configurations, each by a typed error."""
+"""Refusals by typed errors: undeclared capabilities, bad batches, arguments and configurations."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def bad_batches(target: Target) -> None:
 
 
 def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | None], float]:
-    """Calls with arguments that make no sense, then a good one."""
+    """Make calls with arguments that make no sense, then a good one."""
     loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
@@ -118,9 +118,10 @@ def bad_arguments(target: Target) -> None:
 
 @case(id="contract.bad_configuration", model_types=TYPES)
 def bad_configuration(target: Target) -> None:
-    """A model, optimizer or option that is not there MUST raise ``ConfigError`` on every rank, and leave no engine behind.
+    """An absent model, optimizer or option MUST raise ``ConfigError`` everywhere and leave no engine.
 
-    A folder without weights, a folder that is absent, an unknown optimizer, a misspelt option, head or kernel.
+    A folder without weights, a folder that is absent, an unknown optimizer, a misspelt option, head
+    or kernel.
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
@@ -154,7 +155,10 @@ def bad_configuration(target: Target) -> None:
 
 
 def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[EngineError | None]:
-    """Without an optimizer: training is refused; inference, export and a load of a training checkpoint work."""
+    """Use an engine without an optimizer: training is refused, all else works.
+
+    Inference, export and a load of a training checkpoint work.
+    """
     loss = default_loss(setup.model_type)
     with_optimizer = replace(setup, config=replace(setup.config, optimizer=OptimizerConfig()))
     with opened(with_optimizer) as engine:
@@ -174,7 +178,7 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
 
 @case(id="contract.inference_only", model_types=TYPES)
 def without_optimizer(target: Target) -> None:
-    """An engine without an optimizer MUST refuse to train by ``EngineStateError``, and infer, export and load weights.
+    """An engine without optimizer MUST refuse training by ``EngineStateError``, but infer, export and load.
 
     If this fails: a reference model pays for moments, or cannot read the policy's checkpoint.
     """

@@ -1,4 +1,7 @@
-"""What reinforcement learning builds on: log-probs by one path, policy and value updates, versions, a reference."""
+"""Foundations of reinforcement learning in an engine.
+
+Log-probs by one path, policy and value updates, versions, a reference.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +54,23 @@ BOTH = (LM, VALUE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithEntropy:
-    """A loss of log-probs that has entropy computed beside them."""
+    """Loss of log-probs that has entropy computed in addition."""
 
     loss: LossFn
     needs: tuple[str, ...] = ("log_probs", "entropy")
 
     def __call__(self, outputs, batch):  # noqa: ANN001, ANN204 - as `LossFn`
-        """The loss itself."""
+        """Return the loss."""
         return self.loss(outputs, batch)
 
 
 def on_policy(
     setup: Setup, batch: PackedDocuments, temperatures: Sequence[float]
 ) -> list[TrainOutput]:
-    """At each temperature: infer, then a step whose loss compares what it sees with that; entropy in the second."""
+    """At each temperature, infer, then train with a loss that compares its inputs with the inference.
+
+    The second step computes entropy, too.
+    """
     loss: LossFn = losses.value_is_old if is_value(setup) else losses.ratio_is_one
     name, rows = "old_values" if is_value(setup) else "old_log_probs", list[TrainOutput]()
     with opened(setup) as engine:
@@ -84,14 +90,15 @@ def on_policy(
 
 @case(id="rl.ratio_is_one", profile="rl", model_types=BOTH)
 def ratio_is_one(target: Target) -> float:
-    """On policy, log-probs in ``train_batch`` MUST be those of ``infer_batch`` bit for bit: PPO's ratio is exactly 1.
+    """On policy, log-probs in ``train_batch`` MUST be those of ``infer_batch`` bit for bit.
 
-    At one micro-batch split, whether or not entropy is computed, at temperatures 1 and 0.7, before and after a step,
-    in one micro-batch and in several. A value model's values alike.
+    PPO's ratio is then exactly 1. At one micro-batch split, whether or not entropy is computed, at
+    temperatures 1 and 0.7, before and after a step, in one micro-batch and in several. A value
+    model's values alike.
 
-    If this fails: training and inference run other kernels, dtypes or modes (dropout, another attention, a head that
-    rounds its logits elsewhere), so that clipping and importance weights correct a mismatch that need not be there
-    (verl #2996, NeMo-RL #4243).
+    If this fails: training and inference run other kernels, dtypes or modes (dropout, another
+    attention, a head that rounds its logits elsewhere), so that clipping and importance weights
+    correct a mismatch that need not be there (verl #2996, NeMo-RL #4243).
     """
     batch = documents(110, "uneven")
     for memory in (Memory(), SPLIT):
@@ -114,7 +121,10 @@ def ratio_is_one(target: Target) -> float:
 
 
 def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) -> list[Answer]:
-    """Steps, then answers before and after a gradient; the weights leave by export and, where declared, checkpoint."""
+    """Train, then infer before and after a gradient, and hand out the weights.
+
+    They leave by export and, where declared, by checkpoint.
+    """
     call = InferCall(documents=batch)
     with opened(setup) as engine:
         step(engine, setup, batch)
@@ -135,7 +145,7 @@ def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) ->
 
 
 def fresh(setup: Setup, batch: PackedDocuments, load: Path | None = None) -> Answer:
-    """The answer of a new engine, with another seed's or a checkpoint's weights."""
+    """Return the outputs of a new engine, with another seed's or a checkpoint's weights."""
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)
@@ -144,12 +154,13 @@ def fresh(setup: Setup, batch: PackedDocuments, load: Path | None = None) -> Ans
 
 @case(id="rl.old_and_new_by_one_path", profile="rl", model_types=BOTH)
 def old_and_new_by_one_path(target: Target) -> float:
-    """Equal weights MUST give equal bits: again, after a backward pass, and in another instance of the engine.
+    """Equal weights MUST give equal bits: again, after a backward pass, and in another instance.
 
-    The other instance has them from the exported tensors, and from a checkpoint where that is declared.
+    The other instance has them from the exported tensors, and from a checkpoint where that is
+    declared.
 
-    If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not exported, or weights are stored
-    in one dtype and computed with in another that an instance makes anew.
+    If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not exported, or
+    weights are stored in one dtype and computed with in another that an instance makes anew.
     """
     model, folder, batch = target.model(), target.scratch(), documents(111, "uneven")
     config, call = target.config(model, optimizer=OPTIMIZER), InferCall(documents=batch)
@@ -167,19 +178,24 @@ def old_and_new_by_one_path(target: Target) -> float:
 
 
 def _epochs(target: Target, most: int) -> int:
-    """Return the number of epochs on a batch: one in bfloat16, where rounding decides whom the second one clips."""
+    """Return the number of epochs on a batch.
+
+    It is one in bfloat16, where rounding decides which tokens the second one clips.
+    """
     return most if target.dtype == "float32" else 1
 
 
 @case(id="rl.ppo", profile="rl")
 def ppo(target: Target) -> float:
-    """PPO's updates MUST be the oracle's: old and reference log-probs by ``infer_batch``, two epochs, then a new batch.
+    """PPO's updates MUST be the oracle's, with old and reference log-probs by ``infer_batch``.
 
-    Clipped surrogate, KL to the reference and entropy bonus in one loss; loss, norm, weights, and the clipped fraction
-    and KL as sums, after every update. In bfloat16 one epoch: whom a second one clips, rounding decides.
+    Two epochs on one batch, then a new batch. Clipped surrogate, KL to the reference and entropy
+    bonus in one loss; loss, norm, weights, and the clipped fraction and KL as sums, after every
+    update. In bfloat16 one epoch: whom a second one clips, rounding decides.
 
-    If this fails: old log-probs are recomputed with the new weights (the ratio is always 1), the reference follows the
-    policy, entropy is detached (verl #1720), metrics are averaged over ranks, or the loss over micro-batches (verl #3294).
+    If this fails: old log-probs are recomputed with the new weights (the ratio is always 1), the
+    reference follows the policy, entropy is detached (verl #1720), metrics are averaged over ranks,
+    or the loss over micro-batches (verl #3294).
     """
     plan = ((documents(120, "uneven"), 2), (documents(121, "skewed"), 1))
     phases = [
@@ -190,7 +206,10 @@ def ppo(target: Target) -> float:
 
 
 def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocuments:
-    """GRPO's advantages, one a document and normalised in groups of ``size``; each document's weights sum to one."""
+    """Return GRPO's advantages, one per document and normalised in groups of ``size``.
+
+    Each document's weights sum to one.
+    """
     lengths = batch.lengths
     rewards = np.random.default_rng(seed).normal(size=(len(lengths) // size, size))
     normal = (rewards - rewards.mean(axis=1, keepdims=True)) / (
@@ -208,12 +227,14 @@ def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocum
 
 @case(id="rl.grpo", profile="rl")
 def grpo(target: Target) -> float:
-    """GRPO's updates MUST be the oracle's: group-relative advantages, a mean a document, k3 to the reference in the loss.
+    """GRPO's updates MUST be the oracle's: relative advantages, document means, k3 to the reference.
 
-    Two epochs on one batch (in bfloat16 one), then another one, over the number of documents (arXiv:2402.03300, eq. 3 and 4).
+    Advantages are relative to the group; k3 is part of the loss. Two epochs on one batch (in
+    bfloat16 one), then another one, over the number of documents (arXiv:2402.03300, eq. 3 and 4).
 
-    If this fails: the engine divides by its own count of tokens, so that long answers weigh less (arXiv:2503.20783);
-    documents of one group lie on several ranks and are averaged a rank (prime-rl #2562).
+    If this fails: the engine divides by its own count of tokens, so that long answers weigh less
+    (arXiv:2503.20783); documents of one group lie on several ranks and are averaged a rank
+    (prime-rl #2562).
     """
     batches = (_grouped(documents(122, "uneven"), 1), _grouped(documents(123, "uneven"), 2))
     phases = [
@@ -227,9 +248,11 @@ def grpo(target: Target) -> float:
 def value(target: Target) -> float:
     """A critic's updates under a clipped value loss MUST be the oracle's, with old values by ``infer_batch``.
 
-    Two epochs on one batch (in bfloat16 one), so that values are clipped about the old ones, then another batch.
+    Two epochs on one batch (in bfloat16 one), so that values are clipped about the old ones, then
+    another batch.
 
-    If this fails: values are shifted by a token against returns, or old values are those of the new weights.
+    If this fails: values are shifted by a token against returns, or old values are those of the new
+    weights.
     """
     plan = ((documents(124, "uneven"), 2), (documents(125, "skewed"), 1))
     phases = [
@@ -243,7 +266,7 @@ Seen = tuple[str, int, str]  # after what, the version, the export's digest
 
 
 def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Seen]:
-    """The version and a digest of the export after each thing that may change them."""
+    """Return the version and a digest of the export after each call that may change them."""
     loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
@@ -296,12 +319,12 @@ _VERSIONS = {
 
 @case(id="rl.version", profile="rl", model_types=BOTH)
 def version(target: Target) -> None:
-    """``weight_version`` MUST tell exported weights apart: one more a step, the same weights for the same version.
+    """``weight_version`` MUST tell exported weights apart: one more per step, equal for equal weights.
 
     Nothing else changes it but a load, which brings back version and weights together.
 
-    If this fails: a rollout takes stale weights for new ones, or new ones for those it has, and off-policy corrections
-    are made for the wrong policy.
+    If this fails: a rollout takes stale weights for new ones, or new ones for those it has, and
+    off-policy corrections are made for the wrong policy.
     """
     ranks = target.run(
         versions,
@@ -336,7 +359,7 @@ def version(target: Target) -> None:
 
 
 def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
-    """Answers with the adapter on and off, at the start and after two steps."""
+    """Return outputs with the adapter on and off, at the start and after two steps."""
     calls = [InferCall(documents=batch, adapter=on) for on in (True, False)]
     with opened(setup) as engine:
         answers = [answer(engine, call, setup.device) for call in calls]
@@ -347,11 +370,12 @@ def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
 
 @case(id="rl.reference", profile="rl", requires=(Capability.LORA,))
 def reference(target: Target) -> float:
-    """With its adapter off the policy MUST be the base model's reference bit for bit: the first KL is exactly 0.
+    """With its adapter off the policy MUST be the base model bit for bit: the first KL is exactly 0.
 
     Before and after steps, as an engine without any adapter computes it.
 
-    If this fails: base weights are merged and unmerged again, and rounded; the adapter's dropout or scale stays on.
+    If this fails: base weights are merged and unmerged again, and rounded; the adapter's dropout or
+    scale stays on.
     """
     model, batch = target.model(tied=False), documents(113, "uneven")
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))

@@ -1,7 +1,7 @@
-"""What a rollout owes: it serves the weights that it was given, and says so token by token.
+"""Duties of a rollout: it serves the weights that it was given, and reports them token by token.
 
-Stopping completions from outside (``finish_reason`` ``abort``) has no member in the contract yet: it comes with
-asynchronous generation, and its cases with it.
+Stopping completions from outside (``finish_reason`` ``abort``) has no member in the contract yet:
+it comes with asynchronous generation, and its cases with it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ assert not heavy, f"loading the descriptor imports {{heavy}}"
 
 @case(id="rollout.descriptor", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def descriptor(target: Target) -> None:
-    """The descriptor MUST load without torch, state a contract that is served, and probe every device without raising.
+    """The descriptor MUST load without torch, state a served contract, and probe devices without raising.
 
     An explicit device is never replaced, and a misspelt name is refused with the near match.
 
-    If this fails: the descriptor's module imports the rollout; a missing driver is an exception of the probe.
+    If this fails: the descriptor's module imports the rollout; a missing driver is an exception of
+    the probe.
     """
     code = _LIGHT.format(path=sys.path, backend=target.backend)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -107,7 +108,7 @@ def descriptor(target: Target) -> None:
 
 @case(id="rollout.signatures", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def signatures(target: Target) -> None:
-    """The class MUST be constructed with what every rollout is given, and its members be called as the contract calls them.
+    """The class MUST take the arguments of every rollout, and its members those of the contract.
 
     If this fails: a renamed parameter works by position until a caller names it.
     """
@@ -127,11 +128,12 @@ def signatures(target: Target) -> None:
 
 @case(id="rollout.states", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def states(target: Target) -> None:
-    """Nothing MUST be generated before a first sync nor after ``close``; such a call is a ``RolloutError`` with a remedy.
+    """Generating before a first sync or after ``close`` MUST be a ``RolloutError`` with a remedy.
 
     ``wake_up`` of one that is awake, and ``close`` of one that is closed, change nothing.
 
-    If this fails: random weights answer as if they were trained; a closed one fails with an error of its inside.
+    If this fails: random weights answer as if they were trained; a closed one fails with an error
+    of its inside.
     """
     model, ask = rollout_model(target), Generate(prompts=prompts_of(4), sampling=GREEDY)
     good = Sync(folder=model, version=1)
@@ -172,8 +174,8 @@ def greedy(target: Target) -> float:
 
     Prompts of uneven length stand in one call, one of them twice; no prompts give no completions.
 
-    If this fails: padding is attended to or shifts positions; a tied head is stale or random; biases and norms of
-    queries and keys are not read.
+    If this fails: padding is attended to or shifts positions; a tied head is stale or random;
+    biases and norms of queries and keys are not read.
     """
     margins = []
     for kwargs in FAMILIES + MORE:
@@ -191,7 +193,8 @@ def greedy(target: Target) -> float:
 def log_probs(target: Target) -> float:
     """The log-prob of every sampled token MUST be the model's, of the logits divided by the temperature.
 
-    If this fails: log-probs are taken before the temperature (vLLM's default ``raw_logprobs``), or of the token after.
+    If this fails: log-probs are taken before the temperature (vLLM's default ``raw_logprobs``), or
+    of the token after.
     """
     margins = []
     for kwargs in FAMILIES:
@@ -209,11 +212,13 @@ def log_probs(target: Target) -> float:
 
 @case(id="rollout.truncation", world=(1,), dtypes=FLOAT32, profile="rollout")
 def truncation(target: Target) -> float:
-    """``top_k`` and ``top_p`` MUST leave out what they must, and log-probs be of the whole distribution.
+    """``top_k`` and ``top_p`` MUST exclude tokens; log-probs MUST be of the whole distribution.
 
-    ``top_k=1`` is greedy. No sampled token lies outside the nucleus (Holtzman et al. 2019, arXiv:1904.09751).
+    ``top_k=1`` is greedy. No sampled token lies outside the nucleus (Holtzman et al. 2019,
+    arXiv:1904.09751).
 
-    If this fails: log-probs are renormalized over what is left, which biases the importance weights of the loss.
+    If this fails: log-probs are renormalized over what is left, which biases the importance weights
+    of the loss.
     """
     model = rollout_model(target)
     cuts = [{"top_k": 1}, {"top_k": 4}, {"top_p": 0.6}, {"top_p": 0.0001}]
@@ -245,10 +250,12 @@ DRAWS = 256  # of each prompt
 def sampling(target: Target) -> float:
     """Samples MUST follow the model's distribution, repeat with the seed, and differ without it and among ``n``.
 
-    First tokens of a vocabulary of 16, at temperatures 1 and 2, by Pearson's chi-square at a level of 1e-4.
+    First tokens of a vocabulary of 16, at temperatures 1 and 2, by Pearson's chi-square at a level
+    of 1e-4.
 
-    If this fails: the temperature reaches the log-probs and not the draw; one generator serves all rows, so that
-    a group of samples is one sample; a server's default seed makes every step draw alike.
+    If this fails: the temperature reaches the log-probs and not the draw; one generator serves all
+    rows, so that a group of samples is one sample; a server's default seed makes every step draw
+    alike.
     """
     model, small = rollout_model(target), rollout_model(target, vocab_size=16, seed=3)
     asks = [
@@ -277,11 +284,13 @@ def sampling(target: Target) -> float:
 
 @case(id="rollout.stop", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def stop(target: Target) -> None:
-    """A completion MUST end with its first stop token, or at ``max_new_tokens``, say which, and stand in its prompt's place.
+    """A completion MUST end at its first stop token or ``max_new_tokens``, say which, and keep its place.
 
-    A stop token of the model and one of the call are alike; one at the very last place is a stop.
+    Its place is that of its prompt. A stop token of the model and one of the call are alike; one at
+    the very last place is a stop.
 
-    If this fails: the stop token is cut off (the loss never learns to end); rows that ended early come back first.
+    If this fails: the stop token is cut off (the loss never learns to end); rows that ended early
+    come back first.
     """
     model = rollout_model(target)
     prompts, paths = clear_paths(target, model, 6)
@@ -313,10 +322,11 @@ def stop(target: Target) -> None:
 def bad_requests(target: Target) -> float:
     """A request that makes no sense MUST raise ``RolloutError`` or ``ConfigError``, and leave the rollout usable.
 
-    Where one prompt is at fault the error names it: empty, too long, or with a token outside the vocabulary.
+    Where one prompt is at fault the error names it: empty, too long, or with a token outside the
+    vocabulary.
 
-    If this fails: a token outside the vocabulary reads other memory, or ends the process on a GPU; a negative
-    temperature draws the unlikeliest tokens.
+    If this fails: a token outside the vocabulary reads other memory, or ends the process on a GPU;
+    a negative temperature draws the unlikeliest tokens.
     """
     model, good = rollout_model(target), prompts_of(4, 3)
     prompts = {"empty": (), "too long": (5,) * 510, "outside": (5, 256), "negative": (5, -1)}
@@ -340,12 +350,12 @@ def bad_requests(target: Target) -> float:
 
 @case(id="rollout.engine", world=(1,), profile="rollout", partner=True)
 def engine(target: Target) -> float:
-    """After each step of an engine and a sync, log-probs of generated tokens MUST be the engine's own of the same text.
+    """After each step and sync, log-probs of generated tokens MUST be the engine's own of the same text.
 
     Versions are the engine's, one more after each step. Needs the name of an engine.
 
-    If this fails: the first sync works and later ones change nothing; the export's names are mapped to another
-    tensor; rollout and engine divide by the temperature differently.
+    If this fails: the first sync works and later ones change nothing; the export's names are mapped
+    to another tensor; rollout and engine divide by the temperature differently.
     """
     model, optimizer = rollout_model(target), OptimizerConfig(lr=1e-2, clip_norm=None)
     other = target.beside()

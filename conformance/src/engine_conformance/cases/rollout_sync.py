@@ -1,4 +1,4 @@
-"""What a rollout owes of its weights: the newest that came whole, and memory back while it sleeps."""
+"""A rollout's weights: the newest complete ones are served, and memory is freed during sleep."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from engine_conformance.cases._target import Target
 
 @case(id="rollout.sync", world=(1,), profile="rollout")
 def sync(target: Target) -> float:
-    """After every sync, the first and later ones, the new weights MUST be served, all of them and nothing else.
+    """After every sync, first and later, all of the new weights and nothing else MUST be served.
 
-    Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as an engine may do.
-    Prompts repeat, one of them long enough for a cache of prefixes. Every token carries the version.
+    Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as
+    an engine may do. Prompts repeat, one of them long enough for a cache of prefixes. Every token
+    carries the version.
 
-    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under plain
-    ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to old tensors (vLLM #48312,
-    #41670); scales are laid out or rounded otherwise than the exporter did (vime #133, vLLM #58157); a tensor is
-    kept by reference, not copied; keys and values of old weights are served again.
+    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under
+    plain ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to
+    old tensors (vLLM #48312, #41670); scales are laid out or rounded otherwise than the exporter
+    did (vime #133, vLLM #58157); a tensor is kept by reference, not copied; keys and values of old
+    weights are served again.
     """
     margins = []
     for kwargs in (FAMILIES[0], FAMILIES[2], FAMILIES[3]):
@@ -52,12 +54,13 @@ def sync(target: Target) -> float:
 
 @case(id="rollout.failed_sync", world=(1,), dtypes=FLOAT32, profile="rollout")
 def failed_sync(target: Target) -> float:
-    """An export that does not fit MUST raise ``RolloutError``, and nothing be generated until a whole one came.
+    """An incomplete or misfit export MUST raise ``RolloutError``; only a whole one permits generation.
 
-    A name that is missing, unknown or given twice, another shape, integers for a weight, and an export that fails in
-    the middle (its own error, or a ``RolloutError``).
+    A name that is missing, unknown or given twice, another shape, integers for a weight, and an
+    export that fails in the middle (its own error, or a ``RolloutError``).
 
-    If this fails: a loader skips names that it does not know, or goes on with a mixture of old and new weights.
+    If this fails: a loader skips names that it does not know, or goes on with a mixture of old and
+    new weights.
     """
     old, new = rollout_model(target), rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(6, 2), sampling=sampled())
@@ -78,11 +81,12 @@ def failed_sync(target: Target) -> float:
     id="rollout.stale_sync", since="1.2", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True
 )
 def stale_sync(target: Target) -> float:
-    """Weights of an older version than the one served MUST be refused, and nothing be generated until a good sync.
+    """Weights older than the served ones MUST be refused; only a good sync permits generation again.
 
     The version that is served may come again, and be other weights.
 
-    If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served as if it were new.
+    If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served
+    as if it were new.
     """
     old, new = rollout_model(target), rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(6, 2), sampling=GREEDY)
@@ -106,13 +110,15 @@ def stale_sync(target: Target) -> float:
 
 @case(id="rollout.sleep", world=(1,), profile="rollout")
 def sleep(target: Target) -> float:
-    """``sleep`` MUST give memory back; awake again, a rollout refuses until a sync and then serves what came, as it did before.
+    """``sleep`` MUST free memory, and a woken rollout MUST refuse until a sync and then serve as before.
 
-    Other weights after the first nap, the first ones after the second, whose caches wake up behind the sync. Twice asleep and
-    twice awake is the same as once. Memory is measured where the device counts it (not on a CPU).
+    Other weights after the first nap, the first ones after the second, whose caches wake up behind
+    the sync. Twice asleep and twice awake is the same as once. Memory is measured where the device
+    counts it (not on a CPU).
 
-    If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM #48312); keys and values
-    of old weights outlive the nap, where a device frees nothing (one prompt is long enough for a cache of prefixes).
+    If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM
+    #48312); keys and values of old weights outlive the nap, where a device frees nothing (one
+    prompt is long enough for a cache of prefixes).
     """
     model, other = rollout_model(target), rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(*UNEVEN, 150), sampling=sampled(n=2))

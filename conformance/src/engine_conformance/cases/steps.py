@@ -53,7 +53,7 @@ Step = tuple[PackedDocuments, LossFn]
 
 
 def silent(batch: PackedDocuments) -> PackedDocuments:
-    """The same documents, none of whose tokens carries loss."""
+    """Return the same documents, with no token that carries loss."""
     return replace(batch, loss_weight=batch.loss_weight * 0)
 
 
@@ -63,9 +63,10 @@ Skipped = tuple[list[TrainOutput], list[str], Trained]
 def skip_and_go_on(
     setup: Setup, before: PackedDocuments, odd: Sequence[Step], folders: Sequence[Path]
 ) -> Skipped:
-    """A good step, the odd ones between two looks, and the good step again; with the odd ones' outputs.
+    """Take a good step, the odd ones between two looks, and the good step again.
 
-    A look is the weights' digest, and a save where folders are given.
+    Return the odd ones' outputs, too. A look is the weights' digest, and a save where folders are
+    given.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, before)]
@@ -87,10 +88,10 @@ def _placed(loss: LossFn, topology: Topology) -> LossFn:
 
 
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:
-    """Nothing but the odd steps' reports may show that they were there.
+    """Require that nothing but the odd steps' reports shows that they were there.
 
-    The moments are looked at in a portable checkpoint, and always by a second step that must be bit for bit the one
-    of a run without odd steps.
+    The moments are looked at in a portable checkpoint, and always by a second step that must be bit
+    for bit the one of a run without odd steps.
     """
     model, batch, folder = target.model(), documents(31, "uneven"), target.scratch()
     config = target.config(
@@ -170,11 +171,13 @@ def masked_batch(target: Target) -> float:
 
 @case(id="steps.nonfinite", model_types=TYPES, quick=True)
 def nonfinite(target: Target) -> float:
-    """A loss that is not finite on one rank MUST skip the step on all, and leave weights and optimizer bit for bit.
+    """A loss that is not finite on one rank MUST skip the step on all, and keep weights and optimizer.
 
-    Not a number, and infinite with a finite gradient, on the last data-parallel rank.
+    They are kept bit for bit. Not a number, and infinite with a finite gradient, on the last
+    data-parallel rank.
 
-    If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN for good.
+    If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN
+    for good.
     """
     batch = documents(33, "uneven")
     kind = target.model_type
@@ -218,7 +221,10 @@ Raising = tuple[list[str], Trained]
 
 
 def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
-    """A loss that raises (after a first half that was fine), then a good step; with what was raised."""
+    """Train with a loss that raises (after a good first half), then take a good step.
+
+    Return the error, too.
+    """
     raising = losses.ForModelType(setup.model_type, losses.raises)
     with opened(setup) as engine:
         mine, raised = local_batch(engine, batch, setup.device), list[str]()
@@ -258,7 +264,10 @@ Halved = tuple[list[str], StepOutput, Trained]
 
 
 def raise_halfway(setup: Setup, batch: PackedDocuments) -> Halved:
-    """A loss that raises at its second micro-batch, then the same documents with a good one, and the step."""
+    """Train with a loss that raises at its second micro-batch, then with a good one, and step.
+
+    The documents are the same.
+    """
     with opened(setup) as engine:
         mine, raised = local_batch(engine, batch, setup.device), list[str]()
         try:
@@ -272,7 +281,7 @@ def raise_halfway(setup: Setup, batch: PackedDocuments) -> Halved:
 
 @cache
 def _two_for_each_rank() -> PackedDocuments:
-    """Documents that are at least two micro-batches of 12 tokens on each of up to four ranks."""
+    """Return documents of at least two micro-batches of 12 tokens on each of up to four ranks."""
     return packed_documents(39, (7, 1, 12, 5, 3, 9, 8, 6, 4, 10, 2, 11))
 
 
@@ -331,11 +340,13 @@ def raise_alone(setup: Setup, batch: PackedDocuments) -> Alone:
 
 @case(id="steps.loss_raises_on_one_rank", since="1.3", world=(2, 4), model_types=TYPES, quick=True)
 def loss_raises_on_one_rank(target: Target) -> float:
-    """A loss that raises on one rank MUST end the call on every rank: its own error there, ``RankFailure`` that names it elsewhere.
+    """A loss that raises on one rank MUST end the call everywhere, elsewhere by a ``RankFailure``.
 
-    At the first micro-batch and at the second; the next step is as ever.
+    The rank itself raises its own error; the ``RankFailure`` on the other ranks names it. At the
+    first micro-batch and at the second; the next step is as ever.
 
-    If this fails with a stall: the good ranks wait in a collective of their backward for the one that raised.
+    If this fails with a stall: the good ranks wait in a collective of their backward for the one
+    that raised.
     """
     model, batch = target.model(), _two_for_each_rank()
     ranks = target.run(raise_alone, target.config(model, memory=Memory(max_tokens=12)), batch=batch)
@@ -366,7 +377,10 @@ def loss_raises_on_one_rank(target: Target) -> float:
 
 
 def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
-    """Batches that are bad on the last rank alone, then a good step; with each call's error."""
+    """Train on batches that are bad on the last rank alone, then take a good step.
+
+    Return each call's error.
+    """
     loss = losses.default_loss(setup.model_type)
     with opened(setup) as engine:
         mine = local_batch(engine, good, setup.device)
@@ -400,12 +414,13 @@ def _long(batch: Batch) -> Batch:
 
 @case(id="steps.bad_batch_on_one_rank", model_types=TYPES, quick=True)
 def bad_batch_on_one_rank(target: Target) -> float:
-    """A batch that is bad on one rank MUST end the call on every rank: ``BatchError`` there, ``RankFailure`` elsewhere.
+    """A batch that is bad on one rank MUST raise ``BatchError`` there and ``RankFailure`` elsewhere.
 
-    A token outside the vocabulary, a document beyond the token budget, no loss weights; the next step is as ever.
+    A token outside the vocabulary, a document beyond the token budget, no loss weights; the next
+    step is as ever.
 
-    If this fails with a stall: the good ranks wait in a collective for the one that raised, as a test of several
-    processes does for ever without a deadline (pytorch #194943).
+    If this fails with a stall: the good ranks wait in a collective for the one that raised, as a
+    test of several processes does for ever without a deadline (pytorch #194943).
     """
     model, batch = target.model(), documents(36, "uneven")
     config = target.config(model, memory=Memory(max_tokens=64))
@@ -426,12 +441,13 @@ def bad_batch_on_one_rank(target: Target) -> float:
 
 @case(id="steps.clipping", model_types=TYPES)
 def clipping(target: Target) -> float:
-    """A norm below ``clip_norm`` MUST leave the step untouched, one above scale it; it is reported before clipping.
+    """A norm below ``clip_norm`` MUST leave the step untouched, one above MUST scale it.
 
-    Plain SGD, whose update shows the scale of the gradient: AdamW's first one does not.
+    The norm is reported as it is before clipping. Plain SGD, whose update shows the scale of the
+    gradient: AdamW's first one does not.
 
-    If this fails: a norm of each rank's own shard, clipping to it where nothing is to be clipped, the clipped norm
-    in the report.
+    If this fails: a norm of each rank's own shard, clipping to it where nothing is to be clipped,
+    the clipped norm in the report.
     """
     model, batch = target.model(), documents(37, "uneven")
     oracle, loss = oracle_of(str(model)), losses.oracle_default(oracle_of(str(model)))
@@ -469,7 +485,7 @@ def clipping(target: Target) -> float:
 
 
 def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, int]:
-    """``weight_version`` after each kind of call."""
+    """Return ``weight_version`` after each kind of call."""
     loss, seen = losses.default_loss(setup.model_type), dict[str, int]()
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
@@ -493,9 +509,10 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, in
 
 @case(id="steps.version", model_types=TYPES)
 def version(target: Target) -> None:
-    """``weight_version`` MUST count applied steps, and be what a load says; nothing else moves it.
+    """``weight_version`` MUST count applied steps, take a load's value, and change by nothing else.
 
-    If this fails: skipped steps or halves are counted, and rollouts are thrown away as stale, or never are.
+    If this fails: skipped steps or halves are counted, and rollouts are thrown away as stale, or
+    never are.
     """
     want = {
         "initialize": 0,

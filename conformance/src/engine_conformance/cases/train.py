@@ -1,4 +1,4 @@
-"""What a step does: loss, gradient norm and updated weights are the oracle's, however the work is split."""
+"""Training steps: loss, gradient norm and updated weights are the oracle's in every split of the work."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def _batches(*lengths: str, seed: int = 10) -> tuple[PackedDocuments, ...]:
 def trajectory(target: Target) -> float:
     """Loss, gradient norm, rate and every weight MUST be the oracle's over 20 steps of clipped, decayed AdamW.
 
-    Warm-up, cosine decay, clipping at half of the usual norm, weight decay 0.1; batches of all lengths.
+    Warm-up, cosine decay, clipping at half of the usual norm, weight decay 0.1; batches of all
+    lengths.
 
-    If this fails: the update is under-applied at an equal gradient (Megatron-LM #5974), the step count is ahead of
-    the moments (Automodel #3191: a first update that is 1.34 times too large), decay on other tensors than all, a
-    gradient norm in another unit than everybody's (verl #4710: Megatron's is three times FSDP2's).
+    If this fails: the update is under-applied at an equal gradient (Megatron-LM #5974), the step
+    count is ahead of the moments (Automodel #3191: a first update that is 1.34 times too large),
+    decay on other tensors than all, a gradient norm in another unit than everybody's (verl #4710:
+    Megatron's is three times FSDP2's).
     """
     model, names = target.model(), ("uneven", "equal", "skewed", "one_token")
     batches = _batches(*(names * 5))
@@ -91,12 +93,13 @@ def trajectory(target: Target) -> float:
 # In bfloat16 gradients of epsilon's size are off by more than any of these defects move a weight.
 @case(id="train.epsilon", dtypes=FLOAT32)
 def epsilon(target: Target) -> float:
-    """AdamW MUST add the configured epsilon to the root of the corrected second moment, and use the configured betas.
+    """AdamW MUST add the configured epsilon to the corrected second moment's root, and use its betas.
 
-    Three unclipped steps at an epsilon of 1e-3, which is of the size of many gradients, and betas of 0.8 and 0.97.
+    Three unclipped steps at an epsilon of 1e-3, which is of the size of many gradients, and betas
+    of 0.8 and 0.97.
 
-    If this fails: epsilon stands inside the root or before the correction, where it is six times larger at the first
-    step, or epsilon or betas are the library's defaults.
+    If this fails: epsilon stands inside the root or before the correction, where it is six times
+    larger at the first step, or epsilon or betas are the library's defaults.
     """
     model, batches = target.model(), _batches("uneven", "equal", "skewed", seed=16)
     optimizer = OptimizerConfig(lr=1e-3, clip_norm=None, eps=1e-3, betas=(0.8, 0.97))
@@ -110,7 +113,8 @@ def epsilon(target: Target) -> float:
 def families(target: Target) -> float:
     """Two unclipped steps of every dense family, tied and untied, MUST end in the oracle's weights.
 
-    If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL #227); biases do not train.
+    If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL #227);
+    biases do not train.
     """
     batches, margins = _batches("uneven", "skewed"), list[float]()
     for arguments in (
@@ -131,7 +135,8 @@ def moe(target: Target) -> float:
 
     The documents are chosen such that rounding changes no choice of experts.
 
-    If this fails: experts without tokens have no gradient on some ranks; the router's gradient is lost.
+    If this fails: experts without tokens have no gradient on some ranks; the router's gradient is
+    lost.
     """
     model = target.model(family="qwen3_moe", tied=False)
     oracle = oracle_of(str(model))
@@ -147,8 +152,8 @@ def moe(target: Target) -> float:
 def microbatches(target: Target) -> float:
     """Loss, gradient norm and weights MUST NOT depend on the number of micro-batches.
 
-    If this fails: a loss scale is missing when micro-batches are uneven (verl #3294, #4021), gradients double with
-    each micro-batch in a group of one (Megatron-LM #6660).
+    If this fails: a loss scale is missing when micro-batches are uneven (verl #3294, #4021),
+    gradients double with each micro-batch in a group of one (Megatron-LM #6660).
     """
     model, batches = target.model(), _batches("uneven", "equal", "skewed")
     config = target.config(model, memory=Memory(max_tokens=24, logit_chunk=7))
@@ -166,11 +171,14 @@ def microbatches(target: Target) -> float:
 
 @case(id="train.uneven_ranks", world=(2, 4), model_types=TYPES, quick=True)
 def uneven_ranks(target: Target) -> float:
-    """Loss, gradient norm and weights MUST NOT depend on how tokens fall on data-parallel ranks, an empty rank included.
+    """Loss, gradient norm and weights MUST NOT depend on how tokens are divided among ranks.
 
-    If this fails with a ratio: gradients are averaged over ranks after the division by the global denominator
-    (AReaL PR #335, torchtitan #2318, verl #4710), or ranks with few tokens weigh as much as the others (prime-rl
-    #2562 and #2358, Megatron-LM #4590; miles #3231: off by tokens / dp). With a stall: an empty rank skips a collective.
+    A data-parallel rank may even be empty.
+
+    If this fails with a ratio: gradients are averaged over ranks after the division by the global
+    denominator (AReaL PR #335, torchtitan #2318, verl #4710), or ranks with few tokens weigh as
+    much as the others (prime-rl #2562 and #2358, Megatron-LM #4590; miles #3231: off by tokens /
+    dp). With a stall: an empty rank skips a collective.
     """
     model, batches = target.model(), _batches("skewed", "single", "one_token")
     ranks = target.run(train, target.config(model), batches=batches)
@@ -183,7 +191,8 @@ def uneven_ranks(target: Target) -> float:
 def schedules(target: Target) -> float:
     """The rate of step n MUST be the schedule's at n, and be the rate that moves the weights.
 
-    If this fails: the schedule is a step ahead (a first rate of zero), or warm-up counts calls, not applied steps.
+    If this fails: the schedule is a step ahead (a first rate of zero), or warm-up counts calls, not
+    applied steps.
     """
     model, batches = target.model(), _batches("equal", "uneven", "equal")
     margins = []
@@ -201,7 +210,10 @@ Halves = tuple[Trained, list[ForwardBackwardOutput], list[int], StepOutput]
 
 
 def accumulate(setup: Setup, parts: Sequence[PackedDocuments], denominator: float) -> Halves:
-    """One ``forward_backward`` a part and one step; with every output, and the version after each call."""
+    """Call ``forward_backward`` once per part and step once.
+
+    Return every output, and the version after each call.
+    """
     loss, versions = default_loss(setup.model_type), list[int]()
     with opened(setup) as engine:
         halves = []
@@ -216,7 +228,7 @@ def accumulate(setup: Setup, parts: Sequence[PackedDocuments], denominator: floa
 
 
 def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> float:
-    """The parts' gradients add up to the whole batch's, and so do their losses."""
+    """Require that the parts' gradients and losses add up to those of the whole batch."""
     batch = concatenate(parts)
     ranks = target.run(accumulate, target.config(model), parts=parts, denominator=batch.denominator)
     want, oracle = oracle_training(str(model), (batch,)), oracle_of(str(model))
@@ -256,7 +268,8 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
 def accumulation(target: Target) -> float:
     """Two ``forward_backward`` and one ``optimizer_step`` MUST equal one ``train_batch`` of all documents.
 
-    If this fails: the second call zeroes or rescales the first one's gradient (Megatron-LM #6660 in a group of one).
+    If this fails: the second call zeroes or rescales the first one's gradient (Megatron-LM #6660 in
+    a group of one).
     """
     batch = documents(12, "uneven")
     return _accumulates(target, target.model(), [batch.take([0, 2, 4]), batch.take([1, 3, 5])])
@@ -267,7 +280,7 @@ _FAINT = 1 / 512
 
 @cache
 def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
-    """A batch, then many whose gradients are below half a unit in bfloat16's last place of the first's."""
+    """Return a batch, then many of gradients below half a unit in bfloat16's last place of the first's."""
     parts = [packed_documents(seed + i, (5, 4, 3, 6)) for i in range(25)]
     return [
         parts[0],
@@ -279,11 +292,13 @@ def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
 def accumulation_precision(target: Target) -> float:
     """Gradients MUST be accumulated in float32: many faint ones after a large one are not rounded away.
 
-    25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16, where each gradient differs from the
-    oracle's by more than all faint ones, the sum is compared with the sum of what the engine gives for its parts alone.
+    25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16, where each
+    gradient differs from the oracle's by more than all faint ones, the sum is compared with the sum
+    of what the engine gives for its parts alone.
 
-    If this fails: gradients are accumulated in bfloat16 (ISEEKYAN/Megatron-LM #149: the gradient norm is off by
-    3.5e-5 at an identical loss; here by more), or reduced over ranks in bfloat16 with each call.
+    If this fails: gradients are accumulated in bfloat16 (ISEEKYAN/Megatron-LM #149: the gradient
+    norm is off by 3.5e-5 at an identical loss; here by more), or reduced over ranks in bfloat16
+    with each call.
     """
     parts = _large_and_many_faint(400)
     if target.dtype == "float32":
@@ -292,7 +307,10 @@ def accumulation_precision(target: Target) -> float:
 
 
 def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> float:
-    """Compare the gradient of all parts with the sum of the large one's and the faint ones', as SGD's updates show them."""
+    """Compare the gradient of all parts with the sum of the large one's and the faint ones'.
+
+    SGD's updates show the gradients.
+    """
     config = target.config(
         model, optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
     )
@@ -315,7 +333,7 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
 def train_then_look(
     setup: Setup, batches: Sequence[PackedDocuments], call: InferCall
 ) -> tuple[list[Trained], list[Answer]]:
-    """After each step, everything that shows the weights: the export and the answers."""
+    """Return everything that shows the weights after each step: the export and the outputs."""
     trained, answers, outputs = list[Trained](), list[Answer](), []
     with opened(setup) as engine:
         for batch in batches:
@@ -329,8 +347,8 @@ def train_then_look(
 def visible_at_once(target: Target) -> float:
     """After each step the export and inference MUST use the stepped weights, tied ones as one tensor.
 
-    If this fails: the export reads a copy that the optimizer does not move, inference uses weights gathered before
-    the step, or a tied embedding and head part with the first step (NeMo-RL #227).
+    If this fails: the export reads a copy that the optimizer does not move, inference uses weights
+    gathered before the step, or a tied embedding and head part with the first step (NeMo-RL #227).
     """
     model, batches, call = (
         target.model(),
@@ -344,7 +362,8 @@ def visible_at_once(target: Target) -> float:
         margins.append(
             training_matches(target, [trained[index] for trained, _ in ranks], want, start)
         )
-        # Weights may differ by the tolerance of training, which the outputs then show on top of their own.
+        # Weights may differ by the tolerance of training, which the outputs then show on top of
+        # their own.
         margins.append(
             _looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks])
         )
@@ -358,7 +377,10 @@ def _looks_like(
     call: InferCall,
     answers: Sequence[Answer],
 ) -> float:
-    """Outputs within a hundredth of what the steps changed (a tenth in 16 bits), or within their tolerance."""
+    """Compare outputs within a hundredth of the steps' change, or within their tolerance.
+
+    It is a tenth in 16 bits.
+    """
     got, want, before = (
         merged(call, answers),
         oracle_outputs(stepped, call),
@@ -403,7 +425,8 @@ def _sgd(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the final weights and how far each may be off.
 
-    An update is a sum of gradients here, not of ratios of them: its error is the sum of theirs, and of roundings of the weight.
+    An update is a sum of gradients here, not of ratios of them: its error is the sum of theirs, and
+    of roundings of the weight.
     """
     model, momentum = oracle, {name: torch.zeros_like(p) for name, p in oracle.params.items()}
     errors, bounds = dict(momentum), dict(momentum)
