@@ -18,7 +18,10 @@ LENGTHS = [5, 1, 9, 2, 7, 3]
 
 
 def drawn(seed=0, scale=0.8):
-    """Return packed documents; first tokens are prompts, and document 1 has no counted token."""
+    """Return packed documents.
+
+    First tokens are prompts, and document 1 has no counted token.
+    """
     random = torch.Generator().manual_seed(seed)
     size = sum(LENGTHS)
     engine, rollout = (-4 * torch.rand(size, generator=random) for _ in range(2))

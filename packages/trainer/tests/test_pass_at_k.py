@@ -11,7 +11,10 @@ from engine_trainer.sampling.pass_at_k import Vote, best_at, figures_at_k, major
 
 
 def votes(text: str) -> list[Vote]:
-    """Parse ``"a+ b- ."`` as answer a, correct; answer b, wrong; no answer."""
+    """Return the votes of a text such as ``"a+ b- ."``.
+
+    ``a+`` is answer a and correct, ``b-`` is answer b and wrong, ``.`` is no answer.
+    """
     return [
         Vote(answer=None if w[0] == "." else w[0], correct=w.endswith("+")) for w in text.split()
     ]

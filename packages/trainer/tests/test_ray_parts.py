@@ -124,7 +124,10 @@ def test_a_start_has_the_longer_of_two_deadlines(monkeypatch):
 
 @pytest.fixture
 def apart(tmp_path):
-    """Build the spec of the rollout ``wired`` for an engine; only its wire is made here."""
+    """Build the spec of the rollout ``wired`` for an engine.
+
+    Only its wire is made here.
+    """
 
     def spec(name="wired", device="cpu"):
         config = on_ray(tmp_path, tmp_path, rollout={"name": name, "quantization": "fp8"})

@@ -71,7 +71,10 @@ def run(model: Path, out: Path, *, name: str = "fp8", **section):
 
 @pytest.fixture(scope="module")
 def beside(model, tmp_path_factory):
-    """Return the folder of a run with colocated replicas; each is made once."""
+    """Return the folder of a run with colocated replicas.
+
+    Each is made once.
+    """
     return cache(
         lambda engines: run(model, tmp_path_factory.mktemp("beside") / "out", engines=engines)
     )

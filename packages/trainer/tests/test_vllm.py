@@ -75,7 +75,10 @@ def sections(model: Path, algorithm: str) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
-    """Return the folder of a run on two ranks of torchrun, without Ray; each is made once."""
+    """Return the folder of a run on two ranks of torchrun, without Ray.
+
+    Each is made once.
+    """
 
     @cache
     def run(algorithm: str) -> Path:

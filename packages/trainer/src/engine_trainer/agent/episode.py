@@ -103,7 +103,9 @@ class Request:
 
 
 class Clock:
-    """The time limit of a function; None: no limit.
+    """The time limit of a function.
+
+    With None there is no limit.
 
     It stands still while the model generates.
 
@@ -256,7 +258,7 @@ class Episode:
         return self.close("done")
 
     def close(self, end: End, problem: str = "") -> Trajectory:
-        """Return the conversation with the reason of its end; for the runner."""
+        """Return the conversation with the reason of its end (for the runner)."""
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
         return Trajectory(
@@ -273,7 +275,7 @@ class Episode:
         )
 
     def leave(self) -> None:
-        """Stop all further requests, because the function has ended; for the runner."""
+        """Stop all further requests, because the function has ended (for the runner)."""
         self._left = True
         if self._asking is not None:
             self._asking.cancel()

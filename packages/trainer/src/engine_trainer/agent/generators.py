@@ -28,7 +28,10 @@ ABORTS = 100
 
 
 def derive(seed: int | None, *parts: Any) -> int | None:
-    """Return a different seed for each combination of ``parts``; None stays None."""
+    """Return a different seed for each combination of ``parts``.
+
+    None stays None.
+    """
     if seed is None:
         return None
     return int.from_bytes(hashlib.sha256(repr((seed, parts)).encode()).digest()[:8], "big") >> 1
@@ -184,7 +187,10 @@ class Batched:
 
 @dataclass(kw_only=True, eq=False)
 class _Turn:
-    """A waiting turn; ``said`` has its parts so far."""
+    """A waiting turn.
+
+    ``said`` has its parts so far.
+    """
 
     request: Request
     result: Future[Completion] = field(default_factory=Future[Completion])
@@ -193,7 +199,7 @@ class _Turn:
     """Number of slices in a row without a token."""
 
     def left(self, slice_tokens: int) -> Request:
-        """The next slice, of what was said so far as the prompt."""
+        """Return the request for the next slice, whose prompt includes the tokens so far."""
         done = [token for part in self.said for token in part.tokens]
         most = min(slice_tokens, self.request.max_new_tokens - len(done))
         return replace(self.request, tokens=[*self.request.tokens, *done], max_new_tokens=most)
@@ -235,7 +241,7 @@ class Sliced:
         self._changed = threading.Condition()
 
     async def generate(self, request: Request) -> Completion:
-        """Return one turn, between ``enter`` and ``leave``; see ``Generator``."""
+        """Return one turn, between ``enter`` and ``leave`` (see ``Generator``)."""
         turn = _Turn(request=request)
         with self._changed:
             self._waiting.append(turn)

@@ -162,7 +162,10 @@ class AgentLoop:
         return self._ended(episode, talk, late)
 
     def _ended(self, episode: Episode, talk: asyncio.Task[Trajectory], late: bool) -> Trajectory:
-        """Return the trajectory of a task that has ended; ``late``: its time was up."""
+        """Return the trajectory of a task that has ended.
+
+        ``late`` is True if its time was up.
+        """
         try:
             if talk.done():
                 return _checked(talk.result(), episode.prompt)

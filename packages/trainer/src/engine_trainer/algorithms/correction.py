@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratios:
-    """p / q of packed documents at every level; all float64.
+    """p / q of packed documents at every level.
+
+    All tensors are float64.
 
     Attributes:
         log: ``[T]`` log p - log q, not clamped; 0 where a token does not count.
@@ -112,7 +114,10 @@ def icepop(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def inside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return a mask of the units that rejection keeps; both bounds belong to the band."""
+    """Return a mask of the units that rejection keeps.
+
+    Both bounds belong to the band.
+    """
     return (ratio >= low) & (ratio <= high)
 
 
@@ -139,7 +144,9 @@ def correct(given: Ratios, section: CorrectionSection) -> Corrected:
 
 
 def correction_figures(sums: Mapping[str, float], section: CorrectionSection) -> dict[str, float]:
-    """Return ``correction/…`` from sums over all ranks; empty where nothing counts.
+    """Return ``correction/…`` from sums over all ranks.
+
+    It is empty where nothing counts.
 
     A fraction is of the units (tokens or sequences) of its level. With weights: ``weight_mean``,
     ``ess`` (effective sample size over the number of units, Kish: (Σw)² / (n Σw²), 0 to 1), and

@@ -199,7 +199,7 @@ class PolicyLoss:
         return self.kl_coef == 0 and self.entropy_coef == 0
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """Return the sum over ``batch``; see the class."""
+        """Return the sum over ``batch`` (see the class)."""
         assert outputs.log_probs is not None
         weight = batch.loss_weight
         counted = weight > 0
@@ -223,9 +223,11 @@ class PolicyLoss:
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """Return the derivative ``[T]`` by each log-prob on policy, where r is 1; else None.
+        """Return the derivative ``[T]`` by each log-prob on policy, where r is 1.
 
-        Off policy it depends on r. The derivative is ``-w c A``, and for ``gspo`` its mean over the
+        Off policy it is None, because it depends on r there.
+
+        The derivative is ``-w c A``, and for ``gspo`` its mean over the
         sequence: each of a sequence's tokens has the same part in its ratio.
         """
         if not (self.on_policy and self.only_advantages):

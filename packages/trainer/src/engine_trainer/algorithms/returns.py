@@ -142,7 +142,10 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """The variance with Bessel's correction; 0 for fewer than two numbers."""
+        """The variance with Bessel's correction.
+
+        It is 0 for fewer than two numbers.
+        """
         return self.deviations / (self.count - 1) if self.count > 1 else 0.0
 
 

@@ -51,7 +51,7 @@ class ValueLoss:
             )
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """Return the sum over ``batch``; see the class."""
+        """Return the sum over ``batch`` (see the class)."""
         assert outputs.values is not None
         weight = batch.loss_weight
         counted = weight > 0

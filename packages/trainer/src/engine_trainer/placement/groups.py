@@ -108,7 +108,7 @@ class EngineGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the engine; idempotent."""
+        """Close the engine (idempotent)."""
         ...
 
 
@@ -141,11 +141,14 @@ class RolloutGroup(Protocol):
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
     ) -> list[list[list[ScoredCompletion]]]:
-        """Generate ``sampling.n`` completions per prompt and score them; one list per replica."""
+        """Generate ``sampling.n`` completions per prompt and score them.
+
+        The result has one list per replica.
+        """
         ...
 
     def close(self) -> None:
-        """Close the replicas; idempotent."""
+        """Close the replicas (idempotent)."""
         ...
 
 
@@ -171,7 +174,10 @@ class Launcher(Protocol):
         ...
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> EngineGroup:
-        """Build and initialize an engine; the first one is the policy."""
+        """Build and initialize an engine.
+
+        The first one is the policy.
+        """
         ...
 
     def rollouts(self, spec: RolloutSpec, timers: Timers) -> RolloutGroup:
@@ -184,7 +190,7 @@ class Launcher(Protocol):
     def figures(self) -> dict[str, float]:
         """Return for each worker the time it worked and waited since the last call.
 
-        Empty where the loop's own timers have these figures.
+        It is empty where the loop's own timers have these figures.
         """
         ...
 
@@ -196,12 +202,14 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all engines and rollouts, after an error too; idempotent."""
+        """Close all engines and rollouts, after an error too (idempotent)."""
         ...
 
 
 def agreed(comm: Comm, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` in this process; an error in one process raises in all.
+    """Return the result of ``work`` in this process.
+
+    An error in one process raises in all.
 
     See ``together``. For work that only one data-parallel rank may see fail, before the next
     collective call: the result does not travel.

@@ -53,7 +53,7 @@ class StoreComm:
         self._known: dict[int, Process] = {}  # published processes by rank
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; see ``Comm``.
+        """Return the values of all ranks (see ``Comm``).
 
         Raises ``RankFailure`` for a rank whose process has ended, or that does not respond in time.
         """

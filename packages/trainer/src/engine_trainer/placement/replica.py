@@ -55,7 +55,10 @@ class ScoredCompletion:
 
     @property
     def versions(self) -> list[int]:
-        """The weight version of each token of the model; a tool's tokens have none."""
+        """The weight version of each token of the model.
+
+        A tool's tokens have none.
+        """
         if self.loss_weights is None:
             return self.weight_versions
         return [
@@ -172,7 +175,10 @@ class Replica:
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[ScoredCompletion]:
-        """Score each completion; ``prompts`` has the prompt of each."""
+        """Score each completion.
+
+        ``prompts`` has the prompt of each.
+        """
         texts = [self.tokenizer.decode(c.tokens) for c in completions]
         samples = [
             Sample(
@@ -218,7 +224,7 @@ class Replica:
         ]
 
     def close(self) -> None:
-        """Close the rollout, and end the processes of the rewards; idempotent."""
+        """Close the rollout, and end the processes of the rewards (idempotent)."""
         try:
             self.rollout.close()
         finally:
@@ -314,7 +320,9 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
 
 
 def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
-    """Return the argument ``lora`` of exporter and rollout; empty where merged weights are served.
+    """Return the argument ``lora`` of exporter and rollout.
+
+    It is empty where merged weights are served.
 
     Raises ``ConfigError`` where the engine has no adapter or cannot export its base, or the rollout
     serves none.

@@ -86,7 +86,7 @@ class SpmdEngines:
         return Trained(output=output, observed=[] if noted is None else self.comm.all_gather(noted))
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """Return all rows; see ``EngineGroup``.
+        """Return all rows (see ``EngineGroup``).
 
         The row of a data-parallel rank is its primary rank's.
         """
@@ -122,7 +122,7 @@ class SpmdEngines:
 
 
 class SpmdRollouts:
-    """A replica on every rank, so that all of them generate; see ``RolloutGroup``.
+    """A replica on every rank, so that all of them generate (see ``RolloutGroup``).
 
     There is one on every rank however the engine divides its work: a server may make process
     groups, which every rank must take part in. With replicas on some ranks only it would hang.
@@ -137,7 +137,7 @@ class SpmdRollouts:
         self.local_replicas: Sequence[int] = (topology.rank,)
 
     def sync(self) -> list[SyncResult]:
-        """Sync all replicas; see ``RolloutGroup``.
+        """Sync all replicas (see ``RolloutGroup``).
 
         Raises ``RolloutError``: all ranks together.
         """
@@ -157,7 +157,7 @@ class SpmdRollouts:
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
     ) -> list[list[list[ScoredCompletion]]]:
-        """Generate and score; see ``RolloutGroup``.
+        """Generate and score (see ``RolloutGroup``).
 
         Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
         """
@@ -181,7 +181,7 @@ class SpmdRollouts:
 
 
 class Spmd:
-    """A launcher that runs everything in this process; see ``Launcher``.
+    """A launcher that runs everything in this process (see ``Launcher``).
 
     Args:
         config: configuration of an RL run, whose placement is checked before anything is loaded;
@@ -220,7 +220,7 @@ class Spmd:
         return found.device, found.plugin.capabilities
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
-        """Build an engine; see ``Launcher``.
+        """Build an engine (see ``Launcher``).
 
         Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit.
         """
@@ -239,7 +239,7 @@ class Spmd:
         return self._made[-1]
 
     def rollouts(self, spec: RolloutSpec, timers: Timers) -> SpmdRollouts:
-        """Build the replicas; see ``Launcher``.
+        """Build the replicas (see ``Launcher``).
 
         Raises ``PluginError``, ``ConfigError``: all ranks together.
         """
@@ -267,7 +267,7 @@ class Spmd:
         self._trace.begin(folder)
 
     def close(self) -> None:
-        """Close the engines; see ``Launcher``.
+        """Close the engines (see ``Launcher``).
 
         It agrees on nothing, because after an error other ranks may be anywhere.
         """

@@ -60,18 +60,18 @@ class DPOObjective:
                 )
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return the weights of the assistant's tokens; see ``Objective``."""
+        """Return the weights of the assistant's tokens (see ``Objective``)."""
         return pair.chosen.loss_weight.tolist(), pair.rejected.loss_weight.tolist()
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """Return the reference's log-probs; see ``Objective``."""
+        """Return the reference's log-probs (see ``Objective``)."""
         if self._reference is None:
             known = self._known[heldout]
             return torch.tensor([x for i in indices for x in known[i]], dtype=torch.float64)
         return document_sums(self._reference.outputs(batch), batch)
 
     def close(self) -> None:
-        """Close the reference; see ``Objective``."""
+        """Close the reference (see ``Objective``)."""
         if self._reference is not None:
             self._reference.close()
 

@@ -196,7 +196,10 @@ class PairTrainer:
         )
 
     def evaluate(self) -> Metrics:
-        """Return ``eval/…`` over the held-out pairs; empty without them."""
+        """Return ``eval/…`` over the held-out pairs.
+
+        It is empty without them.
+        """
         if self.data.heldout is None:
             return {}
         losses: list[torch.Tensor] = []

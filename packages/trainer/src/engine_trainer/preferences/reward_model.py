@@ -39,16 +39,16 @@ class RewardObjective:
     beta = 1.0
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return 1 for each last token; see ``Objective``."""
+        """Return 1 for each last token (see ``Objective``)."""
         return _last(pair.chosen), _last(pair.rejected)
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """Return zeros; see ``Objective``."""
+        """Return zeros (see ``Objective``)."""
         del heldout, batch
         return torch.zeros(2 * len(indices), dtype=torch.float64)
 
     def close(self) -> None:
-        """Do nothing; see ``Objective``."""
+        """Do nothing (see ``Objective``)."""
 
 
 def _last(document: Document) -> list[float]:

@@ -91,7 +91,7 @@ class FullyAsync:
         self._thread.start()
 
     def take(self, step: int) -> Experience:
-        """Sync the weights, then wait for the groups of a step; see ``Source``."""
+        """Sync the weights, then wait for the groups of a step (see ``Source``)."""
         del step  # the groups depend on the time, not on the step
         self.settle()
         with self._sampler.timers.phase("sync"):
@@ -117,14 +117,14 @@ class FullyAsync:
         )
 
     def settle(self) -> None:
-        """Wait for the slices that run; see ``Source``."""
+        """Wait for the slices that run (see ``Source``)."""
         with self._changed:
             self._paused = True
             self._changed.wait_for(lambda: self._busy == 0 or self._failed is not None)
             self._raise()
 
     def close(self) -> None:
-        """Close the source; see ``Source``."""
+        """Close the source (see ``Source``)."""
         with self._changed:
             # The thread ends after the running slices, at the latest with their workers.
             self._closed = True

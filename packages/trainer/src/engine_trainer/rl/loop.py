@@ -143,7 +143,10 @@ def _source(
 
 
 def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
-    """Return the speed figures; ``trained`` is the number of tokens in all updates of the step."""
+    """Return the speed figures.
+
+    ``trained`` is the number of tokens in all updates of the step.
+    """
     updates = run.timers.spent("train")
     seconds = updates + run.timers.spent("log_probs")
     figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}

@@ -69,7 +69,7 @@ def mismatch_sums(
 def mismatch_figures(sums: Mapping[str, float], largest: Sequence[float]) -> dict[str, float]:
     """Return ``mismatch/…`` from sums over all ranks and the ranks' largest |Δ|.
 
-    Empty where nothing counts.
+    It is empty where nothing counts.
 
     Over tokens: ``kl_k1`` (mean of -Δ) and ``kl_k3`` (mean of r - 1 - log r), both estimates of
     KL(rollout ‖ engine) in nats (Schulman 2020, "Approximating KL divergence"); ``rms`` and ``max``

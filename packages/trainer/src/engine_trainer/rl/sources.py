@@ -29,7 +29,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the source; idempotent."""
+        """Close the source (idempotent)."""
         ...
 
 
@@ -97,13 +97,13 @@ class OneStepOff:
         return replace(experience, metrics=experience.metrics | figures)
 
     def settle(self) -> None:
-        """Wait for the generation that runs; see ``Source``."""
+        """Wait for the generation that runs (see ``Source``)."""
         if self._next is not None:
             # Waits; the next take raises the error.
             self._next.exception()
 
     def close(self) -> None:
-        """Close the source; see ``Source``.
+        """Close the source (see ``Source``).
 
         A generation that runs ends with its workers.
         """

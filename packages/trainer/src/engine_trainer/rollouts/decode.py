@@ -93,7 +93,10 @@ def decode(
 
 
 class _Rows:
-    """The completions so far; ``kept`` says which of them are still in the batch."""
+    """The completions so far.
+
+    ``kept`` says which of them are still in the batch.
+    """
 
     def __init__(self, count: int, steps: int, device: torch.device) -> None:
         self.tokens = torch.zeros(count, steps, dtype=torch.int64, device=device)

@@ -88,7 +88,7 @@ class LocalRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[Completion]:
-        """Generate completions; see ``Rollout.generate``.
+        """Generate completions (see ``Rollout.generate``).
 
         The global random generators stay as they are. Raises ``RolloutError`` before a good weight
         sync, while asleep, for an empty prompt or one that is too long.
@@ -115,7 +115,7 @@ class LocalRollout:
         return [completion for index in range(len(prompts)) for completion in found[index]]
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
-        """Install an export; see ``Rollout.update_weights``.
+        """Install an export (see ``Rollout.update_weights``).
 
         Names must be the model's own Hugging Face names, each once. A tensor is copied as the
         export gives it, so that ``install`` is the one phase, and there is nothing to audit.
@@ -164,7 +164,10 @@ class LocalRollout:
         self._kind.empty_cache()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """Allocate the weights' memory; they are undefined until ``update_weights``."""
+        """Allocate the weights' memory.
+
+        They are undefined until ``update_weights``.
+        """
         del kv_cache
         if self._model is None:
             raise RolloutError(
@@ -177,7 +180,7 @@ class LocalRollout:
             self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Close the rollout; idempotent."""
+        """Close the rollout (idempotent)."""
         self._model = None
         self._table = None
         self._not_ready = "it is closed"

@@ -118,7 +118,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
 
 
 def summary(groups: Sequence[Group]) -> Metrics:
-    """Return the figures of one set; see ``Evaluator.measure``."""
+    """Return the figures of one set (see ``Evaluator.measure``)."""
     completions = [completion for group in groups for completion in group.completions]
     by_problem = [fmean(a.score.correct for a in group.completions) for group in groups]
     mean = fmean(by_problem)

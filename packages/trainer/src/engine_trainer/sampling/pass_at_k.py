@@ -62,8 +62,8 @@ def majority_at(k: int, votes: Sequence[Vote]) -> float:
 def figures_at_k(problems: Sequence[Sequence[Vote]]) -> dict[str, float]:
     """Return ``mean@n``, and ``best@k`` and ``maj@k`` for k of 2, 4, 8, … and n.
 
-    Empty for one sample a problem. ``problems`` has n votes for each problem. ``maj@k`` is there
-    only where some sample has an answer.
+    It is empty for one sample a problem. ``problems`` has n votes for each problem. ``maj@k`` is
+    there only where some sample has an answer.
     """
     n = len(problems[0])
     if n == 1:

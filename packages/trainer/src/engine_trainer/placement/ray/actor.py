@@ -74,7 +74,7 @@ class Worker:
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
 
     def profile(self, folder: Path | None) -> None:
-        """Begin or end a trace; see ``Launcher.profile``."""
+        """Begin or end a trace (see ``Launcher.profile``)."""
         if folder is None:
             self._trace.end()
         else:
@@ -85,7 +85,7 @@ class Worker:
         return memory.room(device)
 
     def close(self) -> None:
-        """Close the wire; idempotent."""
+        """Close the wire (idempotent)."""
         if self._wire is not None:
             self._wire.close()
 

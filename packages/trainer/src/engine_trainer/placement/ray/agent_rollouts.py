@@ -87,7 +87,7 @@ class Conversing:
             ]
 
     def close(self) -> None:
-        """Cancel the running conversations; idempotent.
+        """Cancel the running conversations (idempotent).
 
         A function that blocks the loop is not waited for.
         """

@@ -86,7 +86,10 @@ class Pool:
         return f"{self.name}-{rank}"
 
     def start(self, rank: int, method: str, *arguments: Any) -> Call:
-        """Start one call; ``finish`` waits for it."""
+        """Start one call.
+
+        ``finish`` waits for it.
+        """
         return Call(
             ref=self.actors[rank].call.remote(method, *arguments),
             worker=self.worker(rank),

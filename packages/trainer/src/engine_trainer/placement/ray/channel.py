@@ -40,7 +40,7 @@ Entry = tuple[str, str, list[int], int]
 def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
     """Return the reason why whole tensors are sent.
 
-    Empty where the rollout's own wire carries the exports of its exporter.
+    It is empty where the rollout's own wire carries the exports of its exporter.
     """
     if spec.device != spec.engine_device:
         return f"the rollout is on {spec.device}, the engine on {spec.engine_device}"
@@ -79,7 +79,7 @@ def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
 
 
 class WholeWire:
-    """A wire of whole tensors for any rollout; see ``engine_api.rollout.WeightWire``.
+    """A wire of whole tensors for any rollout (see ``engine_api.rollout.WeightWire``).
 
     The first sync connects all of its processes. A replica that fails does not tell the sender: all
     replicas read the export to its end, and the controller receives the error.
@@ -92,18 +92,18 @@ class WholeWire:
         self._store: Any = None  # on the sender's side
 
     def serve(self, host: str, receivers: int) -> WholeWire:
-        """Serve the store; see ``WeightWire.serve``."""
+        """Serve the store (see ``WeightWire.serve``)."""
         self._store = serve_store(host, receivers + 1, self._timeout_s)
         self.address = f"{host}:{self._store.port}:{receivers + 1}"
         return self
 
     def send(self, export: WeightExport) -> int:
-        """Send an export; see ``WeightSender.send``."""
+        """Send an export (see ``WeightSender.send``)."""
         return self._connected(self.address, 0, self._store).send(export)
 
     @contextmanager
     def receive(self, address: str, rank: int) -> Iterator[WeightExport]:
-        """Receive an export; see ``WeightWire.receive``.
+        """Receive an export (see ``WeightWire.receive``).
 
         A tensor is valid until the next one is requested.
         """
@@ -116,7 +116,7 @@ class WholeWire:
                 pass
 
     def close(self) -> None:
-        """Close the channel; see ``WeightWire.close``."""
+        """Close the channel (see ``WeightWire.close``)."""
         if self._channel is not None:
             self._channel.close()
 

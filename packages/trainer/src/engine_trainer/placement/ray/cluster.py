@@ -236,7 +236,7 @@ class Placement:
         )
 
     def release(self) -> None:
-        """Release the bundles and end all actors in them; idempotent."""
+        """Release the bundles and end all actors in them (idempotent)."""
         attempt(lambda: remove_placement_group(self._group))
 
 

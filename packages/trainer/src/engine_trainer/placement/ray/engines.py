@@ -1,4 +1,4 @@
-"""The engine's ranks as actors; see ``EngineGroup``.
+"""The engine's ranks as actors (see ``EngineGroup``).
 
 All dp shards are local to the controller, and each worker receives its own.
 """
@@ -69,7 +69,7 @@ class RayEngines:
         return result
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """Return the rows, which are all local to the controller; see ``EngineGroup``."""
+        """Return the rows, which are all local to the controller (see ``EngineGroup``)."""
         return list(rows)
 
     def offload(self) -> None:
@@ -117,7 +117,7 @@ class RayEngines:
 
 
 class RaySave:
-    """A save that may still be running; see ``CheckpointHandle``."""
+    """A save that may still be running (see ``CheckpointHandle``)."""
 
     def __init__(self, engines: RayEngines, info: CheckpointInfo | None) -> None:
         self._engines = engines

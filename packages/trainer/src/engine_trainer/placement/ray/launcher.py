@@ -1,4 +1,4 @@
-"""Engines and rollouts on a Ray cluster; see ``engine_trainer.placement.groups.Launcher``."""
+"""Engines and rollouts on a Ray cluster (see ``engine_trainer.placement.groups.Launcher``)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OnRay:
     def resolve(
         self, section: EngineSection, beside: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
-        """Resolve the engine in the first worker; see ``Launcher``."""
+        """Resolve the engine in the first worker (see ``Launcher``)."""
         pool = self._engine_pool()
         found: tuple[str, frozenset[Capability]] = pool.finish(
             [pool.start(0, "resolve", section, beside)]
@@ -64,7 +64,7 @@ class OnRay:
         return found
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
-        """Build an engine in the workers of all engines; see ``Launcher``.
+        """Build an engine in the workers of all engines (see ``Launcher``).
 
         Raises ``ConfigError`` when policy and rollout cannot fit.
         """
@@ -109,7 +109,7 @@ class OnRay:
             pool.call_all("profile", folder)
 
     def close(self) -> None:
-        """Close all workers; see ``Launcher``.
+        """Close all workers (see ``Launcher``).
 
         Workers close their engines and rollouts where they still can, and are ended in any case.
         """

@@ -1,4 +1,4 @@
-"""The rollout's replicas as actors; see ``RolloutGroup``."""
+"""The rollout's replicas as actors (see ``RolloutGroup``)."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class Separate:
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
     def wake_up(self, *, weights: bool) -> None:
-        """Do nothing; see the class."""
+        """Do nothing (see the class)."""
 
     def sleep(self) -> None:
-        """Do nothing; see the class."""
+        """Do nothing (see the class)."""
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
-        """Prepare for ``advance``; see ``Continuing``."""
+        """Prepare for ``advance`` (see ``Continuing``)."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
     def generate_and_score(

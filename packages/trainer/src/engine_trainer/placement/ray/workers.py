@@ -98,7 +98,7 @@ class EngineWorker(Worker):
     def resolve(
         self, section: EngineSection, beside: EngineSection | None
     ) -> tuple[str, frozenset[Capability]]:
-        """Resolve an engine on this worker alone; see ``Launcher.resolve``."""
+        """Resolve an engine on this worker alone (see ``Launcher.resolve``)."""
         return self.spmd.resolve(section, beside)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
@@ -141,7 +141,10 @@ class EngineWorker(Worker):
         return handle.result() if handle.done() else None
 
     def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
-        """Return the result of the save that was started; None while it runs."""
+        """Return the result of the save that was started.
+
+        It is None while the save runs.
+        """
         handle = self._handles[number]
         return handle.result() if wait or handle.done() else None
 
@@ -250,7 +253,7 @@ class RolloutWorker(Worker):
         return self._replica
 
     def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool) -> None:
-        """Build the replica and the wire's end; see ``Replica.create``."""
+        """Build the replica and the wire's end (see ``Replica.create``)."""
         self._replica = Replica.create(spec, self.timers)
         self._wire = channel.make_wire(spec, timeout_s, whole=whole)
 
