@@ -20,7 +20,10 @@ Checkpoint = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Writes a tiny checkpoint once a set of arguments and gives its folder."""
+    """Return a function that writes a tiny checkpoint once per set of arguments.
+
+    The function returns the checkpoint's folder.
+    """
     written: dict[TinyModel, Path] = {}
 
     def write(**kwargs: Any) -> Path:

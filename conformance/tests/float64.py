@@ -1,4 +1,4 @@
-"""Runs code that hard-codes float32 in float64: transformers casts norms, RoPE and routers."""
+"""Float64 execution of code that hard-codes float32: transformers casts norms, RoPE and routers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Everywhere(TorchFunctionMode):
-    """Replaces float32 by float64 wherever it is asked for: as an argument, or by ``.float()``."""
+    """Mode that replaces float32 by float64, as an argument or in ``.float()``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

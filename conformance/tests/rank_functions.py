@@ -1,4 +1,4 @@
-"""What the pool's tests run inside ranks."""
+"""Functions that the rank pool's tests run inside ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine_conformance.shim import shimmed
 
 
 def total(value: float) -> float:
-    """Sum of ``value * (rank + 1)`` over the ranks."""
+    """Return the sum of ``value * (rank + 1)`` over the ranks."""
     tensor = torch.tensor(value * (dist.get_rank() + 1))
     dist.all_reduce(tensor)
     return tensor.item()
@@ -67,7 +67,7 @@ def unpicklable() -> object:
 
 
 class Kept:
-    """What can be looked for."""
+    """Object that a test can look for."""
 
 
 _seen: list[weakref.ref[Kept]] = []
@@ -78,7 +78,7 @@ def fail(kept: Kept) -> None:
 
 
 def hold_by_error() -> BaseException:
-    """An error whose traceback holds an object; the frame that made it holds the error."""
+    """Return an error whose traceback holds an object in the frame that made the error."""
     kept = Kept()
     _seen.append(weakref.ref(kept))
     try:
@@ -94,7 +94,10 @@ def still_held() -> list[bool]:
 
 
 def gather_unevenly(lengths: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """With CUDA simulated: every rank's rows, and this rank's part of their sum over the ranks."""
+    """Gather every rank's rows and reduce their sum, with CUDA simulated.
+
+    The result has this rank's part of the sum over the ranks.
+    """
     with shimmed():
         rank, group = dist.get_rank(), dist.group.WORLD
         rows = [10 * r + torch.arange(2.0 * n).reshape(n, 2) for r, n in enumerate(lengths)]
@@ -106,7 +109,7 @@ def gather_unevenly(lengths: list[int]) -> tuple[list[torch.Tensor], torch.Tenso
 
 
 def gather_unevenly_later(called: str, lengths: list[int]) -> str:
-    """What is said of an uneven call that is not waited for."""
+    """Return the error of an uneven call that is not waited for."""
     with shimmed():
         parts = [torch.zeros(n) for n in lengths]
         own = parts[dist.get_rank()]

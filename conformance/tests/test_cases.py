@@ -1,4 +1,7 @@
-"""What all cases have in common: a MUST, hints, a group, a quick tier; and the field's bugs that they were made from."""
+"""Tests of properties that all cases share: a MUST, hints, a group, and a quick tier.
+
+In addition, the field's bugs that the cases were made from.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from engine_conformance.cases.contract import _member_problems
 
 CASES = load_cases()
 CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
-# Silent bugs of engines and rollouts in public threads; each is named by a case that would have caught it.
+# Silent bugs of engines and rollouts in public threads; each is named by a case that would have
+# caught it.
 FIELD = (
     "verl #4710",
     "AReaL PR 335",
@@ -107,10 +111,10 @@ def test_the_quick_tier_has_something_of_every_core_group() -> None:
 
 
 class Older:
-    """Written for contract 1.0."""
+    """Engine class written for contract 1.0."""
 
     def get_per_tensor_param_shard(self, *, dtype: object = None) -> None:
-        """As it was then."""
+        """Do nothing, with the parameters of contract 1.0."""
 
 
 def test_an_engine_is_asked_only_for_what_the_contract_had_that_it_was_written_for() -> None:

@@ -1,4 +1,4 @@
-"""The command line: exit codes and texts, for what is asked wrongly and for engines that behave strangely."""
+"""Tests of the command line: exit codes and texts for wrong requests and misbehaving engines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ Install = Callable[[str, str], None]
 DESCRIPTOR = """
 from engine_api.plugin import EnginePlugin, Row
 PLUGIN = EnginePlugin(name="odd", contract="1.0",
-                      rows=(Row(backends=("odd",), devices=("cpu", "cuda"), target="odd_engine:Odd"),))
+                      rows=(Row(backends=("odd",), devices=("cpu", "cuda"),
+                                target="odd_engine:Odd"),))
 """
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put a distribution with a descriptor ``odd_plugin`` (and any other module) where the registry finds it."""
+    """Return a function that installs a distribution for the registry to find.
+
+    The distribution has a descriptor ``odd_plugin`` and any other modules.
+    """
 
     def add(module: str, text: str) -> None:
         info = tmp_path / "site" / "odd-1.0.dist-info"
@@ -54,7 +58,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the command line in an empty folder."""
+    """Return a function that runs the command line in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -112,7 +116,8 @@ def test_what_cannot_run_says_why(
 ) -> None:
     unavailable = DESCRIPTOR + (
         "from engine_api.plugin import ProbeResult\nimport dataclasses\n"
-        "PLUGIN = dataclasses.replace(PLUGIN, probe=lambda d: ProbeResult(ok=d == 'cpu', reason=f'no {d}', remedy='-'))\n"
+        "PLUGIN = dataclasses.replace(PLUGIN, probe=lambda d: "
+        "ProbeResult(ok=d == 'cpu', reason=f'no {d}', remedy='-'))\n"
     )
     install("odd_plugin", unavailable)
     ends(cli("run", *arguments), code, *texts)
@@ -157,7 +162,9 @@ def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
     install("odd_plugin", DESCRIPTOR)
     install(
         "odd_engine",
-        "class Odd:\n    def __init__(self, config, **_):\n        raise ValueError(config.options)\n",
+        "class Odd:\n"
+        "    def __init__(self, config, **_):\n"
+        "        raise ValueError(config.options)\n",
     )
     options = ("--option", "spec=local", "--option", "bytes=1024", "--option", "bias=null")
     done = cli("run", "odd", "--case", "train.epsilon", "--world", "1", *options)
@@ -248,7 +255,10 @@ def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -
 
 # --- deviations -------------------------------------------------------------------------------
 
-GOOD = 'case = "train.moe"\nreason = "bf16 router"\nissue = "https://example.org/1"\nuntil = 2027-01-31\n'
+GOOD = (
+    'case = "train.moe"\nreason = "bf16 router"\n'
+    'issue = "https://example.org/1"\nuntil = 2027-01-31\n'
+)
 
 
 def read(path: Path, text: str) -> list[object]:

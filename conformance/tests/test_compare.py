@@ -1,4 +1,7 @@
-"""Comparisons: margins, locations, hints; and tolerances against what float32 and defects do."""
+"""Tests of comparisons: margins, locations and hints.
+
+In addition, tolerances against the errors of float32 and of defects.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,7 @@ def test_bitwise_sees_dtype_sign_of_zero_and_one_bit() -> None:
 def float32_run(
     folder: Any, batches: list[Any], lr: float
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Weights, losses and gradient norms of transformers in float32 with PyTorch's AdamW."""
+    """Return weights, losses and gradient norms of transformers in float32 with PyTorch's AdamW."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     adamw, losses, norms = torch.optim.AdamW(model.parameters(), lr=lr), [], []
     for batch in batches:

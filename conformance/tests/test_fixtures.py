@@ -1,4 +1,4 @@
-"""Fixtures: the same seed gives the same bytes, and batches are what they say."""
+"""Tests of the fixtures: one seed gives the same bytes, and batches are as described."""
 
 from __future__ import annotations
 

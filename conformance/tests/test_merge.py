@@ -1,4 +1,4 @@
-"""Reports that are joined: which, what wins, what the verdict is, and what the verifier makes of it."""
+"""Tests of merged reports: the choice, the row that wins, the verdict, and its verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each wrong engine is caught by the case that it names, which the engine without its defect passes."""
+"""Tests that each mutant fails the case that it names, and that the sound engine passes it.
+
+The sound engine is the same one without the defect.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def _module(one: Mutant) -> str:
     return one.targets["language_model"].partition(":")[0]
 
 
-# All of them take longer than a test should (`nox -s mutants` runs them): the first of each module and group are not slow.
+# All of them take longer than a test should (`nox -s mutants` runs them): the first of each module
+# and group are not slow.
 QUICK = [one for one in MUTANTS if not load_cases()[one.case].slow]
 FIRST = list({(_module(one), one.group): one for one in reversed(QUICK)}.values())
 FIRST_CONTROLS = controls(FIRST, Path())
@@ -38,7 +42,7 @@ FIRST_CONTROLS = controls(FIRST, Path())
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that all of them share, while the registry knows them."""
+    """Yield a folder that all mutants share, while the registry knows them."""
     folder = tmp_path_factory.mktemp("mutants")
     install(folder / "site")
     yield folder
@@ -127,7 +131,8 @@ def test_a_case_that_catches_nothing_alone_says_why_it_stays() -> None:
     assert set(others) <= {one.name for one in MUTANTS}, (
         "a mutant is gone: take it from others.json"
     )
-    # One that is not there was not looked for yet (`python tools/mutants.py --others NAME`): the page says so.
+    # One that is not there was not looked for yet (`python tools/mutants.py --others NAME`): the
+    # page says so.
     alone = {one.case for one in MUTANTS if one.name in others and others[one.name] is None}
     silent = [
         name

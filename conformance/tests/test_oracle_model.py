@@ -1,4 +1,4 @@
-"""The oracle against transformers in float64, and what it refuses."""
+"""Tests of the oracle against transformers in float64, and of its refusals."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
 
 
 def test_every_parameter_matters(checkpoint: Any) -> None:
-    """Scaled weights: no parameter's gradient may be negligible, or its defects would hide."""
+    """Require scaled weights under which no parameter's gradient is negligible.
+
+    A negligible gradient would hide defects.
+    """
     for family in FAMILIES:
         oracle = load_oracle(checkpoint(family=family), requires_grad=True)
         batch = packed_documents(0, LENGTHS["uneven"])

@@ -1,4 +1,4 @@
-"""The rank pool: results by rank, failures of every kind, and that the next call passes."""
+"""Tests of the rank pool: results by rank, failures of every kind, and a good call after each."""
 
 from __future__ import annotations
 

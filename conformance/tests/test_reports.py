@@ -1,4 +1,4 @@
-"""The reports: written, read back, and what machines and the console are told."""
+"""Tests of the reports: written, read back, and summarized for machines and the console."""
 
 from __future__ import annotations
 
@@ -231,7 +231,10 @@ def test_the_summary_says_all_that_a_console_needs() -> None:
 def test_the_summary_says_why_a_verdict_is_partial() -> None:
     run, verdicts = made(GOOD[:2], selection={"quick": True, "complete": False})
     text = summary(run, verdicts, folder=None)
-    told = "not all cases were asked for; declared, but shown by no case that passed: dp, lora, value-head"
+    told = (
+        "not all cases were asked for; "
+        "declared, but shown by no case that passed: dp, lora, value-head"
+    )
     assert text.splitlines()[0] == f"engine / language_model: PARTIAL ({told})"
     assert "reports:" not in text
     provisional = [row("train.next", "failed", provisional=True)]

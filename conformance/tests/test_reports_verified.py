@@ -1,4 +1,4 @@
-"""Reports that are altered, forged, old, or none at all."""
+"""Tests of reports that are altered, forged, old, or absent."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_what_does_not_fit_the_schema_is_told(
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (
             b'{"schema": "0", "command": ["run", "acme", "--world", "1,2"]}',
-            "schema 0, this suite reads 1; run the suite again with: engine-conformance run acme --world 1,2",
+            "schema 0, this suite reads 1; run the suite again with: "
+            "engine-conformance run acme --world 1,2",
         ),
         (b'{"schema": "0"}', "an older report: "),
         (b'{"schema": "0", "command": 7}', "engine-conformance run NAME --report DIR"),
@@ -218,7 +219,8 @@ def test_another_suite_is_named(tmp_path: Path, other: dict[str, str]) -> None:
     [problem] = verify(path, suite=SUITE | other)
     assert "written by suite 0.1.0 (contract 1.0, digest aaaaaaaaaaaa…), this is " in problem
     assert next(iter(other.values()))[:12] in problem
-    assert (
-        "to compare, run this suite with: engine-conformance run acme --world 1,2 --report 'my reports'"
-        in problem
+    remedy = (
+        "to compare, run this suite with: "
+        "engine-conformance run acme --world 1,2 --report 'my reports'"
     )
+    assert remedy in problem

@@ -1,4 +1,4 @@
-"""A whole run of the command line against engines whose ranks raise, die or stall: told, and survived."""
+"""Tests of whole runs whose ranks raise, die or stall, which the run reports and survives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def children() -> set[int]:
-    """Process ids whose parent is this process."""
+    """Return the ids of processes whose parent is this process."""
     found = set[int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -41,7 +41,8 @@ def children() -> set[int]:
 @pytest.mark.parametrize(
     ("name", "status", "told", "patience"),
     [
-        # Only what stalls is ended by the clock: it must not be so short that a busy machine stalls, too.
+        # Only what stalls is ended by the clock: it must not be so short that a busy machine
+        # stalls, too.
         ("raises", "failed", "rank 1 raised", "10"),
         ("dies", "failed", "rank 1 died", "10"),
         ("stalls", "timeout", "rank 1 stalled", "1"),
@@ -102,7 +103,10 @@ def test_a_deviation_turns_a_failure_into_partial_and_rots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listed = tmp_path / "conformance.toml"
-    entry = '[[deviation]]\ncase = "forward.loss_weight"\nreason = "r"\nissue = "https://example.org/1"\nuntil = 2999-01-01\n'
+    entry = (
+        '[[deviation]]\ncase = "forward.loss_weight"\nreason = "r"\n'
+        'issue = "https://example.org/1"\nuntil = 2999-01-01\n'
+    )
     listed.write_text(entry)
     arguments = [
         "--case",

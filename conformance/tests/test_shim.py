@@ -1,4 +1,4 @@
-"""CUDA simulated on the CPU: what it answers, that it ends, and that a report says so."""
+"""Tests of CUDA simulated on the CPU: its answers, its end, and the mention in a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated device: what it carries, in a process of its own, which it changes."""
+"""Tests of the simulated device, in a process of its own, which the device changes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,11 @@ storage.resize_(0)
 assert x.untyped_storage().size() == 0
 """,
     "sizes follow the values": """
-made = torch.arange(4, device="npu"), torch.eye(2, device="npu"), torch.ones(3, device="npu").unsqueeze_(0)
+made = (
+    torch.arange(4, device="npu"),
+    torch.eye(2, device="npu"),
+    torch.ones(3, device="npu").unsqueeze_(0),
+)
 assert [tuple(x.shape) for x in made] == [(4,), (2, 2), (1, 3)]
 assert all(x.shape == x.cpu().shape and x.stride() == x.cpu().stride() for x in made)
 weight = torch.nn.Parameter(torch.ones(3, device="npu"))

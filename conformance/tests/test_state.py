@@ -1,4 +1,7 @@
-"""The suite's own reader of checkpoints: portable ones bit by bit, an engine's own format not at all."""
+"""Tests of the suite's own reader of checkpoints.
+
+Portable ones are read bit by bit, an engine's own format not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Conformance cases, one module per group and one function per MUST; `load_cases` imports all modules."""
+"""Conformance cases, one module per group and one function per MUST.
+
+`load_cases` imports all modules.
+"""
 
 from __future__ import annotations
 

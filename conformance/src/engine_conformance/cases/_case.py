@@ -34,7 +34,11 @@ __all__ = [
 ]
 
 CaseFunction = Callable[[Target], "float | None"]
-"""Raises `ConformanceFailure` (or the pool's `RankError`); returns the margin where it compared numbers."""
+"""Function of a case.
+
+It raises `ConformanceFailure` (or the pool's `RankError`), and returns the margin where it compared
+numbers.
+"""
 
 PROFILES = ("engine", "rl", "rollout")
 LM, VALUE = "language_model", "value_model"
@@ -70,7 +74,7 @@ _MODEL_PARALLEL = frozenset(
 
 
 class SkipCase(Exception):
-    """Error of a case that cannot be decided on this machine; its text gives the reason."""
+    """Error of a case that cannot be decided on this machine, with the reason as its text."""
 
 
 class AcceptedUndeclared(ConformanceFailure):
@@ -154,7 +158,10 @@ class Case:
         """Return why this case does not apply to ``target``, or None."""
         have = target.capabilities
         if is_older(target.resolution.plugin.contract, self.since):
-            return f"since contract {self.since}, the engine was written for {target.resolution.plugin.contract}"
+            return (
+                f"since contract {self.since}, "
+                f"the engine was written for {target.resolution.plugin.contract}"
+            )
         missing = [str(c) for c in self.requires if c not in have]
         if (
             target.world > 1
@@ -192,7 +199,7 @@ def case(
     provisional: bool = False,
     partner: bool = False,
 ) -> Callable[[CaseFunction], CaseFunction]:
-    """Register a case; see `Case` for the arguments."""
+    """Register a case, whose arguments `Case` explains."""
 
     def register(function: CaseFunction) -> CaseFunction:
         assert id not in CASES, f"two cases are called {id}"

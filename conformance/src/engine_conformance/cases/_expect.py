@@ -83,7 +83,10 @@ def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
 def clear_documents(
     oracle: OracleModel, seed: int, lengths: tuple[int, ...], *, gap: float
 ) -> PackedDocuments:
-    """Return the first batch from ``1000 * seed`` on whose choices of experts are clearer than ``gap``."""
+    """Return the first batch on which all choices of experts are clearer than ``gap``.
+
+    Seeds are tried from ``1000 * seed`` on.
+    """
     for candidate in range(1000 * seed, 1000 * seed + 1000):
         batch = _candidate(candidate, lengths)
         if oracle.routing_margin(batch.input_ids, batch.cu_seqlens).min() > gap:
@@ -123,7 +126,10 @@ def oracle_training(
 
 
 def asking(target: Target, documents: PackedDocuments, **arguments: Any) -> InferCall:
-    """Build a call for every output of this model type: with entropy, unless it is a value model."""
+    """Build a call for every output of this model type.
+
+    It asks for entropy, unless it is a value model.
+    """
     return InferCall(documents=documents, **({"entropy": target.model_type != VALUE} | arguments))
 
 
@@ -290,7 +296,7 @@ def raised_everywhere(
     *,
     faulty: Sequence[int] | None = None,
 ) -> None:
-    """Require that ranks that saw the fault raise ``own`` and all others ``RankFailure`` (or ``own``).
+    """Require ``own`` on ranks that saw the fault, and ``RankFailure`` (or ``own``) elsewhere.
 
     No rank may go on alone.
     """

@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, state: Mapping[str, Tensor], *, step: int) ->
 
 
 def cut(key: str, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Return each rank's box of a tensor; together the boxes cover it exactly once."""
+    """Return each rank's box of a tensor, which together cover it exactly once."""
     alone = {zlib.crc32(key.encode()) % RANKS: ((0,) * len(shape), shape)}
     if not shape or max(shape) < RANKS:
         return alone

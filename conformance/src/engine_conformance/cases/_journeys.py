@@ -1,4 +1,7 @@
-"""Runs that continue from a checkpoint in another layout or engine, or from a state the suite made."""
+"""Runs that continue from a checkpoint in another layout or engine, or from a made-up state.
+
+The suite itself writes that state.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +149,10 @@ def _step_matches(
 
 
 def state_matches(target: Target, folder: Path, want: TrainResult) -> float:
-    """Require that a checkpoint holds exactly the oracle's names, its moments and its step; return the margin."""
+    """Require that a checkpoint holds exactly the oracle's names, its moments and its step.
+
+    Return the margin.
+    """
     state, names = read_state(folder), list(want.params)
     fields = (*_MOMENTS, "step")
     expected = [f"model.{n}" for n in names] + [f"optim.{n}.{one}" for n in names for one in fields]
@@ -161,7 +167,7 @@ def state_matches(target: Target, folder: Path, want: TrainResult) -> float:
 
 
 def moments_match(target: Target, state: Mapping[str, Tensor], want: TrainResult) -> float:
-    """Compare a checkpoint's moments with the oracle's; return the margin."""
+    """Compare a checkpoint's moments with the oracle's and return the margin."""
     bounds = moment_tolerance(want, target.torch_dtype, layers=want.oracle.config.num_layers)
     margins = []
     for one in _MOMENTS:

@@ -52,7 +52,10 @@ _MEMORY = Memory(max_tokens=32, logit_chunk=7)  # several micro-batches, chunks 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One rank's outputs, its steps, and its shards after them (none where shards are not declared)."""
+    """One rank's outputs, its steps, and its shards after them.
+
+    There are no shards where they are not declared.
+    """
 
     answers: list[Answer]
     trained: Trained = field(repr=False)

@@ -272,7 +272,10 @@ def train(
     save_to: Path | None = None,
     adapter: Adapter = "merged",
 ) -> Trained:
-    """Run one ``train_batch`` per batch, between an optional load and an optional save, then export."""
+    """Run one ``train_batch`` per batch, then export.
+
+    A load before the first batch and a save after the last are optional.
+    """
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)

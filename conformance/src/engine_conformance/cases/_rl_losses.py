@@ -88,7 +88,10 @@ class Policy:
     def oracle_metrics(
         self, oracle: OracleModel, batch: PackedDocuments
     ) -> tuple[int, float, float]:
-        """Return the clipped tokens, the weighted sum of KLs, and the ratios' least distance to a bound."""
+        """Return the oracle's metrics, and how near to a bound a ratio comes.
+
+        The metrics are the number of clipped tokens and the weighted sum of KLs.
+        """
         log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.detach()
         counted = torch.as_tensor(batch.loss_weight) > 0
         ratio = (log_probs - torch.as_tensor(batch.old_log_probs).double()).exp()[counted]

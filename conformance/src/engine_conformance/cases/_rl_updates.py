@@ -32,7 +32,9 @@ SPLIT = Memory(max_tokens=24, logit_chunk=5)  # several micro-batches
 # Updates of a policy are small: at 1e-3 single tokens' probabilities would change by powers of ten.
 OPTIMIZER = OptimizerConfig(lr=1e-4, clip_norm=2.0, eps=EPS)
 RATES = Schedule(lr=1e-4)
-_KINK = 1e-3  # no ratio of the fixtures comes nearer to a bound of the clip: rounding never decides who is clipped
+# No ratio of the fixtures comes nearer to a bound of the clip, so that rounding never decides which
+# tokens are clipped.
+_KINK = 1e-3
 
 
 def now(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:

@@ -67,7 +67,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Action that calls a member without arguments, or ``sleep`` and ``wake_up`` of one part alone."""
+    """Action that calls a member without arguments, or with one part alone.
+
+    One part alone is for ``sleep`` and ``wake_up``.
+    """
 
     member: Literal["sleep", "wake_up", "close"]
     only: Literal["weights", "kv_cache"] | None = None
@@ -107,7 +110,7 @@ def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
 
 
 def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) -> list[Reply]:
-    """Run ``actions`` one after another on one rollout; an error ends its own action only."""
+    """Run ``actions`` one after another on one rollout, where an error ends its own action only."""
     rollout: Rollout = RolloutRegistry.create(
         name=setup.backend, device=setup.device, **arguments(setup, eos)
     )

@@ -237,7 +237,10 @@ def _greedy_matches(
         rows = completion_log_probs(oracle, prompt, c.tokens)
         behind = rows.amax(-1) - rows.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0]
         step = int(behind.masked_fill(~kept, 0.0).argmax())
-        problem = f"token {c.tokens[step]}, the oracle has {int(rows[step].argmax())} (by {behind[step]:.3g} nats)"
+        problem = (
+            f"token {c.tokens[step]}, the oracle has {int(rows[step].argmax())} "
+            f"(by {behind[step]:.3g} nats)"
+        )
         place = f"{where}, prompt {c.prompt_index} of {len(prompt)} tokens, step {step}"
         margin = float(behind[step] / rounding) if kept[step] else 0.0
         must(margin <= 1, "greedy tokens", problem, where=place)
@@ -327,7 +330,10 @@ def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: floa
 
 
 def follows(model: Path, ask: Generate, reply: Reply) -> float:
-    """Return the larger ratio of first tokens' chi-square to its critical value, over the prompts."""
+    """Return the larger ratio of the prompts' chi-square to its critical value.
+
+    Compared are the first tokens of each prompt.
+    """
     worst, completions = 0.0, well_formed(reply, "many samples", version=1, vocab=16)
     for index, prompt in enumerate(ask.prompts):
         rows = completion_log_probs(oracle_of(str(model)), prompt, [EOS], ask.sampling.temperature)
@@ -361,7 +367,10 @@ def _chi_square(
 
 
 def clear_paths(target: Target, model: Path, steps: int) -> tuple[Prompts, list[Greedy]]:
-    """Return four prompts whose greedy completions differ in every token, with no rounding involved."""
+    """Return four prompts whose greedy tokens differ from one another in each completion.
+
+    No rounding decides a token.
+    """
     clear = 4 * target.tolerance("log_probs").atol
     pairs = [
         (p, greedy(oracle_of(str(model)), p, steps))

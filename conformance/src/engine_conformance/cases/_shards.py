@@ -54,7 +54,10 @@ def _shard(item: Any) -> tuple[str, Tensor, ShardSpec]:
 
 
 def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Tensor]]]) -> float:
-    """Require that boxes of replica 0 cover each tensor once and that other replicas hold the same bits."""
+    """Require that boxes of replica 0 cover each tensor exactly once.
+
+    Other replicas must hold the same bits.
+    """
     whole = ranks[0][2]
     for rank, (mine, order, _) in enumerate(ranks):
         must(

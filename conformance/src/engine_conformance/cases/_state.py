@@ -19,7 +19,7 @@ _PORTABLE = "portable"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return ``manifest.json``; a missing one is a failure of the engine."""
+    """Return ``manifest.json``, or raise a failure of the engine if it is missing."""
     must(
         (folder / "manifest.json").is_file(),
         "checkpoint",
@@ -35,7 +35,10 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 
     The boxes must cover the tensor exactly once.
     """
-    problem = f"is in the engine's own format ({_format(folder)}), not portable, as the case asks of who declares portable-checkpoint"
+    problem = (
+        f"is in the engine's own format ({_format(folder)}), not in the portable one, "
+        "which the case demands of an engine that declares portable-checkpoint"
+    )
     remedy = "leave out the engine's --option that asks for its own"
     must(_format(folder) == _PORTABLE, "checkpoint", f"{problem}; {remedy}", where=str(folder))
     return {

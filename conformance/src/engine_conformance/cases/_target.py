@@ -33,7 +33,7 @@ LONGEST = 890.0  # seconds; shorter than the ranks' collectives wait for each ot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Everything that a rank needs to build the engine; it travels to the ranks."""
+    """Everything that a rank needs to build the engine, sent to the ranks."""
 
     backend: str
     device: str

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state, resumed bit for bit, at another world size, or in another layout."""
+"""Checkpoints of the whole state, resumed bit for bit, also at other world sizes and layouts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ def resume(
         info = engine.load_checkpoint(folder / "middle")
         version, draws = engine.weight_version, _draws(setup.device)
         refused = caught(engine.optimizer_step)
-        problem = f"after a load gave {refused!r}, not EngineStateError: a gradient of before the load was kept"
+        problem = (
+            f"after a load gave {refused!r}, not EngineStateError: "
+            "a gradient of before the load was kept"
+        )
         must(
             isinstance(refused, EngineStateError),
             "optimizer_step",
@@ -184,20 +187,21 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
 
 @case(id="checkpoint.resume_bitwise", model_types=TYPES, quick=True)
 def resume_bitwise(target: Target) -> None:
-    """A run that is saved, loaded into a fresh engine and continued MUST equal the one that went on.
+    """A run that is saved, loaded and continued MUST equal the one that went on, bit for bit.
 
-    It is equal bit for bit. Weights, moments, losses, schedule, ``weight_version``, every rank's
-    generators and the caller's ``extra``; a gradient that was there before the load is dropped.
+    A fresh engine loads it. Compared are weights, moments, losses, schedule, ``weight_version``,
+    every rank's generators and the caller's ``extra``. A gradient that was there before the load is
+    dropped.
 
     If this fails: the optimizer is not restored, or steps once with zero gradients when it is
-    (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule starts anew.
+    (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule starts again.
     """
     _resumes(target, target.model())
 
 
 @case(id="checkpoint.resume_bfloat16", requires=(Capability.BF16,), model_types=TYPES)
 def resume_bfloat16(target: Target) -> None:
-    """A run whose weights and moments are stored in bfloat16 MUST resume bit for bit as well, and stay finite.
+    """A run with bfloat16 weights and moments MUST resume bit for bit as well, and stay finite.
 
     If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a read in
     another dtype.
@@ -217,7 +221,9 @@ def resume_moe(target: Target) -> None:
 
 @case(id="checkpoint.keys", requires=PORTABLE, model_types=TYPES, quick=True)
 def keys(target: Target) -> float:
-    """A checkpoint MUST hold the oracle's weights and moments under Hugging Face names, tied ones once.
+    """A checkpoint MUST hold the oracle's weights and moments, once, under Hugging Face names.
+
+    Tied weights are stored once, too.
 
     If this fails: local layer numbers or a wrapper's prefix in the names (Megatron-LM #7452);
     moments of a padded shard; a step count that pre-initialization has moved (Automodel #3191,
@@ -254,7 +260,7 @@ def keys(target: Target) -> float:
 
 @case(id="checkpoint.across_worlds", requires=PORTABLE, world=(2, 4), model_types=TYPES)
 def across_worlds(target: Target) -> float:
-    """A checkpoint MUST load at other world sizes and layouts, bit for bit, and train on as the oracle does.
+    """A checkpoint MUST load bit for bit in other worlds and layouts, and train on as the oracle.
 
     From one rank to several, through every declared layout, and back to one.
 
@@ -367,7 +373,7 @@ def _done_when_written(handle: CheckpointHandle, folder: Path) -> None:
     model_types=TYPES,
 )
 def asynchronous(target: Target) -> float:
-    """An asynchronous save MUST hold the state at the time of the call, and ``close`` MUST wait for it.
+    """An asynchronous save MUST hold the state at its call, and ``close`` MUST wait for it.
 
     Its handle is done when the checkpoint stands under its final name, not before.
 

@@ -95,7 +95,7 @@ def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
 
 @case(id="contract.signatures", world=(1,), model_types=TYPES, quick=True)
 def signatures(target: Target) -> None:
-    """Every member of ``Engine`` MUST be there, callable with the contract's arguments and defaults.
+    """Members of ``Engine`` MUST exist and be callable with the contract's arguments and defaults.
 
     If this fails: a renamed or reordered argument; an argument of the engine's own without a
     default.

@@ -144,12 +144,13 @@ def round_trip(target: Target) -> None:
 
 
 def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """Return the most bytes of new storages alive at a yield, of the whole export, and of its largest tensor.
+    """Return the most bytes of new storages alive at a yield.
 
-    A storage that was there before, or outlives the export, is the engine's own weight: it is not
-    counted.
+    In addition, the bytes of the whole export and of its largest tensor. A storage that was there
+    before, or outlives the export, is the engine's own weight: it is not counted.
     """
-    gc.unfreeze()  # the ranks freeze what earlier jobs left, and gc.get_objects would not tell of it
+    # The ranks freeze the objects of earlier jobs, which gc.get_objects would then leave out.
+    gc.unfreeze()
     with opened(setup) as engine:
         gc.collect()
         before, looks, sizes = _alive(_all_tensors()), list[dict[int, int]](), list[int]()
@@ -207,14 +208,20 @@ def bounded(target: Target) -> float:
         ):
             allowed = 4 * max(bucket, largest)
             must(whole > 3 * allowed, "fixture", f"an export of {whole} bytes is too small to tell")
-            problem = f"{most} bytes of whole tensors at a time, for a bucket of {bucket} and an export of {whole}"
+            problem = (
+                f"{most} bytes of whole tensors at a time, "
+                f"for a bucket of {bucket} and an export of {whole}"
+            )
             must(most <= allowed, "export", problem, where=f"rank {rank}")
             margins.append(most / allowed)
     return max(margins)
 
 
 def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
-    """Return this rank's shards after a step, the whole export's order, and on rank 0 the export."""
+    """Return this rank's shards after a step and the whole export's order.
+
+    On rank 0 the export itself is returned, too.
+    """
     with opened(setup) as engine:
         step(engine, setup, documents(40, "uneven"))
         return shards_and_whole(engine)
@@ -222,7 +229,9 @@ def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
 
 @case(id="export.shards", requires=(Capability.EXPORT_SHARDS,), model_types=TYPES, quick=True)
 def shards_cover(target: Target) -> float:
-    """All ranks' shards MUST make each exported tensor exactly once, in the export's order, bit for bit.
+    """All ranks' shards MUST make each exported tensor exactly once, bit for bit.
+
+    They come in the export's order.
 
     If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are
     not counted. If it stalls: the export communicates between two tensors, where ranks may read at
@@ -269,7 +278,9 @@ def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
 
 @case(id="export.save_hf", requires=(Capability.SAVE_HF,), quick=True)
 def save_hf(target: Target) -> float:
-    """A ``save_hf`` folder MUST load in transformers and the oracle, with the engine's weights and answers.
+    """A ``save_hf`` folder MUST load in transformers and the oracle, with equal results.
+
+    Weights and answers are equal to the engine's own.
 
     If this fails: config.json names another dtype, head, architecture or base of rotary angles; a
     tied head is stored under both names.

@@ -165,11 +165,11 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
 
 @case(id="faults.failed_load", model_types=TYPES)
 def failed_load(target: Target) -> float:
-    """A failed load MUST raise its typed error everywhere and leave weights, moments, step and generators.
+    """A failed load MUST raise its typed error on every rank and change nothing.
 
-    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a
-    pickle, absent; its optimizer state without one weight's, its tensors in another checkpoint's
-    files.
+    Weights, moments, step and generators stay as they are. Truncated, altered by one bit,
+    incomplete, of a newer contract, of another model or optimizer, a pickle, absent; its optimizer
+    state without one weight's, its tensors in another checkpoint's files.
 
     If this fails: tensors are copied in before all are checked; a rank that read its own good file
     goes on alone; state that is missing is made up; files are read wherever the manifest says.
@@ -238,7 +238,7 @@ def failed_load(target: Target) -> float:
 
 
 def _faulty(ranks: Sequence[Loads], index: int) -> list[int]:
-    """Return the ranks that saw the fault themselves: at least one must; the others learn of it."""
+    """Return the ranks that saw the fault themselves, of which there must be at least one."""
     return [
         rank
         for rank, (errors, *_) in enumerate(ranks)
@@ -272,15 +272,18 @@ def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoR
 
 
 def _latest(folder: Path) -> str:
-    """Return the newest checkpoint's name in the folder, or nothing if the format is the engine's own."""
+    """Return the newest checkpoint's name according to the folder.
+
+    It is nothing where the format is the engine's own.
+    """
     file = folder / "latest"
     return file.read_text().strip() if file.is_file() else ""
 
 
 def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list[str]:
-    """Check each save without free space and return the names of those that did not disturb their rank.
+    """Check each save without free space and return the names of those that succeeded.
 
-    A rank without a large file is not disturbed.
+    A rank that writes no large file is not disturbed.
     """
     saved = []
     for rank in range(target.world):
@@ -310,7 +313,7 @@ def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list
 
 @case(id="faults.no_room", model_types=TYPES)
 def no_room(target: Target) -> float:
-    """A save that cannot be written MUST raise on every rank and leave the earlier checkpoint the latest.
+    """A save that cannot be written MUST raise on every rank and keep the earlier one the latest.
 
     No folder under the final name, the engine goes on, the next save succeeds, a taken name is
     refused. Each rank is without room in turn; one that writes no large file need not notice.
@@ -343,7 +346,10 @@ def no_room(target: Target) -> float:
 
 
 def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: int) -> None:
-    """Save, take a step, then kill ``rank`` in the middle of writing a file, if it writes a large one."""
+    """Save, take a step, then kill ``rank`` in the middle of writing a file.
+
+    It is killed only if it writes a large one.
+    """
     with opened(setup) as engine:
         save(engine, folder / "one")
         step(engine, setup, batch)
@@ -362,7 +368,7 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: i
 
 @case(id="faults.killed_while_saving", world=(1, 2), slow=True)
 def killed_while_saving(target: Target) -> float:
-    """A save killed in the middle of a file MUST keep the earlier checkpoint latest, and saves possible.
+    """A save killed halfway MUST keep the earlier checkpoint the latest and the next save possible.
 
     If this fails: files are written under their final name.
     """
@@ -422,7 +428,7 @@ def _killed(target: Target, model: Path, **arguments: Any) -> bool:
 def save_onto_file(
     setup: Setup, folder: Path, batch: PackedDocuments
 ) -> tuple[list[EngineError | None], Trained]:
-    """Save to, and load, a path that is a file or lies in one; then take a step and save well."""
+    """Save to, and load, a path that is a file or lies in one, then step and save well."""
     file = folder / "file"
     with opened(setup) as engine:
         if engine.topology.rank == 0:
@@ -438,9 +444,9 @@ def save_onto_file(
 
 @case(id="faults.file_in_the_way", model_types=TYPES)
 def file_in_the_way(target: Target) -> float:
-    """A save to a path that is or lies in a file MUST raise ``CheckpointWriteError`` and keep the file.
+    """A save to a path that is or lies in a file MUST raise ``CheckpointWriteError``.
 
-    It is raised on every rank.
+    It is raised on every rank, and the file is kept.
 
     If this fails: rank 0 raises while the others wait for it; the file is overwritten.
     """

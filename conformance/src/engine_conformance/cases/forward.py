@@ -72,10 +72,11 @@ def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
 
 @case(id="forward.llama", quick=True)
 def llama(target: Target) -> float:
-    """Log-probs and entropy of a Llama model MUST be the oracle's, with its own head and a tied one.
+    """Every token's outputs MUST be the oracle's for Llama, with its own head and a tied one.
 
-    Also with another base of RoPE and epsilon of the norms, by the new and the old keys of
-    config.json, and in a document of 300 tokens. In bfloat16 the softmax is float32's.
+    The outputs are log-probs and entropy. Also with another base of RoPE and epsilon of the norms,
+    by the new and the old keys of config.json, and in a document of 300 tokens. In bfloat16 the
+    softmax is float32's.
 
     If this fails: the hint under the failure names a shift (alignment), a document or its first
     tokens; positions in bfloat16, which holds no odd number above 256 (transformers #29285); RoPE's
@@ -95,7 +96,9 @@ def llama(target: Target) -> float:
 
 @case(id="forward.qwen2")
 def qwen2(target: Target) -> float:
-    """Log-probs and entropy of every token of a Qwen2 model (biased projections) MUST be the oracle's.
+    """Every token's outputs MUST be the oracle's for Qwen2 (biased projections).
+
+    The outputs are log-probs and entropy.
 
     If this fails: biases not read, or added twice.
     """
@@ -104,7 +107,9 @@ def qwen2(target: Target) -> float:
 
 @case(id="forward.qwen3")
 def qwen3(target: Target) -> float:
-    """Log-probs and entropy of every token of a Qwen3 model MUST be the oracle's, read from one file or several.
+    """Every token's outputs MUST be the oracle's for Qwen3, read from one file or several.
+
+    The outputs are log-probs and entropy.
 
     If this fails: norms of queries and keys; the index of a sharded folder.
     """
@@ -134,7 +139,7 @@ def qwen3_moe(target: Target) -> float:
 
 @case(id="forward.values", requires=(Capability.VALUE_HEAD,), model_types=(VALUE,), quick=True)
 def values(target: Target) -> float:
-    """Values MUST be those of the head on the tokens before, 0 at first tokens, and the model's only answer.
+    """Values MUST be the head's on the tokens before, 0 at first tokens, and the only output.
 
     If this fails: a value that sees its own token is an alignment error of one.
     """
@@ -239,7 +244,7 @@ def loss_weight_is_inert(target: Target) -> None:
 
 @case(id="forward.one_token_documents", model_types=TYPES)
 def one_token_documents(target: Target) -> None:
-    """A batch of documents of one token each MUST be answered with zeros: there is nothing to predict.
+    """A batch of one-token documents MUST give zeros, as there is nothing to predict.
 
     If this fails: 0 / 0 in a softmax over no keys, or an empty head.
     """
@@ -250,7 +255,9 @@ def one_token_documents(target: Target) -> None:
 
 @case(id="forward.repeats", model_types=TYPES)
 def repeats(target: Target) -> None:
-    """Two engines of one configuration MUST give the same bits, whatever seed the weights do not need.
+    """Two engines of one configuration MUST give the same bits, whatever their seeds.
+
+    The weights need no seed.
 
     If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel
     is not deterministic.
@@ -334,7 +341,9 @@ def repeat_and_save(
 
 @case(id="forward.pure", model_types=TYPES, quick=True)
 def pure(target: Target) -> None:
-    """Inference MUST leave weights, optimizer, generators and ``weight_version`` alone, and repeat bitwise.
+    """Inference MUST change no weights, optimizer, generators or ``weight_version``, and repeat.
+
+    It repeats bit for bit.
 
     If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step
     counter moves; weights stay gathered and the next step updates the copies.

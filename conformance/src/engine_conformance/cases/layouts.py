@@ -1,4 +1,7 @@
-"""Tensor, pipeline, context and expert parallelism, which give one rank's answers alone and together."""
+"""Tensor, pipeline, context and expert parallelism, which give one rank's answers.
+
+They do so alone and together.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 
 
 @case(id="parallel.tp", requires=(TP,), world=SEVERAL, model_types=BOTH)
 def tp(target: Target) -> float:
-    """Tensor parallelism MUST NOT change outputs, loss, gradient norm or update; its ranks MUST agree.
+    """Tensor parallelism MUST NOT change outputs, loss, norm or update, and its ranks MUST agree.
 
-    Grouped heads, norms of heads, a head tied to the embedding; the norm counts replicated weights
-    once.
+    The norm is the gradient's. Grouped heads, norms of heads, a head tied to the embedding; the
+    norm counts replicated weights once.
 
     If this fails: gradients of norms, which every rank computes from its own heads, are not summed
     (Megatron-LM #7452), replicated weights enter the norm once a rank (verl #4710), the split
@@ -47,9 +50,9 @@ def tp_families(target: Target) -> float:
 
 @case(id="parallel.pp", requires=(PP,), world=SEVERAL, model_types=BOTH)
 def pp(target: Target) -> float:
-    """A pipeline MUST NOT change outputs, loss, gradient norm or update; all stages MUST report alike.
+    """A pipeline MUST NOT change outputs, loss, norm or update, and stages MUST report alike.
 
-    With batches of fewer micro-batches than stages, and of several.
+    The norm is the gradient's. With batches of fewer micro-batches than stages, and of several.
 
     If this fails: the loss is known on the last stage only, the norm is a stage's own,
     micro-batches are averaged, or the last one is lost when they are fewer than stages.
@@ -59,7 +62,7 @@ def pp(target: Target) -> float:
 
 @case(id="parallel.pp_tied", requires=(PP,), world=SEVERAL)
 def pp_tied(target: Target) -> float:
-    """An embedding tied to the head MUST stay one weight when a pipeline's first and last stage both hold it.
+    """A tied embedding MUST stay one weight when first and last stage both hold it.
 
     If this fails: the two copies' gradients are not summed, so that they drift apart; the norm
     counts both; the export or a checkpoint holds two (NeMo-RL #227, Megatron-LM #7452).
@@ -69,7 +72,7 @@ def pp_tied(target: Target) -> float:
 
 @case(id="parallel.cp", requires=(CP,), world=SEVERAL)
 def cp(target: Target) -> float:
-    """Context parallelism MUST NOT change outputs or updates; its ranks MUST agree bit for bit.
+    """Context parallelism MUST NOT change outputs or updates, and its ranks MUST agree bitwise.
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
@@ -112,7 +115,9 @@ def tp_dp(target: Target) -> float:
 
 @case(id="parallel.pp_dp", requires=(PP, DP), world=(4,))
 def pp_dp(target: Target) -> float:
-    """A pipeline and data parallelism MUST compose, also where one data-parallel rank has fewer documents.
+    """A pipeline and data parallelism MUST compose, also when one rank has fewer documents.
+
+    The rank is a data-parallel one.
 
     If this fails: pipelines make different numbers of micro-batches and wait for each other.
     """
@@ -148,7 +153,9 @@ def _round_trip(target: Target, model: dict[str, Any], *layouts: Parallelism) ->
 
 @case(id="parallel.tp_checkpoint", requires=(TP, PORTABLE), world=SEVERAL)
 def tp_checkpoint(target: Target) -> float:
-    """A checkpoint MUST go from one rank into tensor parallelism and back, optimizer and schedule included.
+    """A checkpoint MUST go from one rank into tensor parallelism and back.
+
+    Optimizer and schedule are included.
 
     If this fails: a split weight is stored with a rank's offset within another dimension,
     replicated ones several times.
@@ -168,7 +175,9 @@ def pp_checkpoint(target: Target) -> float:
 
 @case(id="parallel.ep_checkpoint", requires=(EP, MOE, PORTABLE), world=SEVERAL)
 def ep_checkpoint(target: Target) -> float:
-    """A checkpoint MUST go from one rank into expert parallelism and back, under global expert names.
+    """A checkpoint MUST go from one rank into expert parallelism and back.
+
+    Experts have their global names in it.
 
     If this fails: experts are numbered within a rank, or their moments stand in another order than
     they do.

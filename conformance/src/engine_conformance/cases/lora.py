@@ -60,9 +60,10 @@ def _batches() -> list[PackedDocuments]:
 def adapter_run(
     setup: Setup, batches: Sequence[PackedDocuments]
 ) -> tuple[list[Trained], list[dict[str, Tensor]], list[Answer]]:
-    """Train, and after each step take the adapter, the merged export, and outputs with and without it.
+    """Train, and look at adapter, merged export and outputs at each step.
 
-    The adapter is taken before the step, the merged export after it.
+    The adapter is taken before the step, the merged export after it. Outputs are with and without
+    the adapter.
     """
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
@@ -91,9 +92,10 @@ def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 @case(id="lora.train", requires=LORA, quick=True)
 def trains(target: Target) -> float:
-    """Only the adapter MUST train as the oracle's does, merge into the export, and come off for the base.
+    """Only the adapter MUST train, as the oracle's does, merge into the export and come off.
 
-    The adapter's own export has PEFT's names; B starts at zero.
+    Merged it is exported; off it leaves the base model. The adapter's own export has PEFT's names;
+    B starts at zero.
 
     If this fails: the merged export sends base weights (a comment in verl's
     _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or not at all,
@@ -135,10 +137,10 @@ def _steps_match(
     ranks: Sequence[Sequence[Trained]],
     batches: Sequence[PackedDocuments],
 ) -> float:
-    """Compare each step with the oracle's from the engine's own adapter before it, with the oracle's moments.
+    """Compare each step with the oracle's from the engine's own adapter before it.
 
-    Not the run as a whole: in bfloat16 rounding decides where an element of B goes whose gradient
-    nearly vanishes, and the next gradient of A is made of B.
+    The moments are the oracle's. Not the run as a whole: in bfloat16 rounding decides where an
+    element of B goes whose gradient nearly vanishes, and the next gradient of A is made of B.
     """
     margins, before, done = list[float](), start, None
     for index, batch in enumerate(batches):
@@ -218,7 +220,10 @@ def switched(target: Target) -> float:
 def _stays_on(
     target: Target, model: Path, rows: Sequence[Switched], batch: PackedDocuments
 ) -> float:
-    """Require the same bits before and after the switch, and the oracle's outputs with that adapter."""
+    """Require the same bits after the adapter was off and on again as before.
+
+    In addition, outputs like the oracle's with the same adapter.
+    """
     for rank, (_, answers, _) in enumerate(rows):
         assert_bitwise(
             answers[2].fields,
@@ -317,7 +322,7 @@ def shards_of(
 
 @case(id="lora.shards", since="1.1", requires=(*LORA, Capability.EXPORT_SHARDS))
 def shards(target: Target) -> float:
-    """The shards of each of merged weights, base and adapter MUST make its whole export, bit for bit.
+    """Shards of merged weights, base and adapter MUST each make the whole export, bit for bit.
 
     If this fails: shards are always merged ones, or those of an adapter have another order or no
     boxes.

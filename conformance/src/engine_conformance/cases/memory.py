@@ -93,7 +93,10 @@ def offload(target: Target) -> float:
 
 @cache
 def _other_lengths() -> PackedDocuments:
-    """Return documents of other lengths with as many tokens as the equal ones, also on two ranks each."""
+    """Return documents of other lengths with as many tokens as the equal ones.
+
+    That holds on each of two ranks, too.
+    """
     return packed_documents(84, (12, 5, 4, 11))
 
 
@@ -117,7 +120,7 @@ def compiled(target: Target) -> float:
 
 @case(id="memory.half_precision", requires=(Capability.BF16,), model_types=TYPES, quick=True)
 def half_precision(target: Target) -> float:
-    """bfloat16 on float32 masters MUST stay within bfloat16's tolerance and move the float32 weights.
+    """bfloat16 on float32 masters MUST stay within its tolerance and move the float32 weights.
 
     If this fails: masters are rounded to bfloat16 after the step, so that small updates are lost.
     """
@@ -136,7 +139,10 @@ def half_precision(target: Target) -> float:
 def move_about(
     setup: Setup, batches: Sequence[PackedDocuments], call: InferCall, folder: Path
 ) -> Trained:
-    """Run steps with model and optimizer moved away and back between them, and save in both places."""
+    """Run steps with model and optimizer moved away and back between them.
+
+    Saves are made while they are away and at home.
+    """
     with opened(setup) as engine:
         outputs = []
         for batch in batches:
@@ -160,7 +166,9 @@ def move_about(
     id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES
 )
 def to(target: Target) -> float:
-    """Moving model and optimizer away and back MUST change nothing; saves MUST be whole in both places.
+    """Moving model and optimizer away and back MUST change nothing, and saves MUST stay whole.
+
+    That includes a save while they are away.
 
     If this fails: a copy stays behind and the optimizer goes on with the other one.
     """

@@ -35,7 +35,9 @@ def temperature(target: Target) -> float:
 # In bfloat16 rounding decides which ratios are clipped: the gradient is another one.
 @case(id="train.policy", dtypes=FLOAT32, quick=True)
 def policy(target: Target) -> float:
-    """A clipped policy loss over the caller's denominator MUST give the oracle's gradient and summed metrics.
+    """A clipped policy loss MUST give the oracle's gradient, and metrics that are sums.
+
+    The denominator is the caller's.
 
     If this fails: the engine divides by its own count of tokens; metrics are averaged, or counted
     once a rank.

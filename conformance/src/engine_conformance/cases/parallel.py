@@ -1,4 +1,7 @@
-"""Several ranks, which give the answers of one in every arrangement, and refuse one that does not fit."""
+"""Several ranks, which give the answers of one in every arrangement.
+
+An arrangement that does not fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,10 @@ _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"
 
 @case(id="parallel.dp", requires=(Capability.DP,), world=(2, 4), model_types=BOTH)
 def dp(target: Target) -> float:
-    """Data parallelism MUST NOT change loss, gradient norm or update; replicas MUST stay bitwise identical.
+    """Data parallelism MUST NOT change loss, norm or update, and replicas MUST stay bitwise equal.
 
-    One rank and several, with unequal tokens on each, with ranks without a document, and with the
-    norm clipped.
+    The norm is the gradient's. One rank and several, with unequal tokens on each, with ranks
+    without a document, and with the norm clipped.
 
     If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over
     tokens (AReaL PR 335, torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the
@@ -85,7 +88,9 @@ def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult)
 
 @case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), model_types=BOTH)
 def hsdp(target: Target) -> float:
-    """Hybrid sharding MUST NOT change loss, gradient norm, update or export, and its copies MUST count once.
+    """Hybrid sharding MUST NOT change loss, norm, update or export, and copies MUST count once.
+
+    The norm is the gradient's.
 
     If this fails with a ratio: the gradient of the copies is averaged, or their norm is summed
     (torchtitan #2318).
@@ -95,7 +100,7 @@ def hsdp(target: Target) -> float:
 
 @case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), model_types=BOTH)
 def ulysses(target: Target) -> float:
-    """Sequence parallelism MUST NOT change outputs or updates; its ranks MUST agree bit for bit.
+    """Sequence parallelism MUST NOT change outputs or updates, and its ranks MUST agree bitwise.
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
@@ -240,9 +245,10 @@ def _other_documents(capability: Capability) -> None:
             f"is not usable afterwards: {ranks[0][2]}",
         )
 
-    refused.__doc__ = f"""Ranks that {name} makes one data-parallel rank, with different documents, MUST raise ``BatchError`` or ``RankFailure``.
+    refused.__doc__ = f"""Different documents on ranks that {name} joins MUST be an error on all of them.
 
-    On all of them, and the engine stays usable.
+    The ranks are one data-parallel rank. The error is a ``BatchError`` or a ``RankFailure``, and the
+    engine stays usable.
 
     If this fails: the ranks compute one batch out of pieces of several.
     """
@@ -257,9 +263,10 @@ for _capability in MODEL_PARALLEL:
 
 @case(id="parallel.misfit", model_types=BOTH)
 def misfit(target: Target) -> None:
-    """Sizes whose product is not the world MUST raise ``ConfigError`` everywhere, and leave ranks usable.
+    """Sizes whose product is not the world MUST raise ``ConfigError`` on every rank.
 
-    Of every kind of parallelism that the engine declares, alone and with data parallelism.
+    The ranks stay usable. Of every kind of parallelism that the engine declares, alone and with
+    data parallelism.
 
     If this fails: some ranks are left out, or wait for others in a group that never forms.
     """

@@ -108,7 +108,7 @@ def load_classes(setup: Setup) -> list[str]:
 
 @case(id="plugin.classes", world=(1,), model_types=TYPES)
 def classes(target: Target) -> None:
-    """The class and options dataclass that a descriptor names MUST exist, and its data MUST be plain.
+    """The class and options dataclass of a descriptor MUST exist, and its data MUST be plain.
 
     If this fails: a renamed class; options that need arguments, so that none given means an error.
     """
@@ -135,7 +135,7 @@ def probe_devices(setup: Setup) -> list[str]:
 
 @case(id="plugin.probe", world=(1,), model_types=TYPES)
 def probe(target: Target) -> None:
-    """The probe MUST answer for every device without raising, with reason and remedy where it says no.
+    """The probe MUST answer for every device without raising, with reason and remedy for a no.
 
     If this fails: a missing driver is an exception of the probe.
     """
@@ -145,7 +145,9 @@ def probe(target: Target) -> None:
 
 @case(id="plugin.device", world=(1,), model_types=TYPES)
 def device(target: Target) -> None:
-    """An explicit device MUST NOT be replaced; an absent one MUST be refused with trace and alternatives.
+    """An explicit device MUST NOT be replaced, and an absent one MUST be refused.
+
+    The refusal gives the trace and the devices there are.
 
     If this fails: training falls back to the CPU in silence (vLLM #48277).
     """

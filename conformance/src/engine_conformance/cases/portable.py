@@ -39,7 +39,10 @@ GOLD = Path(__file__).parents[1] / "gold"
 
 
 def gold_model(model_type: str) -> TinyModel:
-    """Return the smallest model with grouped heads, norms of heads and a tied head (or a value head)."""
+    """Return the smallest model with grouped heads, norms of heads and a tied head.
+
+    A value model has its own head.
+    """
     value = model_type == VALUE
     return TinyModel(
         value_model=value,
@@ -63,7 +66,10 @@ def gold_batches(first: int, count: int) -> tuple[PackedDocuments, ...]:
 
 
 def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]) -> float:
-    """Load ``source``, export its weights bit for bit, train two of the oracle's steps and save them."""
+    """Load ``source``, export its weights, train two of the oracle's steps and save them.
+
+    The export is bit for bit.
+    """
     start, batches, place = start_of(state, model), gold_batches(3, 2), target.scratch() / "on"
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     legs: list[Leg] = target.run(leg, config, batches=batches, load=source, save_to=place)
@@ -86,7 +92,7 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
 
 @case(id="checkpoint.gold", requires=PORTABLE, model_types=BOTH)
 def gold(target: Target) -> float:
-    """A checkpoint of an earlier release MUST load, be exported bit for bit, and train on as the oracle does.
+    """An earlier release's checkpoint MUST load and export bit for bit, and train as the oracle.
 
     From its weights, both moments and its step; the files are part of the suite and never
     rewritten.
@@ -117,11 +123,11 @@ def _state_of(result: TrainResult) -> dict[str, Tensor]:
 
 @case(id="checkpoint.foreign", requires=PORTABLE, model_types=BOTH)
 def foreign(target: Target) -> float:
-    """A checkpoint that no engine wrote MUST load and train on, whatever its boxes; so MUST the way back.
+    """A checkpoint that no engine wrote MUST load and train on, whatever its boxes.
 
-    The suite writes the oracle's weights, moments and step after three steps, by the format's
-    description alone, for three ranks, in columns and corners; it reads the engine's own checkpoint
-    two steps later.
+    So MUST the way back. The suite writes the oracle's weights, moments and step after three steps,
+    by the format's description alone, for three ranks, in columns and corners; it reads the
+    engine's own checkpoint two steps later.
 
     If this fails: a reader takes shards by rank or by row and not by their boxes, expects its own
     layout or its own files of ranks, or moments lose their names (NeMo-RL #671, Megatron-LM #7452,
@@ -151,9 +157,10 @@ def _partner(target: Target, *needs: Capability) -> Target:
 
 @case(id="checkpoint.partner", requires=PORTABLE, model_types=BOTH, partner=True)
 def partner(target: Target) -> float:
-    """A run that another engine continues from a checkpoint, and back, MUST equal an uninterrupted one.
+    """A run that passes to another engine and back MUST equal one without interruption.
 
-    Weights, both moments, step and schedule, two steps in each engine, in the partner's own layout.
+    It passes by checkpoints. Weights, both moments, step and schedule, two steps in each engine, in
+    the partner's own layout.
 
     If this fails: the optimizer stays behind (no peer offers it across backends: Megatron-LM
     #5895), names are an engine's own (NeMo-RL #671), or the state of one engine's generators is fed
@@ -206,7 +213,7 @@ def partner_pp(target: Target) -> float:
     partner=True,
 )
 def partner_tp_pp(target: Target) -> float:
-    """Another engine's dp 2, then tensor and pipeline parallelism on four, then dp 2 MUST equal one run.
+    """Another engine's dp 2, then tp 2 × pp 2, then dp 2 again MUST equal one run.
 
     Weights, both moments, step and schedule; the number of ranks changes on both ways.
 

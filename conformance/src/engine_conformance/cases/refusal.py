@@ -1,4 +1,7 @@
-"""Refusals of undeclared capabilities, one probe per capability: by name, and the engine goes on."""
+"""Refusals of undeclared capabilities by name, one probe per capability.
+
+After each refusal the engine goes on.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Reply:
 
 
 def reply_to(request: Callable[[], Any]) -> Reply:
-    """Return the engine's reply to ``request``; the controller judges any exception."""
+    """Return the engine's reply to ``request``, any exception included."""
     try:
         request()
     except UnsupportedCapability as error:
@@ -219,9 +222,9 @@ def probe_configuration(target: Target, capability: Capability) -> float:
 
 
 def probe_calls(target: Target, capability: Capability) -> float:
-    """Require that every call that asks for the capability is refused, and that the engine then trains.
+    """Require that every call that asks for the capability is refused.
 
-    It then trains as the oracle does.
+    The same engine then trains as the oracle does.
     """
     gold = GOLD / "contract-1.0" / target.model_type
     portable = capability is Capability.PORTABLE_CHECKPOINT
@@ -296,12 +299,14 @@ def _probe(capability: Capability) -> None:
         margin = probe_configuration(target, capability) if capability in CONFIGURED else 0.0
         return max(margin, probe_calls(target, capability)) if capability in CALLED else margin
 
-    probe.__doc__ = f"""An engine that does not declare {capability} MUST refuse {_ways(capability)} with ``UnsupportedCapability`` that names it.
+    probe.__doc__ = f"""An engine without {capability} MUST refuse {_ways(capability)} by error.
 
-    The error says what to do, and the engine stays usable: its next step is the oracle's.
+    The error is an ``UnsupportedCapability`` that names {capability} and says what to do, and the
+    engine stays usable: its next step is the oracle's.
 
-    If this fails as accepted-undeclared: the request is ignored in silence, or it works and {capability} should be
-    declared. If another error comes: the request got as far as code that does not know it.
+    If this fails as accepted-undeclared: the request is ignored in silence, or it works and
+    {capability} should be declared. If another error comes: the request got as far as code that does
+    not know it.
     """
     case(id=f"refusal.{capability}", probes=capability, world=(1,), model_types=BOTH)(probe)
 

@@ -118,10 +118,10 @@ def bad_arguments(target: Target) -> None:
 
 @case(id="contract.bad_configuration", model_types=TYPES)
 def bad_configuration(target: Target) -> None:
-    """An absent model, optimizer or option MUST raise ``ConfigError`` everywhere and leave no engine.
+    """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 
-    A folder without weights, a folder that is absent, an unknown optimizer, a misspelt option, head
-    or kernel.
+    No engine is left behind. A folder without weights, a folder that is absent, an unknown
+    optimizer, a misspelt option, head or kernel.
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
@@ -178,7 +178,9 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
 
 @case(id="contract.inference_only", model_types=TYPES)
 def without_optimizer(target: Target) -> None:
-    """An engine without optimizer MUST refuse training by ``EngineStateError``, but infer, export and load.
+    """An engine without optimizer MUST refuse to train, but infer, export and load weights.
+
+    It refuses by ``EngineStateError``.
 
     If this fails: a reference model pays for moments, or cannot read the policy's checkpoint.
     """

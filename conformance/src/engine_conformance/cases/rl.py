@@ -67,7 +67,7 @@ class WithEntropy:
 def on_policy(
     setup: Setup, batch: PackedDocuments, temperatures: Sequence[float]
 ) -> list[TrainOutput]:
-    """At each temperature, infer, then train with a loss that compares its inputs with the inference.
+    """At each temperature, infer, then train and compare the loss's inputs with the inference.
 
     The second step computes entropy, too.
     """
@@ -227,9 +227,9 @@ def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocum
 
 @case(id="rl.grpo", profile="rl")
 def grpo(target: Target) -> float:
-    """GRPO's updates MUST be the oracle's: relative advantages, document means, k3 to the reference.
+    """GRPO's updates MUST be the oracle's: group-relative advantages, document means, k3.
 
-    Advantages are relative to the group; k3 is part of the loss. Two epochs on one batch (in
+    The estimator k3 of the KL to the reference is part of the loss. Two epochs on one batch (in
     bfloat16 one), then another one, over the number of documents (arXiv:2402.03300, eq. 3 and 4).
 
     If this fails: the engine divides by its own count of tokens, so that long answers weigh less
@@ -246,10 +246,10 @@ def grpo(target: Target) -> float:
 
 @case(id="rl.value", profile="rl", model_types=(VALUE,))
 def value(target: Target) -> float:
-    """A critic's updates under a clipped value loss MUST be the oracle's, with old values by ``infer_batch``.
+    """A critic's updates under a clipped value loss MUST be the oracle's.
 
-    Two epochs on one batch (in bfloat16 one), so that values are clipped about the old ones, then
-    another batch.
+    Old values are by ``infer_batch``. Two epochs on one batch (in bfloat16 one), so that values are
+    clipped about the old ones, then another batch.
 
     If this fails: values are shifted by a token against returns, or old values are those of the new
     weights.
@@ -319,9 +319,10 @@ _VERSIONS = {
 
 @case(id="rl.version", profile="rl", model_types=BOTH)
 def version(target: Target) -> None:
-    """``weight_version`` MUST tell exported weights apart: one more per step, equal for equal weights.
+    """``weight_version`` MUST tell exported weights apart and grow by one per step.
 
-    Nothing else changes it but a load, which brings back version and weights together.
+    The same version has the same weights. Nothing else changes it but a load, which brings back
+    version and weights together.
 
     If this fails: a rollout takes stale weights for new ones, or new ones for those it has, and
     off-policy corrections are made for the wrong policy.
@@ -370,9 +371,9 @@ def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
 
 @case(id="rl.reference", profile="rl", requires=(Capability.LORA,))
 def reference(target: Target) -> float:
-    """With its adapter off the policy MUST be the base model bit for bit: the first KL is exactly 0.
+    """With its adapter off the policy MUST be the base model's reference bit for bit.
 
-    Before and after steps, as an engine without any adapter computes it.
+    The first KL is exactly 0. Before and after steps, as an engine without any adapter computes it.
 
     If this fails: base weights are merged and unmerged again, and rounded; the adapter's dropout or
     scale stays on.

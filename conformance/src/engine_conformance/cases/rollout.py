@@ -59,9 +59,10 @@ assert not heavy, f"loading the descriptor imports {{heavy}}"
 
 @case(id="rollout.descriptor", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def descriptor(target: Target) -> None:
-    """The descriptor MUST load without torch, state a served contract, and probe devices without raising.
+    """The descriptor MUST load without torch, state a served contract, and probe every device.
 
-    An explicit device is never replaced, and a misspelt name is refused with the near match.
+    The probe never raises. An explicit device is never replaced, and a misspelt name is refused
+    with the near match.
 
     If this fails: the descriptor's module imports the rollout; a missing driver is an exception of
     the probe.
@@ -170,7 +171,7 @@ def states(target: Target) -> None:
 
 @case(id="rollout.greedy", world=(1,), profile="rollout")
 def greedy(target: Target) -> float:
-    """Temperature 0 MUST give the likeliest tokens, whatever the family, the batch and the number of completions.
+    """Temperature 0 MUST give the likeliest tokens for every family, batch and number of samples.
 
     Prompts of uneven length stand in one call, one of them twice; no prompts give no completions.
 
@@ -191,7 +192,9 @@ def greedy(target: Target) -> float:
 
 @case(id="rollout.log_probs", world=(1,), profile="rollout")
 def log_probs(target: Target) -> float:
-    """The log-prob of every sampled token MUST be the model's, of the logits divided by the temperature.
+    """The log-prob of each sampled token MUST be the model's, at the call's temperature.
+
+    Logits are divided by the temperature before the softmax.
 
     If this fails: log-probs are taken before the temperature (vLLM's default ``raw_logprobs``), or
     of the token after.
@@ -212,7 +215,7 @@ def log_probs(target: Target) -> float:
 
 @case(id="rollout.truncation", world=(1,), dtypes=FLOAT32, profile="rollout")
 def truncation(target: Target) -> float:
-    """``top_k`` and ``top_p`` MUST exclude tokens; log-probs MUST be of the whole distribution.
+    """``top_k`` and ``top_p`` MUST exclude tokens, but leave log-probs of the whole distribution.
 
     ``top_k=1`` is greedy. No sampled token lies outside the nucleus (Holtzman et al. 2019,
     arXiv:1904.09751).
@@ -248,10 +251,10 @@ DRAWS = 256  # of each prompt
 
 @case(id="rollout.sampling", world=(1,), dtypes=FLOAT32, profile="rollout")
 def sampling(target: Target) -> float:
-    """Samples MUST follow the model's distribution, repeat with the seed, and differ without it and among ``n``.
+    """Samples MUST follow the model's distribution, repeat with the seed, and differ without.
 
-    First tokens of a vocabulary of 16, at temperatures 1 and 2, by Pearson's chi-square at a level
-    of 1e-4.
+    They differ among ``n``, too. First tokens of a vocabulary of 16 are compared, at temperatures 1
+    and 2, by Pearson's chi-square at a level of 1e-4.
 
     If this fails: the temperature reaches the log-probs and not the draw; one generator serves all
     rows, so that a group of samples is one sample; a server's default seed makes every step draw
@@ -284,10 +287,10 @@ def sampling(target: Target) -> float:
 
 @case(id="rollout.stop", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def stop(target: Target) -> None:
-    """A completion MUST end at its first stop token or ``max_new_tokens``, say which, and keep its place.
+    """A completion MUST end at its first stop token or ``max_new_tokens``, and say which.
 
-    Its place is that of its prompt. A stop token of the model and one of the call are alike; one at
-    the very last place is a stop.
+    Completions stand in their prompts' order. A stop token of the
+    model and one of the call are alike; one at the very last place is a stop.
 
     If this fails: the stop token is cut off (the loss never learns to end); rows that ended early
     come back first.
@@ -320,10 +323,10 @@ def stop(target: Target) -> None:
 
 @case(id="rollout.bad_requests", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def bad_requests(target: Target) -> float:
-    """A request that makes no sense MUST raise ``RolloutError`` or ``ConfigError``, and leave the rollout usable.
+    """A senseless request MUST raise ``RolloutError`` or ``ConfigError``.
 
-    Where one prompt is at fault the error names it: empty, too long, or with a token outside the
-    vocabulary.
+    The rollout stays usable. Where one prompt is at fault the error names it: empty, too long, or
+    with a token outside the vocabulary.
 
     If this fails: a token outside the vocabulary reads other memory, or ends the process on a GPU;
     a negative temperature draws the unlikeliest tokens.
@@ -350,9 +353,10 @@ def bad_requests(target: Target) -> float:
 
 @case(id="rollout.engine", world=(1,), profile="rollout", partner=True)
 def engine(target: Target) -> float:
-    """After each step and sync, log-probs of generated tokens MUST be the engine's own of the same text.
+    """After each step and sync, log-probs of generated tokens MUST be the engine's own.
 
-    Versions are the engine's, one more after each step. Needs the name of an engine.
+    Both are of the same text. Versions are the engine's, one more after each step. Needs the name
+    of an engine.
 
     If this fails: the first sync works and later ones change nothing; the export's names are mapped
     to another tensor; rollout and engine divide by the temperature differently.

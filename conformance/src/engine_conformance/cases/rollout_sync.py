@@ -54,7 +54,7 @@ def sync(target: Target) -> float:
 
 @case(id="rollout.failed_sync", world=(1,), dtypes=FLOAT32, profile="rollout")
 def failed_sync(target: Target) -> float:
-    """An incomplete or misfit export MUST raise ``RolloutError``; only a whole one permits generation.
+    """A misfit export MUST raise ``RolloutError`` and block generation until a whole one comes.
 
     A name that is missing, unknown or given twice, another shape, integers for a weight, and an
     export that fails in the middle (its own error, or a ``RolloutError``).
@@ -81,9 +81,9 @@ def failed_sync(target: Target) -> float:
     id="rollout.stale_sync", since="1.2", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True
 )
 def stale_sync(target: Target) -> float:
-    """Weights older than the served ones MUST be refused; only a good sync permits generation again.
+    """Weights older than the served ones MUST be refused and block generation.
 
-    The version that is served may come again, and be other weights.
+    A good sync permits it again. The version that is served may come again, and be other weights.
 
     If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served
     as if it were new.
@@ -110,11 +110,11 @@ def stale_sync(target: Target) -> float:
 
 @case(id="rollout.sleep", world=(1,), profile="rollout")
 def sleep(target: Target) -> float:
-    """``sleep`` MUST free memory, and a woken rollout MUST refuse until a sync and then serve as before.
+    """``sleep`` MUST free memory, and a woken rollout MUST refuse until a sync.
 
-    Other weights after the first nap, the first ones after the second, whose caches wake up behind
-    the sync. Twice asleep and twice awake is the same as once. Memory is measured where the device
-    counts it (not on a CPU).
+    It then serves the new weights as it did before. Other weights after the first nap, the first
+    ones after the second, whose caches wake up behind the sync. Twice asleep and twice awake is the
+    same as once. Memory is measured where the device counts it (not on a CPU).
 
     If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM
     #48312); keys and values of old weights outlive the nap, where a device frees nothing (one

@@ -171,10 +171,10 @@ def masked_batch(target: Target) -> float:
 
 @case(id="steps.nonfinite", model_types=TYPES, quick=True)
 def nonfinite(target: Target) -> float:
-    """A loss that is not finite on one rank MUST skip the step on all, and keep weights and optimizer.
+    """A loss that is not finite on one rank MUST skip the step on all and change nothing.
 
-    They are kept bit for bit. Not a number, and infinite with a finite gradient, on the last
-    data-parallel rank.
+    Weights and optimizer stay bit for bit. Not a number, and infinite
+    with a finite gradient, on the last data-parallel rank.
 
     If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN
     for good.
@@ -238,7 +238,7 @@ def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
 
 @case(id="steps.loss_raises", model_types=TYPES)
 def loss_raises(target: Target) -> float:
-    """An exception of the loss function MUST reach the caller as it is, and leave no half of a gradient.
+    """An exception of the loss MUST reach the caller as it is and leave no part of a gradient.
 
     At the first micro-batch, and at the second, when the first one's gradient is there already.
 
@@ -414,7 +414,7 @@ def _long(batch: Batch) -> Batch:
 
 @case(id="steps.bad_batch_on_one_rank", model_types=TYPES, quick=True)
 def bad_batch_on_one_rank(target: Target) -> float:
-    """A batch that is bad on one rank MUST raise ``BatchError`` there and ``RankFailure`` elsewhere.
+    """A bad batch on one rank MUST raise ``BatchError`` there and ``RankFailure`` elsewhere.
 
     A token outside the vocabulary, a document beyond the token budget, no loss weights; the next
     step is as ever.

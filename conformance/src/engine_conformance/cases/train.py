@@ -1,4 +1,7 @@
-"""Training steps: loss, gradient norm and updated weights are the oracle's in every split of the work."""
+"""Training steps, whose loss, gradient norm and updated weights are the oracle's.
+
+They are so in every split of the work.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +62,10 @@ def _batches(*lengths: str, seed: int = 10) -> tuple[PackedDocuments, ...]:
 
 @case(id="train.trajectory", model_types=TYPES, quick=True)
 def trajectory(target: Target) -> float:
-    """Loss, gradient norm, rate and every weight MUST be the oracle's over 20 steps of clipped, decayed AdamW.
+    """Loss, norm, rate and weights MUST be the oracle's over 20 steps of clipped, decayed AdamW.
 
-    Warm-up, cosine decay, clipping at half of the usual norm, weight decay 0.1; batches of all
-    lengths.
+    The norm is the gradient's. Warm-up, cosine decay, clipping at half of the usual norm, weight
+    decay 0.1; batches of all lengths.
 
     If this fails: the update is under-applied at an equal gradient (Megatron-LM #5974), the step
     count is ahead of the moments (Automodel #3191: a first update that is 1.34 times too large),
@@ -93,10 +96,10 @@ def trajectory(target: Target) -> float:
 # In bfloat16 gradients of epsilon's size are off by more than any of these defects move a weight.
 @case(id="train.epsilon", dtypes=FLOAT32)
 def epsilon(target: Target) -> float:
-    """AdamW MUST add the configured epsilon to the corrected second moment's root, and use its betas.
+    """AdamW MUST use the configured betas, and add epsilon to the corrected moment's root.
 
-    Three unclipped steps at an epsilon of 1e-3, which is of the size of many gradients, and betas
-    of 0.8 and 0.97.
+    The root is that of the second moment, and epsilon is the configured one. Three unclipped steps
+    at an epsilon of 1e-3, which is of the size of many gradients, and betas of 0.8 and 0.97.
 
     If this fails: epsilon stands inside the root or before the correction, where it is six times
     larger at the first step, or epsilon or betas are the library's defaults.
@@ -266,7 +269,9 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
 
 @case(id="train.accumulation", model_types=TYPES, quick=True)
 def accumulation(target: Target) -> float:
-    """Two ``forward_backward`` and one ``optimizer_step`` MUST equal one ``train_batch`` of all documents.
+    """Two ``forward_backward`` and one ``optimizer_step`` MUST equal one ``train_batch``.
+
+    The one batch holds all documents.
 
     If this fails: the second call zeroes or rescales the first one's gradient (Megatron-LM #6660 in
     a group of one).
@@ -280,7 +285,10 @@ _FAINT = 1 / 512
 
 @cache
 def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
-    """Return a batch, then many of gradients below half a unit in bfloat16's last place of the first's."""
+    """Return a batch, then many whose gradients are faint next to the first's.
+
+    They are below half a unit in bfloat16's last place of the first's.
+    """
     parts = [packed_documents(seed + i, (5, 4, 3, 6)) for i in range(25)]
     return [
         parts[0],
@@ -290,7 +298,7 @@ def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
 
 @case(id="train.accumulation_precision", model_types=TYPES)
 def accumulation_precision(target: Target) -> float:
-    """Gradients MUST be accumulated in float32: many faint ones after a large one are not rounded away.
+    """Gradients MUST be accumulated in float32: many faint ones after a large one stay visible.
 
     25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16, where each
     gradient differs from the oracle's by more than all faint ones, the sum is compared with the sum
@@ -345,7 +353,7 @@ def train_then_look(
 
 @case(id="train.visible_at_once", model_types=TYPES, quick=True)
 def visible_at_once(target: Target) -> float:
-    """After each step the export and inference MUST use the stepped weights, tied ones as one tensor.
+    """After each step export and inference MUST use the stepped weights, tied ones as one.
 
     If this fails: the export reads a copy that the optimizer does not move, inference uses weights
     gathered before the step, or a tied embedding and head part with the first step (NeMo-RL #227).
@@ -405,7 +413,9 @@ def _looks_like(
 
 @case(id="train.optimizer_by_path")
 def optimizer_by_path(target: Target) -> float:
-    """An optimizer named by path MUST be that one: ``torch.optim.SGD`` with momentum, against float64.
+    """An optimizer named by path MUST be used: ``torch.optim.SGD`` with momentum, in float64.
+
+    The oracle is in float64.
 
     If this fails: another optimizer is used in silence, or its arguments are dropped.
     """
