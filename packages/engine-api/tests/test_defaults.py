@@ -44,7 +44,7 @@ def test_a_declared_member_that_is_not_there_is_the_engines_error(make_engine):
     [
         ({"name": "torch.optim.NoSuch"}, "optimizer.name", "cannot be imported"),
         ({"name": "AdamW"}, "optimizer.name", "cannot be imported"),
-        ({"name": "torch.nn.Linear"}, "optimizer.name", "no torch optimizer"),
+        ({"name": "torch.nn.Linear"}, "optimizer.name", "not a torch optimizer"),
         ({"kwargs": {"no_such": 1}}, "optimizer.kwargs", "refuses its arguments"),
     ],
 )

@@ -20,7 +20,7 @@ from engine_api import folders, hf_folder
 from engine_api.comm import SingleComm
 from engine_api.errors import ConfigError
 
-# What changes a file system, as Python tells its auditors.
+# Names of the audit events of Python calls that change a file system.
 EVENTS = {
     "open",
     "os.rename",
@@ -72,7 +72,8 @@ def _die_after(count: int, folder: Path, work: Callable[[], None]) -> None:
         sys.addaudithook(die)
         work()
         os._exit(0)
-    finally:  # whatever was raised, the child must not go on as the test
+    # Whatever was raised, the child must not go on as the test.
+    finally:
         os._exit(1)
 
 

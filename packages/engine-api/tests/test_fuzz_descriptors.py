@@ -175,7 +175,8 @@ def finder() -> Iterator[Finder]:
         patch.setattr(sys, "meta_path", [made, *sys.meta_path])
         patch.setattr(importlib.machinery.PathFinder, "find_distributions", lambda *_: iter(()))
         patch.setitem(sys.modules, "fuzzed_good", good)
-        # It loads them in another process, to which these are unknown; test_cli.py has its tests.
+        # The preflight loads plug-ins in another process, where these are unknown. Its tests are in
+        # test_cli.py.
         patch.setattr(command_line, "offenders", lambda groups: {})
         yield made
     EngineRegistry.refresh()

@@ -107,7 +107,7 @@ def test_ranks_that_share_documents_must_share_them(ranks, make_batch):
         )
 
     assert all(isinstance(e, BatchError) for e in ranks(2, lambda comm: work(comm, (0, 1))))
-    # The weights of documents that two ranks share count once.
+    # Both ranks have the same documents, whose weights count once.
     weights = [m.loss_weight for m in ranks(2, lambda comm: work(comm, (0, 0)))]
     assert weights == [3.0, 3.0]
 

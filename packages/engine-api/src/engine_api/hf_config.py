@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from engine_api.errors import ConfigError
 
@@ -78,7 +79,7 @@ def check_sizes(text: Any, file: str, field: str) -> None:
     """
     for key, (least, most) in _SIZES.items():
         value = _size(text, key)
-        sizes: Any = value if isinstance(value, list | tuple) else [value]
+        sizes = cast("Sequence[object]", value) if isinstance(value, list | tuple) else (value,)
         for size in sizes:
             if size is not None and (type(size) is not int or not least <= size <= most):
                 raise ConfigError(
