@@ -16,7 +16,7 @@ def needed(
 ) -> None:
     """``memory.check`` of ranks and replicas on four GPUs, or all on a host."""
     config = on_ray(out, out, **sections)
-    rooms = [memory.Room(device=name, free=int(room)) for name, room in free.items()]
+    rooms = [memory.FreeMemory(device=name, free=int(room)) for name, room in free.items()]
     placed = rooms * 4 if len(rooms) == 1 else rooms
     engine = config.engine.build(seed=0, total_steps=1)
     memory.check(placed[:engines], placed[:replicas], config, engine, device)

@@ -286,7 +286,7 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
-        "engine_trainer.placement.spmd.meeting", lambda timeout_s: SingleComm()
+        "engine_trainer.placement.spmd.connect_ranks", lambda timeout_s: SingleComm()
     )  # the other rank is not there
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     given = [

@@ -230,7 +230,7 @@ def model_sizes(parallelism: Parallelism) -> dict[str, int]:
     }
 
 
-def said(sizes: Mapping[str, int]) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
     """Return the sizes that are not 1 as text for an error."""
     return (
         " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)

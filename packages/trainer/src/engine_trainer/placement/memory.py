@@ -43,7 +43,7 @@ WITH_MOMENTS = (
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class FreeMemory:
     """The free memory of one device (a GPU, or a node's main memory).
 
     Workers with the same ``device`` share it.
@@ -54,17 +54,17 @@ class Room:
     """Free bytes."""
 
 
-def room(device: str) -> Room:
+def free_memory(device: str) -> FreeMemory:
     """Return this process's device and the bytes free on it."""
     name, free = device_of(device).room()
-    return Room(
+    return FreeMemory(
         device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free
     )
 
 
 def check(
-    engines: Sequence[Room],
-    rollouts: Sequence[Room],
+    engines: Sequence[FreeMemory],
+    rollouts: Sequence[FreeMemory],
     config: RLConfig,
     engine: EngineConfig,
     device: str,
@@ -91,16 +91,18 @@ def check(
         stays = fsum(kept for kept, _ in counts.values()) / len(engines)
     else:
         stays = train
-    for place in dict.fromkeys(r.device for r in [*engines, *rollouts]):
-        free = min(r.free for r in [*engines, *rollouts] if r.device == place)
-        trained, served = ([r.device for r in rooms].count(place) for rooms in (engines, rollouts))
+    for name in dict.fromkeys(r.device for r in [*engines, *rollouts]):
+        free = min(r.free for r in [*engines, *rollouts] if r.device == name)
+        trained, served = (
+            [r.device for r in memories].count(name) for memories in (engines, rollouts)
+        )
         need = max(trained * train, trained * stays + served * serve)
         if need > free:
             parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in per_rank.items())
             names = ", ".join([*(per_rank if trained else ()), *(["rollout"] if served else ())])
             raise ConfigError(
                 "engine.memory",
-                f"{place} has {free / GIB:.1f} GiB free; {names} placed there need at least "
+                f"{name} has {free / GIB:.1f} GiB free; {names} placed there need at least "
                 f"{need / GIB:.1f} GiB",
                 why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) "
                 f"of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
@@ -166,12 +168,12 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
     """
     served = rollout_device(config.rollout, device)
 
-    def rooms() -> tuple[Room, Room]:
+    def measure() -> tuple[FreeMemory, FreeMemory]:
         # Without its local rank every rank would measure the first device.
         device_of(device).adopt_local_rank()
-        return room(device), room(served)
+        return free_memory(device), free_memory(served)
 
-    found = together(comm, rooms)
+    found = together(comm, measure)
     # With a url the rollout is a server that runs already.
     elsewhere = "url" in config.rollout.options
     check(

@@ -21,7 +21,7 @@ _LOOK_S = 0.02  # seconds between two looks for a rank's value
 _LONGEST_LOOK_S = 0.5
 
 
-def meeting(timeout_s: float) -> Comm:
+def connect_ranks(timeout_s: float) -> Comm:
     """Return the agreement of all ranks that torchrun started, or of this process alone without it.
 
     Args:

@@ -24,9 +24,9 @@ from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.groups import Trained, agreed, model_sizes, said
+from engine_trainer.placement.groups import Trained, agreed, format_sizes, model_sizes
 from engine_trainer.placement.memory import check_here
-from engine_trainer.placement.rendezvous import meeting
+from engine_trainer.placement.rendezvous import connect_ranks
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
@@ -194,7 +194,7 @@ class Spmd:
     ) -> None:
         self._config = config
         self._timeout_s = timeout_s
-        self.comm: Comm = meeting(timeout_s)
+        self.comm: Comm = connect_ranks(timeout_s)
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
 
@@ -213,7 +213,7 @@ class Spmd:
             if sizes != others:
                 raise ConfigError(
                     "engine.parallelism",
-                    f"{said(sizes)}, beside an engine of {said(others)}",
+                    f"{format_sizes(sizes)}, beside an engine of {format_sizes(others)}",
                     why=f"engines of {found.plugin.name} in one process have one layout",
                     remedy="give both the same sizes, or one of them another backend",
                 )

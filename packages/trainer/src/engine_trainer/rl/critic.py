@@ -15,7 +15,7 @@ from engine_api.errors import ConfigError
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from engine_trainer.config import RLConfig
-from engine_trainer.placement.groups import Launcher, model_sizes, said
+from engine_trainer.placement.groups import Launcher, format_sizes, model_sizes
 from engine_trainer.rl.partition import Partition
 from engine_trainer.run.run import Run
 
@@ -114,7 +114,7 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
     if ranks % each or shards not in (-1, ranks // each):
         raise ConfigError(
             "algorithm.critic.parallelism",
-            f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
+            f"{format_sizes(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
             why="the critic is on the ranks of the policy's engine, on all of them",
             remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
             "null takes the policy's",

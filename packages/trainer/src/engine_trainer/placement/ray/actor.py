@@ -80,9 +80,9 @@ class Worker:
         else:
             self._trace.begin(folder)
 
-    def room(self, device: str) -> memory.Room:
+    def free_memory(self, device: str) -> memory.FreeMemory:
         """Return the memory that this worker may use."""
-        return memory.room(device)
+        return memory.free_memory(device)
 
     def close(self) -> None:
         """Close the wire (idempotent)."""

@@ -136,9 +136,11 @@ class OnRay:
         served = rollout_device(self.config.rollout, device)
         if self.section.rollouts is not None:
             self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
-        rooms = engines.call_all("room", device)
+        rooms = engines.call_all("free_memory", device)
         rollouts = (
-            rooms if self._rollout_pool is None else self._rollout_pool.call_all("room", served)
+            rooms
+            if self._rollout_pool is None
+            else self._rollout_pool.call_all("free_memory", served)
         )
         memory.check(rooms, rollouts, self.config, config, device)
 
