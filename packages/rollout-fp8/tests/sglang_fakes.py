@@ -119,7 +119,7 @@ class Engine:
             await self.loop.run_in_executor(None, self.load, self.model, named)
         except Exception:  # noqa: BLE001 - whatever leaves the loader ends the scheduler
             os.kill(os.getpid(), signal.SIGQUIT)
-            await asyncio.Event().wait()  # nobody answers any more
+            await asyncio.Event().wait()  # no answer comes any more
         return True, "Success"
 
     def flush_cache(self) -> Any:

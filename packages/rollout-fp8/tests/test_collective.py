@@ -96,7 +96,7 @@ if len(sys.argv) > 2:
     sys.stdin.read()
     os._exit(0)
 store = serve_store("127.0.0.1", 2, long_s)
-# Its standard input is closed where this process's interpreter lets go of its modules: late.
+# Its standard input is closed where this process's interpreter frees its modules: late.
 command = [sys.executable, sys.argv[1], "-", str(store.port)]
 receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
 group = Group(store, 0, 2, cpu, long_s)

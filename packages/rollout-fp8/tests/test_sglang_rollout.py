@@ -41,7 +41,7 @@ def test_the_server_is_started_with_what_was_asked_for(make, folder):
     assert "sampling_backend" not in got
     assert server.inherited["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
     assert "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ
-    # Its own ends of sequence would end completions that nobody asked to end.
+    # Its own ends of sequence would end completions that no request asked to end.
     assert server.config["eos_token_id"] is None
     assert not (Path(got["model_path"]) / "generation_config.json").exists()
 

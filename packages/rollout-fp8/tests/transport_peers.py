@@ -133,7 +133,7 @@ def _watched(stream: Any, defect: str | None, seen: set[int]) -> Any:
                 if index == 2 and defect == "slow":
                     time.sleep(0.2)
                 yield bucket, buffer
-                if defect == "late":  # whoever overwrites a slot that is still read is found out
+                if defect == "late":  # an overwrite of a slot that is still read is found
                     time.sleep(0.02)
 
     return Watched()

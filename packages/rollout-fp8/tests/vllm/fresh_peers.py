@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from vllm_peers import DEVICE, PROMPTS
 
-# Beside other tests on a GPU: what vLLM takes by itself is not there.
+# With other tests on a GPU, the memory that vLLM takes by default is not free.
 SHARED = {"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
 
 
