@@ -43,36 +43,42 @@ class KLSection:
     """Factor of the KL in nats; 0 loads no reference model."""
 
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of a token's KL (Schulman 2020); null is k1 in the reward and k3 in the loss.
+    """Estimator of a token's KL (Schulman 2020); null is k1 in the reward and k3 in the
+    loss.
 
-    In the reward the others are refused, since their expected gradient is not that of the KL.
+    In the reward only k1 is accepted, since the expected gradient of k2 and k3 there is not
+    that of the KL.
     """
 
     where: Literal["loss", "reward"] = "loss"
     """Place of the KL: a term of the loss with a gradient, or a number that lowers the reward."""
 
     importance: bool = True
-    """Whether a KL in the loss is multiplied by each token's importance ratio.
+    """True multiplies a KL in the loss by each token's importance ratio, which makes its
+    expected gradient that of the KL.
 
-    The ratio makes the expected gradient that of the KL. False is the bare estimator, as in the GRPO paper (arXiv:2402.03300, eq. 4), verl, and TRL with
-    ``use_bias_correction_kl=False``: k3 then pulls by the gradient of KL(reference ‖ policy).
+    False is the bare estimator, as in the GRPO paper (arXiv:2402.03300, eq. 4), verl, and
+    TRL with ``use_bias_correction_kl=False``: k3 then pulls by the gradient of KL(reference
+    ‖ policy).
     """
 
     bound: float | None = KL_BOUND
-    """Largest k3 of a token in the loss, in nats; above it there is no gradient. Null is no bound.
+    """Largest k3 of a token in the loss, in nats, above which there is no gradient; null is
+    no bound.
 
-    It is verl's and NeMo-RL's: the bare k3 has a slope of exp(-d), 3,000 where the log-ratio d to
-    the reference is -8.
+    The default is that of verl and NeMo-RL. The bare k3 has a slope of exp(-d), which is
+    3,000 where the log-ratio d to the reference is -8.
     """
 
     target: float | None = None
-    """Nats a completion that the coefficient follows; null keeps the coefficient.
-
-    See arXiv:1909.08593, section 2.2.
+    """KL of a completion in nats that the coefficient is adapted to (arXiv:1909.08593,
+    section 2.2); null keeps the coefficient constant.
     """
 
     gain: float = 0.1
-    """Factor of the error (at most a fifth) in a step of a coefficient with a target; the paper's K."""
+    """Factor of the error (clipped to a fifth) in each adaptation of the coefficient to
+    ``target``; K in the paper.
+    """
 
     def __post_init__(self) -> None:
         at_least("algorithm.kl", self, 0, "coefficient")
@@ -91,7 +97,12 @@ class DynamicSamplingSection:
     """Groups whose rewards are all equal are replaced by new prompts (DAPO, arXiv:2503.14476, section 3.2)."""
 
     enabled: bool = False
-    max_rounds: int = 4  # of generation a step; then the step takes what there is
+    """True replaces groups whose rewards are all equal by the groups of new prompts."""
+
+    max_rounds: int = 4
+    """Largest number of rounds of generation in a step, after which the step takes the
+    groups it has.
+    """
 
     def __post_init__(self) -> None:
         at_least("algorithm.dynamic_sampling", self, 1, "max_rounds")
@@ -102,17 +113,20 @@ class OverlongSection:
     """Completions at the length limit (DAPO, section 3.4): a soft penalty over the last ``buffer`` tokens, or no loss."""
 
     buffer: int = 0
-    """Tokens below rollout.max_new_tokens where the penalty begins; 0 is no penalty."""
+    """Number of tokens below ``rollout.max_new_tokens`` at which the penalty begins; 0 is no
+    penalty.
+    """
 
     penalty: float = 1.0
-    """What is taken from the reward at the limit, and linearly less below it.
+    """Amount subtracted from the reward at the length limit; it falls linearly to 0 below
+    the limit.
 
-    The paper's is 1 on rewards of 1 and -1, half of their distance; on rewards of 1 and 0 that is
-    0.5.
+    The paper's is 1 on rewards of 1 and -1, half of their distance. On rewards of 1 and 0
+    that is 0.5.
     """
 
     filter: bool = False
-    """Whether completions that were cut at the limit carry no loss."""
+    """True leaves completions that were cut at the length limit out of the loss."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.overlong", self, 0, "buffer", "penalty")
@@ -136,16 +150,19 @@ class CorrectionSection:
     """
 
     weight: Literal["auto", "none", "token", "sequence", "icepop"] = "auto"
-    """Weight of a token's policy term: its or its completion's ratio, up to ``cap``, or IcePop's.
+    """Weight of a token's policy term: the ratio of the token or of its completion, at most
+    ``cap``, or IcePop's weight.
 
-    ``auto`` is ``token`` where another implementation than the engine's generates (any rollout but
-    ``local``), since its log-probs are of another policy even for the same weights; TRL corrects by
-    default, too. It is ``none`` with the ``local`` rollout and with ``algorithm.old_log_probs:
-    rollout``.
+    ``auto`` is ``token`` where an implementation other than the engine generates (any
+    rollout but ``local``), since its log-probs are those of a different policy even for the
+    same weights; TRL corrects by default, too. ``auto`` is ``none`` with the ``local``
+    rollout and with ``algorithm.old_log_probs: rollout``.
     """
 
     cap: float = 2.0
-    """Largest weight, of ``token`` and ``sequence``; 2 is Yao et al.'s and verl's, TRL's is 3."""
+    """Largest weight that ``token`` and ``sequence`` give; 2 is the value of Yao et al. and
+    verl, TRL's is 3.
+    """
 
     low: float = 0.5
     """Token ratio below which ``icepop`` gives the weight 0."""
@@ -154,13 +171,19 @@ class CorrectionSection:
     """Token ratio above which ``icepop`` gives the weight 0."""
 
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Ratio that decides about rejection; ``geometric`` is exp of a completion's mean log-ratio."""
+    """Ratio that decides about rejection; ``geometric`` is exp of a completion's mean
+    log-ratio.
+    """
 
     reject_low: float | None = None
-    """Ratio below which there is rejection; null is 0.5, and 0.999 of ``geometric``."""
+    """Ratio below which tokens or completions are rejected; null is 0.5, or 0.999 with
+    ``reject: geometric``.
+    """
 
     reject_high: float | None = None
-    """Ratio above which there is rejection; null is 2, and 1.001 of ``geometric``."""
+    """Ratio above which tokens or completions are rejected; null is 2, or 1.001 with
+    ``reject: geometric``.
+    """
 
     def __post_init__(self) -> None:
         at_least("algorithm.correction", self, 1, "cap", "high")
@@ -210,27 +233,52 @@ class CorrectionSection:
 class CriticSection:
     """The critic of PPO: a value model on an engine of its own. Null: as the policy's engine has it."""
 
-    model: ModelSource | None = None  # null: engine.model, with a new head
+    model: ModelSource | None = None
+    """Model that the critic starts from; null is ``engine.model`` with a new value head."""
+
     backend: str | None = None
+    """Name of the engine plug-in that runs the critic; null is ``engine.backend``."""
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Optimizer of the critic; its rate of 1e-5, ten times the policy's, is verl's: the head is new."""
+    """Optimizer of the critic.
 
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # total_steps null: the run's
-    parallelism: Parallelism | None = None
-    precision: Precision | None = None
-    memory: Memory | None = None
-    lora: LoraConfig | None = None  # null: all of its weights are trained
-    options: Mapping[str, Any] | None = (
-        None  # the plug-in's own; null: the policy's, if the backend is the same
-    )
-    value_clip: float | None = 0.5
-    """Largest move of a value in a step's updates, in the unit of rewards; null is no clip.
-
-    0.5 is verl's and OpenRLHF's. A new head begins at 0 and has to reach the mean reward: with 0.2,
-    in several steps.
+    Its learning rate of 1e-5, ten times the policy's, is verl's: the value head is new.
     """
 
-    epochs: int = 1  # over the step's completions, in algorithm.mini_batches updates each
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning-rate schedule of the critic; a ``total_steps`` of null is the number of steps
+    of the run.
+    """
+
+    parallelism: Parallelism | None = None
+    """Parallel layout of the critic; null is ``engine.parallelism``."""
+
+    precision: Precision | None = None
+    """Number formats of the critic; null is ``engine.precision``."""
+
+    memory: Memory | None = None
+    """Memory settings of the critic; null is ``engine.memory``."""
+
+    lora: LoraConfig | None = None
+    """LoRA adapter of the critic; null trains all of its weights."""
+
+    options: Mapping[str, Any] | None = None
+    """Options of the critic's engine plug-in; null is ``engine.options`` if both use the
+    same backend, and no options if not.
+    """
+
+    value_clip: float | None = 0.5
+    """Largest change of a value within a step's updates, in the unit of rewards; null is no
+    clip.
+
+    0.5 is the value of verl and OpenRLHF. A new value head begins at 0 and has to reach the
+    mean reward, which takes several steps with 0.2.
+    """
+
+    epochs: int = 1
+    """Number of passes over the completions of a step, each in ``algorithm.mini_batches``
+    updates.
+    """
 
     def __post_init__(self) -> None:
         at_least("algorithm.critic", self, 1, "epochs")
@@ -265,37 +313,87 @@ class AlgorithmSection:
     """How completions and rewards become an update; the estimators and losses are in ``engine_trainer.algorithms``."""
 
     loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
-    advantage: Advantage = "grpo"  # dr_grpo: not divided by the group's standard deviation
-    gamma: float = 1.0  # discount, of gae and reinforce_pp
-    lam: float = 1.0  # λ of gae
-    whiten: bool | None = (
-        None  # advantages over all of the step's tokens; null: gae and reinforce_pp(_baseline) do
-    )
-    critic: CriticSection | None = None  # of gae
-    clip_low: float = 0.2  # GSPO's: 3e-4; cispo: 1.0 is no bound from below
-    clip_high: float = 0.2  # DAPO's clip-higher: 0.28; GSPO's: 4e-4
-    dual_clip: float | None = None  # of ppo; c > 1 (arXiv:1912.09729); null: off
-    aggregation: Aggregation = "token-mean"
-    """Divisor of a step's sum over tokens: token-mean, DAPO's and verl's default, is by its tokens.
+    """Policy loss: PPO's clipped loss, GSPO over sequences, GSPO over tokens, or CISPO."""
 
-    seq-mean-token-mean is the GRPO paper's; seq-mean-token-sum-norm is Dr. GRPO's, by the
-    completions times a constant.
+    advantage: Advantage = "grpo"
+    """Advantage estimator; ``dr_grpo`` is ``grpo`` without the division by the group's
+    standard deviation.
+    """
+
+    gamma: float = 1.0
+    """Discount factor in [0, 1] of ``gae`` and ``reinforce_pp``; other advantages compare
+    whole completions and need 1.
+    """
+
+    lam: float = 1.0
+    """λ in [0, 1] of ``gae``; other advantages need 1."""
+
+    whiten: bool | None = None
+    """True normalizes advantages over all tokens of a step; null does so for ``gae``,
+    ``reinforce_pp`` and ``reinforce_pp_baseline`` only.
+    """
+
+    critic: CriticSection | None = None
+    """Critic of ``gae``, which needs one; null for every other advantage."""
+
+    clip_low: float = 0.2
+    """Distance below 1 at which the ratio is clipped.
+
+    GSPO's is 3e-4. With ``cispo``, 1.0 is no bound from below.
+    """
+
+    clip_high: float = 0.2
+    """Distance above 1 at which the ratio is clipped.
+
+    DAPO's clip-higher is 0.28, GSPO's is 4e-4.
+    """
+
+    dual_clip: float | None = None
+    """Bound c > 1 of PPO's loss for negative advantages (arXiv:1912.09729), read by ``loss:
+    ppo`` only; null is no bound.
+    """
+
+    aggregation: Aggregation = "token-mean"
+    """Divisor of a step's sum over tokens.
+
+    ``token-mean``, the default of DAPO and verl, divides by the number of tokens of the
+    step. ``seq-mean-token-mean`` is the GRPO paper's. ``seq-mean-token-sum-norm`` is Dr.
+    GRPO's and divides by the number of completions times a constant.
     """
 
     aggregation_length: int | None = None
-    """Constant of seq-mean-token-sum-norm in tokens; null is rollout.max_new_tokens, as in TRL."""
+    """Constant of ``seq-mean-token-sum-norm`` in tokens; null is ``rollout.max_new_tokens``,
+    as in TRL.
+    """
 
     kl: KLSection = field(default_factory=KLSection)
+    """Penalty on the KL to the reference model; the default has none."""
+
     entropy_coefficient: float = 0.0
+    """Factor of the entropy bonus in the loss; 0 is no bonus."""
+
     prompts_per_step: int = 16
-    mini_batches: int = 1  # updates an epoch over the step's completions
+    """Number of prompts of a step, each with ``rollout.n`` completions."""
+
+    mini_batches: int = 1
+    """Number of optimizer updates in an epoch over the completions of a step."""
+
     epochs: int = 1
-    old_log_probs: Literal["engine", "rollout"] = (
-        "engine"  # whose log-probs the ratio is taken against
-    )
+    """Number of passes over the completions of a step."""
+
+    old_log_probs: Literal["engine", "rollout"] = "engine"
+    """Source of the log-probs that the policy's ratio is taken against: the engine before
+    the step's updates, or the rollout.
+    """
+
     correction: CorrectionSection = field(default_factory=CorrectionSection)
+    """Correction for the difference between the log-probs of the rollout and of the engine."""
+
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
+    """Replacement of groups whose rewards are all equal; off by default."""
+
     overlong: OverlongSection = field(default_factory=OverlongSection)
+    """Treatment of completions at the length limit; the default does nothing."""
 
     def __post_init__(self) -> None:
         at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")

@@ -21,10 +21,25 @@ class RewardPart:
     """One reward of the sum, by ``name`` or as one's own ``function``."""
 
     name: str | None = None
+    """Name of the reward; null needs ``function``."""
+
     function: str | None = None
-    weight: float = 1.0  # any finite number; 0: it is only measured
+    """Function ``path/to/file.py:name`` or ``package.module:name``, in place of ``name``;
+    null reads ``name``.
+    """
+
+    weight: float = 1.0
+    """Factor of the reward in the sum, any finite number; with 0 the reward is only
+    measured.
+    """
+
     kwargs: Mapping[str, Any] | None = None
-    timeout_s: float | None = 10.0  # a call; where it is left out reward.timeout_s
+    """Arguments of the reward; null is none."""
+
+    timeout_s: float | None = 10.0
+    """Seconds that a call may take, and ``reward.timeout_s`` if the key is left out; null
+    sets no limit.
+    """
 
     @property
     def title(self) -> str:

@@ -13,13 +13,22 @@ from engine_trainer.config.sections import DataSection, at_least
 class EvalSet:
     """One held-out set of ``eval.sets``."""
 
-    source: str | Sequence[str] | None = (
-        None  # as data.source; null: the held-out problems of data.reasoning_gym
-    )
-    split: str | None = None  # as data.split
-    samples: int | None = None  # completions a problem; null: eval.samples
-    temperature: float | None = None  # 0: greedy; null: eval.temperature
+    source: str | Sequence[str] | None = None
+    """Source of the problems, written like ``data.source``; null is the held-out problems of
+    ``data.reasoning_gym``.
+    """
+
+    split: str | None = None
+    """Split of the source, written like ``data.split``; null reads every file."""
+
+    samples: int | None = None
+    """Number of completions of a problem; null is ``eval.samples``."""
+
+    temperature: float | None = None
+    """Sampling temperature, 0 for greedy decoding; null is ``eval.temperature``."""
+
     max_problems: int | None = None
+    """Largest number of problems to measure; null measures all."""
 
     def check(self, key: str) -> None:
         """Raise ``ConfigError`` for values that make no sense."""
@@ -51,17 +60,33 @@ class EvalSection:
     ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
     """
 
-    source: str | Sequence[str] | None = (
-        None  # as data.source; null: the held-out problems of data.reasoning_gym
-    )
-    split: str | None = None  # as data.split
-    every: int = 0  # steps; 0: only before and after
-    samples: int = (
-        1  # completions a problem; 0: only the loss (SFT), or sets alone (generated problems)
-    )
-    temperature: float = 1.0  # 0: greedy
+    source: str | Sequence[str] | None = None
+    """Source of the problems, written like ``data.source``; null is the held-out problems of
+    ``data.reasoning_gym``.
+    """
+
+    split: str | None = None
+    """Split of the source, written like ``data.split``; null reads every file."""
+
+    every: int = 0
+    """Number of steps from one evaluation to the next; 0 evaluates only before the first
+    step and after the last.
+    """
+
+    samples: int = 1
+    """Number of completions of a problem.
+
+    With 0 there is only the loss (SFT), or only ``sets`` are measured (generated problems).
+    """
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy decoding."""
+
     max_problems: int | None = None
+    """Largest number of problems to measure; null measures all."""
+
     sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
+    """More held-out sets by name, reported as ``eval/NAME/…``."""
 
     def __post_init__(self) -> None:
         at_least("eval", self, 0, "every")
@@ -122,10 +147,19 @@ def _nothing_held_out(key: str) -> ConfigError:
 class HeldoutSection:
     """Held-out pairs of preferences, before the first step and after the last one at least."""
 
-    source: str | Sequence[str]  # as data.source
-    split: str | None = None  # as data.split
-    every: int = 0  # steps; 0: only before and after
+    source: str | Sequence[str]
+    """Source of the held-out pairs, written like ``data.source``."""
+
+    split: str | None = None
+    """Split of the source, written like ``data.split``; null reads every file."""
+
+    every: int = 0
+    """Number of steps from one evaluation to the next; 0 evaluates only before the first
+    step and after the last.
+    """
+
     max_pairs: int | None = None
+    """Largest number of pairs to measure; null measures all."""
 
     def __post_init__(self) -> None:
         at_least("eval", self, 0, "every")

@@ -20,11 +20,18 @@ from engine_trainer.config.sections import (
 class DPOSection:
     """Direct preference optimization (arXiv:2305.18290); the losses are in ``engine_trainer.algorithms.preference``."""
 
-    beta: float = 0.1  # nats⁻¹: how dear it is to leave the reference
+    beta: float = 0.1
+    """Strength of the pull towards the reference model, in nats⁻¹, above 0."""
+
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    reference: Literal["precomputed", "engine"] = (
-        "precomputed"  # once, before the first step; or by a second engine each step
-    )
+    """Loss over the difference of the log-ratios of a pair (see
+    ``engine_trainer.algorithms.preference``).
+    """
+
+    reference: Literal["precomputed", "engine"] = "precomputed"
+    """Source of the reference's log-probs: ``precomputed`` once before the first step, or a
+    second ``engine`` at each step.
+    """
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -38,10 +45,19 @@ class RewardModelConfig:
     """``engine-train rm``: a value model that scores the chosen document of a pair above the rejected one."""
 
     engine: EngineSection
+    """Engine of the reward model, whose ``model_type`` must be ``value_model``."""
+
     data: DataSection
+    """Pairs to train on."""
+
     run: RunSection
-    batch_size: int = 64  # pairs a step, over all ranks
+    """Length of the run and the files it writes."""
+
+    batch_size: int = 64
+    """Number of pairs in a step, over all ranks."""
+
     eval: HeldoutSection | None = None
+    """Held-out pairs to measure; null measures none."""
 
     def __post_init__(self) -> None:
         _check_pairs(self, "value_model")
@@ -52,11 +68,22 @@ class DPOConfig:
     """``engine-train dpo``."""
 
     engine: PolicyEngineSection
+    """Engine of the policy."""
+
     data: DataSection
+    """Pairs to train on."""
+
     run: RunSection
-    batch_size: int = 64  # pairs a step, over all ranks
+    """Length of the run and the files it writes."""
+
+    batch_size: int = 64
+    """Number of pairs in a step, over all ranks."""
+
     dpo: DPOSection = field(default_factory=DPOSection)
+    """Settings of the DPO loss."""
+
     eval: HeldoutSection | None = None
+    """Held-out pairs to measure; null measures none."""
 
     def __post_init__(self) -> None:
         _check_pairs(self, "language_model")

@@ -25,16 +25,39 @@ class RLConfig:
     """``engine-train rl``."""
 
     engine: PolicyEngineSection
+    """Engine of the policy."""
+
     data: DataSection
+    """Prompts to train on."""
+
     run: RunSection
+    """Length of the run and the files it writes."""
+
     reward: RewardSection
+    """Reward that scores the completions."""
+
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    """Rollout that generates the completions, and its sampling."""
+
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
-    agent: AgentSection | None = None  # conversations with tools; null: one completion
+    """Advantage, loss and correction that turn completions into an update."""
+
+    agent: AgentSection | None = None
+    """Conversations with tools; null generates one completion for each sample."""
+
     eval: EvalSection | None = None
-    launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
+    """Held-out problems to measure; null measures none."""
+
+    launcher: Literal["none", "ray"] = "none"
+    """Way in which the processes start: ``none`` uses this process or the ranks of torchrun,
+    ``ray`` the workers of a cluster.
+    """
+
     ray: RaySection = field(default_factory=RaySection)
+    """Cluster and workers of ``launcher: ray``."""
+
     overlap: OverlapSection = field(default_factory=OverlapSection)
+    """Overlap of generation and training; off by default."""
 
     def __post_init__(self) -> None:
         if self.eval is not None:

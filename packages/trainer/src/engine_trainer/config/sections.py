@@ -31,18 +31,45 @@ class EngineSection:
     """Which engine, and everything that it is told."""
 
     model: ModelSource
+    """Model that the engine loads."""
+
     backend: str = "fsdp2"
+    """Name of the engine plug-in, such as ``fsdp2``."""
+
     device: str = "auto"
+    """Device that the engine computes on; ``auto`` lets the engine choose."""
+
     model_type: str = "language_model"
+    """Type of the model: ``language_model``, or ``value_model`` with a head that gives one
+    number.
+    """
+
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # total_steps null: the run's
+    """Optimizer of the engine; null is an engine that does not train."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning-rate schedule; a ``total_steps`` of null is the number of steps of the run."""
+
     parallelism: Parallelism = field(default_factory=Parallelism)
+    """Division of the model and the data over the ranks."""
+
     precision: Precision = field(default_factory=Precision)
+    """Number formats of weights, computation and reductions."""
+
     memory: Memory = field(default_factory=Memory)
+    """Settings that trade memory for time."""
+
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Settings of the engine's checkpoints."""
+
     lora: LoraConfig | None = None
-    seed: int | None = None  # null: run.seed
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the plug-in's own
+    """LoRA adapter to train; null trains all weights."""
+
+    seed: int | None = None
+    """Seed of the engine; null is ``run.seed``."""
+
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options that the engine plug-in declares itself."""
 
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
         """What ``EngineRegistry.create`` wants; ``seed`` and ``total_steps`` fill what was left null.
@@ -88,6 +115,7 @@ class PolicyEngineSection(EngineSection):
     """The engine of a policy in ``rl`` and ``dpo``."""
 
     optimizer: PolicyOptimizer | None = field(default_factory=PolicyOptimizer)
+    """Optimizer of the policy; null is an engine that does not train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +123,13 @@ class GymDataset:
     """One reasoning-gym task in a mixture."""
 
     name: str
+    """Name of the reasoning-gym task."""
+
     weight: float = 1.0
-    config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the task's own settings
+    """Weight of the task in the mixture, relative to the weights of the other tasks."""
+
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the task itself, passed to reasoning-gym."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +141,34 @@ class GymSection:
     """
 
     datasets: Sequence[GymDataset]
-    size: int = 4096  # training questions, all different
+    """Tasks of the mixture."""
+
+    size: int = 4096
+    """Number of training questions, all different."""
+
     skip: int = 0
+    """Number of training questions to pass over first."""
+
     heldout_size: int = 512
-    heldout_share: float = 0.1  # of all questions, by sha256 of the text
+    """Number of held-out questions, which evaluation reads."""
+
+    heldout_share: float = 0.1
+    """Share in [0, 1] of all questions that is held out, chosen by the sha256 of the
+    question's text.
+    """
+
     seed: int = 0
-    response: str = "answer"  # how SFT responses are written; see engine_trainer.data.worked
-    worked_share: float = (
-        1.0  # with response: worked, the share of rows that show their steps (the rest: answer)
-    )
+    """Seed that the questions are generated from."""
+
+    response: str = "answer"
+    """Form of the responses that SFT learns from: ``answer``, or ``worked`` with the steps
+    written out (see ``engine_trainer.data.worked``).
+    """
+
+    worked_share: float = 1.0
+    """Share in [0, 1] of rows that show their steps with ``response: worked``; the remaining
+    rows have the form ``answer``.
+    """
 
     def __post_init__(self) -> None:
         at_least("data.reasoning_gym", self, 1, "size")
@@ -135,9 +187,20 @@ class ColumnsSection:
     """Which column holds what; null: the usual names are tried (see engine_trainer.data.layouts)."""
 
     messages: str | None = None
+    """Column with a conversation as a list of messages; null tries the usual names."""
+
     prompt: str | None = None
+    """Column with the prompt; null tries the usual names."""
+
     response: str | None = None
-    answer: str | None = None  # what the reward compares with; dots reach into nested columns
+    """Column with the response to the prompt; null tries the usual names."""
+
+    answer: str | None = None
+    """Column with the ground truth that the reward compares with; null tries the usual
+    names.
+
+    Dots in the name reach into nested columns.
+    """
 
     def __post_init__(self) -> None:
         if self.messages is not None and (self.prompt is not None or self.response is not None):
@@ -153,29 +216,65 @@ class ColumnsSection:
 class DataSection:
     """Where the rows come from, and how they become tokens."""
 
-    source: str | Sequence[str] | None = (
-        None  # .jsonl, .parquet or .arrow, a folder of them, or hf://datasets/owner/name
-    )
-    reasoning_gym: GymSection | None = None  # instead of source
-    split: str | None = (
-        None  # of a folder: only its files of that name (train.jsonl, train-0*.parquet, train/…); of a saved data set, its own
-    )
+    source: str | Sequence[str] | None = None
+    """File (.jsonl, .parquet or .arrow), folder of such files, or
+    ``hf://datasets/owner/name``, or a list of them.
+
+    Null needs ``reasoning_gym`` in its place.
+    """
+
+    reasoning_gym: GymSection | None = None
+    """Generated problems in place of ``source``; null reads ``source``."""
+
+    split: str | None = None
+    """Split of the data; null reads every file.
+
+    Of a folder only the files of that name are read (train.jsonl, train-0*.parquet,
+    train/…), of a saved data set the split of that name.
+    """
+
     columns: ColumnsSection = field(default_factory=ColumnsSection)
-    tokenizer: str | None = None  # null: engine.model.path
-    # Jinja text or a .jinja file; null: the tokenizer's own. A rendering has 10 s of processor time and 1 GiB of memory.
+    """Names of the columns to read."""
+
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer; null is ``engine.model.path``."""
+
     chat_template: str | None = None
+    """Jinja text or path of a .jinja file; null is the tokenizer's own template.
+
+    A rendering may use 10 s of processor time and 1 GiB of memory.
+    """
+
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    system_prompt: str | None = None  # put before rows that have none
-    prompt_template: str = "{prompt}"  # around the last user turn
-    train_on: Literal["all", "last"] = "all"  # which assistant turns carry loss
-    max_length: int | None = (
-        None  # tokens; of the whole document in SFT, of the prompt in RL (there the context limits it too)
-    )
-    on_too_long: Literal["error", "drop", "truncate"] = (
-        "error"  # truncate: a document keeps its beginning, a prompt its end
-    )
+    """Variables that are passed to the chat template."""
+
+    system_prompt: str | None = None
+    """System message for rows that have none; null adds no message."""
+
+    prompt_template: str = "{prompt}"
+    """Text around the last user turn, which takes the place of ``{prompt}``."""
+
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns that carry loss: all of them, or the last one only."""
+
+    max_length: int | None = None
+    """Largest length in tokens, of the whole document in SFT and of the prompt in RL; null
+    sets no limit here.
+
+    In RL the model's context limits the prompt, too.
+    """
+
+    on_too_long: Literal["error", "drop", "truncate"] = "error"
+    """Treatment of a row above ``max_length``: raise an error, drop the row, or truncate it.
+
+    A truncated document keeps its beginning, a truncated prompt its end.
+    """
+
     shuffle: bool = True
-    seed: int | None = None  # null: run.seed
+    """True shuffles the rows; false keeps their order."""
+
+    seed: int | None = None
+    """Seed of the order of the rows; null is ``run.seed``."""
 
     def __post_init__(self) -> None:
         if (not self.source) == (self.reasoning_gym is None):
@@ -206,28 +305,68 @@ class RunSection:
     """How long, where to, and what is kept."""
 
     output_dir: str
-    steps: int | None = None  # optimizer updates (RL: rounds of prompts); null: epochs
+    """Folder that the run writes checkpoints, logs and reports to."""
+
+    steps: int | None = None
+    """Number of optimizer updates, in RL of rounds of prompts; null needs ``epochs`` in its
+    place.
+    """
+
     epochs: float | None = None
+    """Number of passes over the data, counted in whole batches; null needs ``steps`` in its
+    place.
+    """
+
     seed: int = 0
-    """Seed of every random number of a run: order of the data, weights, sampling, and by rank dropout and what user code
-    draws from Python's, NumPy's and torch's generators."""
+    """Seed of every random number of a run.
+
+    It covers the order of the data, weights and sampling, and on each rank dropout and the
+    numbers that user code draws from the generators of Python, NumPy and torch.
+    """
+
     log_every: int = 1
-    save_every: int = 0  # 0: only at the end
-    save_last: bool = True  # a checkpoint at the end; false: only those of save_every
-    keep: int = 2  # newest checkpoints; 0: all
-    resume: str = "auto"  # auto | never | a checkpoint folder
-    save_hf: bool = True  # a Hugging Face folder at the end, output_dir/hf
+    """Number of steps from one log entry to the next."""
+
+    save_every: int = 0
+    """Number of steps from one checkpoint to the next; 0 saves only at the end."""
+
+    save_last: bool = True
+    """True saves a checkpoint at the end; false keeps only those of ``save_every``."""
+
+    keep: int = 2
+    """Number of newest checkpoints to keep; 0 keeps all."""
+
+    resume: str = "auto"
+    """Checkpoint to continue from: ``auto`` for the newest of ``output_dir``, ``never``, or
+    a checkpoint folder.
+    """
+
+    save_hf: bool = True
+    """True writes the model as a Hugging Face folder to ``output_dir/hf`` at the end."""
+
     tensorboard: bool = True
-    wandb: str | None = None  # project name
+    """True logs metrics for TensorBoard."""
+
+    wandb: str | None = None
+    """Project name on Weights & Biases; null logs nothing there."""
+
     progress: bool = True
-    report: bool = True  # plots and report.html at the end
-    profile_steps: Sequence[int] = field(
-        default_factory=list[int]
-    )  # a trace a process, in output_dir/profile
+    """True shows the progress in the terminal."""
+
+    report: bool = True
+    """True writes plots and report.html at the end."""
+
+    profile_steps: Sequence[int] = field(default_factory=list[int])
+    """Steps to profile; each process writes a trace of them to ``output_dir/profile``."""
+
     timeout_s: float = 3600.0
-    """Seconds that a rank which lives may keep the others waiting between the engine's calls, after which the run ends with
-    ``RankFailure``: how much longer one rank may generate, score or read than another. A rank that is gone is noticed within
-    seconds; for one that is stopped, and inside the engine's calls, ``engine.options.timeout_s`` holds."""
+    """Seconds that a live rank may keep other ranks waiting between calls of the engine.
+
+    After that time the run ends with ``RankFailure``. The limit bounds how much longer a
+    rank may generate, score or read than another rank. A rank that is gone is noticed within
+    seconds. For a stopped rank, and inside calls of the engine, ``engine.options.timeout_s``
+    holds.
+    """
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -278,20 +417,52 @@ class RolloutSection:
     """Which rollout, and how completions are drawn."""
 
     name: str = "local"
+    """Name of the rollout plug-in; ``local`` generates with the engine itself."""
+
     device: str = "auto"
-    n: int = 8  # completions a prompt
+    """Device that the rollout computes on; ``auto`` lets the rollout choose."""
+
+    n: int = 8
+    """Number of completions of a prompt."""
+
     max_new_tokens: int = 256
+    """Largest number of tokens of a completion."""
+
     temperature: float = 1.0
+    """Sampling temperature; RL refuses 0, which is greedy decoding."""
+
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    batch_size: int = 64  # prompts × n that are generated at the same time on a rank
-    quantization: Literal["none", "fp8"] = "none"  # fp8: blockwise e4m3, where the rollout can
-    lora: Literal["merged", "adapter"] = (
-        "merged"  # adapter: the base is sent once, then engine.lora's adapter alone
-    )
-    sleep: bool = True  # give the rollout's memory back while the engine trains
-    offload_engine: bool = False  # and the engine's memory while the rollout generates
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
+    """Share in (0, 1] of the probability mass that tokens are sampled from; 1 keeps all
+    tokens.
+    """
+
+    top_k: int = 0
+    """Number of most probable tokens that are sampled from; 0 keeps all tokens."""
+
+    batch_size: int = 64
+    """Number of completions (prompts × ``n``) that a rank generates at the same time."""
+
+    quantization: Literal["none", "fp8"] = "none"
+    """Number format of the rollout's weights: ``fp8`` is blockwise e4m3, for rollouts that
+    support it.
+    """
+
+    lora: Literal["merged", "adapter"] = "merged"
+    """Way in which an adapter reaches the rollout: ``merged`` into the weights, or
+    ``adapter``.
+
+    With ``adapter`` the base weights are sent once, and afterwards only the adapter of
+    ``engine.lora``.
+    """
+
+    sleep: bool = True
+    """True frees the rollout's memory while the engine trains."""
+
+    offload_engine: bool = False
+    """True frees the engine's memory while the rollout generates."""
+
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options that the rollout plug-in declares itself."""
 
     def __post_init__(self) -> None:
         at_least("rollout", self, 1, "n", "max_new_tokens", "batch_size")
@@ -308,23 +479,45 @@ class RolloutSection:
 class RaySection:
     """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.placement.ray)."""
 
-    address: str | None = (
-        None  # host:port, or auto; null: a cluster on this machine, for this run alone
-    )
-    engines: int = 1  # ranks of the engine, a process each
-    rollouts: int | None = (
-        None  # replicas in processes of their own; null: one beside each data-parallel rank, by turns
-    )
-    gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
+    address: str | None = None
+    """Address of the Ray cluster, ``host:port`` or ``auto``; null starts a cluster on this
+    machine for this run only.
+    """
+
+    engines: int = 1
+    """Number of ranks of the engine, each in a process of its own."""
+
+    rollouts: int | None = None
+    """Number of rollout replicas in processes of their own; null colocates one with each
+    data-parallel rank, time-shared with the engine.
+    """
+
+    gpus_per_worker: float | None = None
+    """Number of GPUs of each worker; null is 1 where the engine computes on GPUs."""
+
     cpus_per_worker: float = 1.0
-    timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
-    start_timeout_s: float = (
-        120.0  # until the cluster has room for the workers, then until they have started
-    )
-    restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
-    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    """Number of processors of each worker."""
+
+    timeout_s: float = 1800.0
+    """Seconds that any call of a worker may take; a worker that is silent for longer counts
+    as lost.
+    """
+
+    start_timeout_s: float = 120.0
+    """Seconds until the cluster has free resources for the workers, and again until the
+    workers have started.
+    """
+
+    restarts: int = 3
+    """Number of restarts from the last checkpoint after a worker or a node was lost."""
+
     imports: Sequence[str] = field(default_factory=list[str])
-    log_workers: bool = False  # show what workers print; it is always in Ray's session folder
+    """Modules that each worker imports first, for engines, rollouts and rewards that are
+    registered in process.
+    """
+
+    log_workers: bool = False
+    """True shows the output of the workers, which is always in Ray's session folder."""
 
     def __post_init__(self) -> None:
         at_least("ray", self, 1, "engines")
@@ -351,8 +544,17 @@ class OverlapSection:
     """
 
     mode: Literal["none", "one_step_off", "full"] = "none"
-    max_staleness: int = 1  # steps that a token's weights may be behind; an older one carries no loss, and is counted
-    slice_tokens: int = 64  # full: tokens after which a generation may be interrupted by a sync
+    """Mode of the overlap between generation and training; ``none`` alternates them."""
+
+    max_staleness: int = 1
+    """Number of steps that the weights behind a token may lag; an older token carries no
+    loss, and is counted.
+    """
+
+    slice_tokens: int = 64
+    """Number of tokens after which a weight sync may interrupt a generation in the mode
+    ``full``.
+    """
 
     def __post_init__(self) -> None:
         at_least("overlap", self, 1, "max_staleness", "slice_tokens")
@@ -366,31 +568,49 @@ class RewardSection:
     """
 
     name: str | None = None
-    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, an installed one, or ``combine``."""
+    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, an installed one,
+    or ``combine``; null needs ``function``.
+    """
+
     function: str | None = None
-    """``path/to/file.py:name`` or ``package.module:name``, in place of ``name``."""
+    """Function ``path/to/file.py:name`` or ``package.module:name``, in place of ``name``;
+    null reads ``name``.
+    """
+
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the function, or of the factory that ``name`` stands for."""
+
     timeout_s: float | None = 10.0
-    """Seconds that a call may take; null: any time.
+    """Seconds that a call may take; null sets no limit.
 
-    The process of a plain function that takes longer is killed and replaced, whatever the function does, and the call counts 0.
-    The clock runs during a call, imports inside the function included: what is slow to import stands at the top of the
-    file, which each process loads once, outside of the clock (it has two minutes for that). A coroutine is cancelled; one that
-    holds its event loop is interrupted two seconds later, and its process killed after two more. Needs ``workers``.
+    The process of a plain function that takes longer is killed and replaced, whatever the
+    function does, and the call counts 0. The clock runs during a call, imports inside the
+    function included. Slow imports belong at the top of the file, which each process loads
+    once and outside of the clock (it has two minutes for that). A coroutine is cancelled.
+    One that blocks its event loop is interrupted two seconds later, and its process is
+    killed after two more. A limit needs ``workers`` above 0.
     """
+
     workers: int = 1
-    """Processes that judge, for each rank that samples.
+    """Number of processes that score completions, for each rank that samples.
 
-    They load the function's file instead of the trainer's own process. 0: the trainer's own process calls the function,
-    for one that needs its memory or its device; nothing can then end a call, so that ``timeout_s`` must be null.
+    They load the function's file in place of the trainer's own process. With 0 the trainer's
+    own process calls the function, for a function that needs its memory or its device.
+    Nothing can then end a call, so that ``timeout_s`` must be null.
     """
+
     concurrency: int = 64
-    """Calls of an async function that run at the same time, in each process."""
+    """Number of calls of an async function that run at the same time in each process."""
+
     max_failures: int = 0
-    """Calls of a run that may raise or give no finite number, and count 0; with one more the run ends."""
+    """Number of calls of a run that may raise or return no finite number, and count 0; one
+    more ends the run.
+    """
+
     max_timeouts: int | None = 64
-    """Calls in a row that may take too long; with one more the run ends. null: any number."""
+    """Number of calls in a row that may exceed ``timeout_s``; one more ends the run, and
+    null sets no limit.
+    """
 
     def __post_init__(self) -> None:
         at_least("reward", self, 0, "workers", "max_failures")
@@ -424,17 +644,36 @@ class AgentSection:
     ``rollout.max_new_tokens`` then is of the whole conversation after the prompt, what tools say included.
     """
 
-    function: str  # path/to/file.py:name or package.module:name, an async def of one Episode
+    function: str
+    """Async function of one ``Episode``, as ``path/to/file.py:name`` or
+    ``package.module:name``.
+    """
+
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    max_turns: int = 8  # of the model, a trajectory
-    max_turn_tokens: int | None = None  # of the model, a turn; null: what is left
-    timeout_s: float | None = (
-        300.0  # of the function's own time, tools included, a trajectory; the model's is not counted
-    )
-    concurrency: int = 64  # trajectories at the same time, a replica
-    max_failures: int = (
-        0  # trajectories of a run in which the function may raise; then the run ends
-    )
+    """Arguments of the function."""
+
+    max_turns: int = 8
+    """Largest number of the model's turns in a trajectory."""
+
+    max_turn_tokens: int | None = None
+    """Largest number of the model's tokens in a turn; null is the number of tokens that are
+    left.
+    """
+
+    timeout_s: float | None = 300.0
+    """Seconds of the function's own time in a trajectory, tools included; null sets no
+    limit.
+
+    The time of the model is not counted.
+    """
+
+    concurrency: int = 64
+    """Number of trajectories that run at the same time on a replica."""
+
+    max_failures: int = 0
+    """Number of trajectories of a run in which the function may raise; one more ends the
+    run.
+    """
 
     def __post_init__(self) -> None:
         at_least("agent", self, 1, "max_turns", "concurrency")

@@ -21,12 +21,27 @@ class SFTConfig:
     """``engine-train sft``."""
 
     engine: EngineSection
+    """Engine of the model to train."""
+
     data: DataSection
+    """Documents to train on."""
+
     run: RunSection
-    batch_size: int = 64  # documents a step, over all ranks
+    """Length of the run and the files it writes."""
+
+    batch_size: int = 64
+    """Number of documents in a step, over all ranks."""
+
     eval: EvalSection | None = None
-    rollout: RolloutSection = field(default_factory=RolloutSection)  # only to measure accuracy
-    reward: RewardSection | None = None  # with eval: accuracy beside the loss
+    """Held-out problems to measure; null measures none."""
+
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    """Rollout of the evaluation, read only to measure accuracy."""
+
+    reward: RewardSection | None = None
+    """Reward that measures accuracy in addition to the loss, which needs ``eval``; null
+    measures the loss only.
+    """
 
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
