@@ -99,7 +99,8 @@ def gather_unevenly(lengths: list[int]) -> tuple[list[torch.Tensor], torch.Tenso
     The result has this rank's part of the sum over the ranks.
     """
     with shimmed():
-        rank, group = dist.get_rank(), dist.group.WORLD
+        rank = dist.get_rank()
+        group = dist.group.WORLD
         rows = [10 * r + torch.arange(2.0 * n).reshape(n, 2) for r, n in enumerate(lengths)]
         gathered = [torch.empty_like(part) for part in rows]
         dist.all_gather(gathered, rows[rank], group)

@@ -147,7 +147,9 @@ def float32_run(
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Return weights, losses and gradient norms of transformers in float32 with PyTorch's AdamW."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    adamw, losses, norms = torch.optim.AdamW(model.parameters(), lr=lr), [], []
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    norms = []
     for batch in batches:
         adamw.zero_grad()
         total = torch.zeros(())
@@ -166,7 +168,8 @@ def float32_run(
 
 
 def test_tolerances_hold_for_float32_and_see_defects(checkpoint: Any) -> None:
-    folder, factors = checkpoint(family="qwen2"), {"dp size": 2}
+    folder = checkpoint(family="qwen2")
+    factors = {"dp size": 2}
     batches = [packed_documents(seed, LENGTHS["uneven"]) for seed in range(2)]
     result = train_steps(load_oracle(folder), batches, schedule=Schedule(lr=1e-3))
     weights, losses, norms = float32_run(folder, batches, lr=1e-3)
@@ -208,16 +211,16 @@ def test_gradient_and_moment_tolerances_hold_for_bfloat16_and_see_defects(
     checkpoint: Any, arguments: Any
 ) -> None:
     folder = checkpoint(**{"tied": True} | arguments)
-    oracle, config = load_oracle(folder), AdamWConfig(weight_decay=0.0)
-    half, layers = torch.bfloat16, oracle.config.num_layers
+    oracle = load_oracle(folder)
+    config = AdamWConfig(weight_decay=0.0)
+    half = torch.bfloat16
+    layers = oracle.config.num_layers
     for seed in range(3):
         batch = packed_documents(
             3000 + seed, LENGTHS["uneven"], vocab_size=oracle.config.vocab_size
         )
-        got, (_, want) = (
-            bfloat16_gradients(folder, batch),
-            loss_and_grads(oracle, batch, sft, batch.denominator),
-        )
+        got = bfloat16_gradients(folder, batch)
+        (_, want) = loss_and_grads(oracle, batch, sft, batch.denominator)
         bounds = {
             name: gradient_tolerance(grad, half, layers=layers) for name, grad in want.items()
         }
@@ -253,7 +256,8 @@ def _zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_an_absent_tokens_embedding_may_only_decay(checkpoint: Any) -> None:
-    oracle, batch = load_oracle(checkpoint()), packed_documents(0, (4, 4))
+    oracle = load_oracle(checkpoint())
+    batch = packed_documents(0, (4, 4))
     result = train_steps(oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0))
     absent = sorted(set(range(256)) - set(batch.input_ids.tolist()))
     name = "model.embed_tokens.weight"

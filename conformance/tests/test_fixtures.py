@@ -41,7 +41,8 @@ def test_a_tensor_depends_on_its_name_and_the_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_batches_are_packed_and_repeatable(lengths: tuple[int, ...]) -> None:
-    batch, again = packed_documents(5, lengths), packed_documents(5, lengths)
+    batch = packed_documents(5, lengths)
+    again = packed_documents(5, lengths)
     assert batch.lengths == list(lengths)
     assert all(
         np.array_equal(value, again.arrays()[name]) for name, value in batch.arrays().items()
@@ -71,7 +72,8 @@ def test_take_split_and_concatenate_keep_documents() -> None:
 
 def test_nearby_values_keep_off_the_clip_kinks() -> None:
     distance = np.abs(nearby(np.full(1000, -3.0), seed=0) + 3.0)
-    small, large = distance < 0.16, distance > 0.34
+    small = distance < 0.16
+    large = distance > 0.34
     assert np.all(small | large)
     assert 300 < small.sum() < 700
     batch = packed_documents(0, [5]).near(1, old_log_probs=np.zeros(5))

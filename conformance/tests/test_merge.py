@@ -266,7 +266,8 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
     ):
         folder.mkdir()
         stored(folder / "report.json", document)
-    names, out = [str(folder) for folder in kept], tmp_path / "both"
+    names = [str(folder) for folder in kept]
+    out = tmp_path / "both"
     assert main(["merge", *names, "--certify", "--report", str(out)]) == 0
     assert "engine / language_model: CONFORMANT" in capsys.readouterr().out
     assert main(["verify", str(out / "report.json"), "--parts", *names]) == 0

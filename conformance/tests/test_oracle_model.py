@@ -80,7 +80,8 @@ def test_values_equal_transformers(checkpoint: Any, ids: Tensor, family: str, bi
 
 def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
     folder = checkpoint(family="qwen3")
-    oracle, batch = load_oracle(folder), packed_documents(0, LENGTHS["uneven"])
+    oracle = load_oracle(folder)
+    batch = packed_documents(0, LENGTHS["uneven"])
     got = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=0.7)
     for start, stop in pairwise(batch.cu_seqlens):
         assert got.log_probs[start] == got.entropy[start] == 0

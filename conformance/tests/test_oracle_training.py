@@ -67,10 +67,8 @@ def test_training_equals_torch_adamw(
 
 
 def test_training_does_not_depend_on_the_split(checkpoint: Any) -> None:
-    oracle, batch = (
-        load_oracle(checkpoint(family="qwen3_moe")),
-        packed_documents(0, LENGTHS["uneven"]),
-    )
+    oracle = load_oracle(checkpoint(family="qwen3_moe"))
+    batch = packed_documents(0, LENGTHS["uneven"])
     loss, grads = loss_and_grads(oracle, batch, sft, batch.denominator)
     parts = [loss_and_grads(oracle, part, sft, batch.denominator) for part in batch.split(3)]
     assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-12)
@@ -106,10 +104,13 @@ def test_adapter_training_leaves_the_base(checkpoint: Any, tmp_path: Any) -> Non
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_schedules_equal_torch(kind: Any, warmup: int) -> None:
-    total, lr, ratio = 12, 0.5, 0.1
+    total = 12
+    lr = 0.5
+    ratio = 0.1
     schedule = Schedule(kind=kind, lr=lr, warmup_steps=warmup, total_steps=total, min_ratio=ratio)
     adamw = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
-    scheduler, steps = torch.optim.lr_scheduler, total - warmup
+    scheduler = torch.optim.lr_scheduler
+    steps = total - warmup
     after = {
         "constant": lambda: scheduler.ConstantLR(adamw, factor=1.0),
         "linear": lambda: scheduler.LinearLR(adamw, 1.0, ratio, total_iters=steps),
@@ -135,7 +136,8 @@ def vector(*values: float) -> Tensor:
 
 def test_sft_loss_equals_cross_entropy() -> None:
     logits = torch.randn(5, 7, dtype=torch.float64)
-    target, weight = torch.tensor([1, 2, 3, 4, 5]), vector(0, 1, 0.5, 1, 1)
+    target = torch.tensor([1, 2, 3, 4, 5])
+    weight = vector(0, 1, 0.5, 1, 1)
     per_token = functional.cross_entropy(logits, target, reduction="none")
     log_probs = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
     got = sft_loss(log_probs, loss_weight=weight, denominator=3.5)
@@ -153,7 +155,9 @@ def test_ppo_terms_by_hand() -> None:
 
 
 def test_value_loss_by_hand() -> None:
-    values, old, returns = vector(1.0, 1.0, 1.0), vector(0.9, 0.5, 0.5), vector(2.0, 1.1, 0.0)
+    values = vector(1.0, 1.0, 1.0)
+    old = vector(0.9, 0.5, 0.5)
+    returns = vector(2.0, 1.1, 0.0)
     weight = vector(1, 1, 2)
     got = value_loss(values, old_values=old, returns=returns, loss_weight=weight, denominator=4.0)
     # unclipped 1.0; clipped to 0.7, which is worse: 0.16; clipped to 0.7, which is better: 1.0
@@ -181,7 +185,8 @@ def test_masked_tokens_do_not_enter() -> None:
 
 
 def test_ppo_loss_on_policy_is_minus_the_mean_advantage(checkpoint: Any) -> None:
-    oracle, batch = load_oracle(checkpoint()), packed_documents(0, LENGTHS["uneven"])
+    oracle = load_oracle(checkpoint())
+    batch = packed_documents(0, LENGTHS["uneven"])
     log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
     got = ppo_loss(
         log_probs,

@@ -45,7 +45,8 @@ def test_results_are_by_rank(pool: RankPool) -> None:
 
 def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:
     before = pool.pids
-    first, second = pool.run("rank_functions:surroundings"), pool.run("rank_functions:surroundings")
+    first = pool.run("rank_functions:surroundings")
+    second = pool.run("rank_functions:surroundings")
     assert pool.pids == before
     assert [seen["RANK"] for seen in first] == ["0", "1"]
     assert first[0]["OMP_NUM_THREADS"] == "1"

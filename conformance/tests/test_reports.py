@@ -52,7 +52,8 @@ def test_the_schema_knows_what_the_code_knows() -> None:
     from engine_conformance.cases._case import PROFILES
     from engine_conformance.plan import Selection
 
-    defined, properties = schema()["$defs"], schema()["properties"]
+    defined = schema()["$defs"]
+    properties = schema()["properties"]
     assert tuple(defined["status"]["enum"]) == STATUSES == tuple(properties["counts"]["properties"])
     assert tuple(defined["verdict"]["enum"]) == get_args(Verdict)
     assert tuple(defined["profile"]["enum"]) == PROFILES

@@ -177,7 +177,8 @@ def test_every_status_has_its_place_in_the_page() -> None:
         for title in ("What did not pass", "Deviations", "What was not run", "Cases")
     )
     for one in (*GOOD, *OTHERS):
-        status, code = one.outcome.status, f"<code>{one.case}</code>"
+        status = one.outcome.status
+        code = f"<code>{one.case}</code>"
         assert cases.count(code) == 1
         assert (
             f'<span class="status {status}">{status}</span>'

@@ -125,8 +125,10 @@ def test_what_does_not_fit_the_schema_is_told(
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (
             b'{"schema": "0", "command": ["run", "acme", "--world", "1,2"]}',
-            "schema 0, this suite reads 1; run the suite again with: "
-            "engine-conformance run acme --world 1,2",
+            (
+                "schema 0, this suite reads 1; run the suite again with: "
+                "engine-conformance run acme --world 1,2"
+            ),
         ),
         (b'{"schema": "0"}', "an older report: "),
         (b'{"schema": "0", "command": 7}', "engine-conformance run NAME --report DIR"),

@@ -37,11 +37,9 @@ def manifest(folder: Path, tensors: dict[str, Any], **about: Any) -> Path:
 
 
 def test_portable_states_are_compared(tmp_path: Path) -> None:
-    first, same, other = (
-        portable(tmp_path / "a", 1.0),
-        portable(tmp_path / "b", 1.0),
-        portable(tmp_path / "c", 2.0),
-    )
+    first = portable(tmp_path / "a", 1.0)
+    same = portable(tmp_path / "b", 1.0)
+    other = portable(tmp_path / "c", 2.0)
     assert_same_state(first, same, name="state")
     with pytest.raises(ConformanceFailure, match="state"):
         assert_same_state(first, other, name="state")
@@ -58,7 +56,8 @@ def test_an_own_format_is_named_where_a_portable_one_is_read(tmp_path: Path) -> 
 def test_of_own_formats_nothing_is_asked_and_one_beside_a_portable_one_is_a_failure(
     tmp_path: Path,
 ) -> None:
-    first, second = own(tmp_path / "a"), own(tmp_path / "b")
+    first = own(tmp_path / "a")
+    second = own(tmp_path / "b")
     assert_same_state(first, second, name="state")
     with pytest.raises(ConformanceFailure, match="own format"):
         assert_same_state(first, portable(tmp_path / "c", 1.0), name="state")

@@ -41,8 +41,10 @@ numbers.
 """
 
 PROFILES = ("engine", "rl", "rollout")
-LM, VALUE = "language_model", "value_model"
-BOTH_PRECISIONS, FLOAT32 = ("float32", "bfloat16"), ("float32",)
+LM = "language_model"
+VALUE = "value_model"
+BOTH_PRECISIONS = ("float32", "bfloat16")
+FLOAT32 = ("float32",)
 # In the order in which they run and are listed.
 _MODULES = (
     "plugin",

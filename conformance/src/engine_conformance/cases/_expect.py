@@ -144,7 +144,8 @@ def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
     }
     for rank, own in enumerate(answers):
         mine = list(range(own.dp_rank, len(lengths), own.dp_size))
-        given, first = sorted(own.fields), sorted(whole)
+        given = sorted(own.fields)
+        first = sorted(whole)
         must(
             given == first, "outputs", f"{given}, rank 0 answers with {first}", where=f"rank {rank}"
         )
@@ -203,7 +204,9 @@ def outputs_match(
 
     Tokens whose experts rounding may change are left out.
     """
-    batch, got, want = call.documents, merged(call, answers), oracle_outputs(oracle, call)
+    batch = call.documents
+    got = merged(call, answers)
+    want = oracle_outputs(oracle, call)
     must(
         set(want) <= set(got),
         "outputs",
@@ -263,7 +266,8 @@ def training_matches(
         "ranks": float(target.world),
         "micro-batches": float(ranks[0].outputs[0].num_micro_batches),
     }
-    margins, layers = list[float](), want.oracle.config.num_layers
+    margins = list[float]()
+    layers = want.oracle.config.num_layers
     for index, (got, exact) in enumerate(zip(ranks[0].outputs, want.steps, strict=True)):
         pairs = (("loss", got.loss, exact.loss), ("grad_norm", got.grad_norm, exact.grad_norm))
         for name, value, true in pairs:

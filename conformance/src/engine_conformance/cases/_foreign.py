@@ -71,7 +71,8 @@ def cut(key: str, shape: tuple[int, ...]) -> dict[int, Box]:
 
 def _columns(shape: tuple[int, ...]) -> dict[int, Box]:
     """Return uneven pieces of the last dimension, in an order other than that of the ranks."""
-    size, rows = shape[-1], shape[:-1]
+    size = shape[-1]
+    rows = shape[:-1]
     ends = (0, max(1, size // 5), max(2, size // 2), size)
     return {
         (piece + 1) % RANKS: (
@@ -84,7 +85,8 @@ def _columns(shape: tuple[int, ...]) -> dict[int, Box]:
 
 def _corner(shape: tuple[int, ...]) -> dict[int, Box]:
     """Return the first rows, then the parts of the remaining rows on either side of a column."""
-    rows, columns = shape[0] // 3, shape[1] // 4
+    rows = shape[0] // 3
+    columns = shape[1] // 4
     rest = shape[0] - rows
     return {
         2: ((0, 0), (rows, shape[1])),

@@ -87,7 +87,8 @@ def leg(
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)
-        version, start = engine.weight_version, whole_weights(engine)
+        version = engine.weight_version
+        start = whole_weights(engine)
         outputs = [step(engine, setup, batch) for batch in batches]
         if save_to is not None:
             save(engine, save_to)
@@ -112,7 +113,8 @@ def leg_matches(target: Target, legs: Sequence[Leg], want: TrainResult, *, befor
         "weight_version",
         f"{legs[0].version} after the load, not {before}",
     )
-    outputs, layers = ranks[0].outputs, want.oracle.config.num_layers
+    outputs = ranks[0].outputs
+    layers = want.oracle.config.num_layers
     margins = [
         _step_matches(target, got, exact, version=before + index + 1, layers=layers)
         for index, (got, exact) in enumerate(zip(outputs, want.steps[-len(outputs) :], strict=True))
@@ -138,10 +140,8 @@ def _step_matches(
         f"{got.lr}, the schedule says {exact.lr}",
         where=where,
     )
-    loss, norm = (
-        target.tolerance("loss", layers=layers),
-        target.tolerance("grad_norm", layers=layers),
-    )
+    loss = target.tolerance("loss", layers=layers)
+    norm = target.tolerance("grad_norm", layers=layers)
     return max(
         assert_scalar_close(f"loss of {where}", got.loss, exact.loss, loss),
         assert_scalar_close(f"grad_norm of {where}", got.grad_norm, exact.grad_norm, norm),
@@ -153,7 +153,8 @@ def state_matches(target: Target, folder: Path, want: TrainResult) -> float:
 
     Return the margin.
     """
-    state, names = read_state(folder), list(want.params)
+    state = read_state(folder)
+    names = list(want.params)
     fields = (*_MOMENTS, "step")
     expected = [f"model.{n}" for n in names] + [f"optim.{n}.{one}" for n in names for one in fields]
     assert_names("checkpoint", state, dict.fromkeys(expected))
@@ -226,14 +227,19 @@ def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
     A checkpoint hands the run over after every ``steps`` steps. What is loaded must be what was
     saved, bit for bit; names, moments, step and schedule must be the oracle's.
     """
-    first, oracle = stages[0].target, oracle_of(str(model))
+    first = stages[0].target
+    oracle = oracle_of(str(model))
     names = ("uneven", "equal", "skewed")
     batches = tuple(
         trained_on(first, oracle, 60 + i, names[i % 3]) for i in range(steps * len(stages))
     )
-    folder, source, margins = first.scratch(), None, list[float]()
+    folder = first.scratch()
+    source = None
+    margins = list[float]()
     for index, stage in enumerate(stages):
-        done, goal, place = index * steps, (index + 1) * steps, folder / f"stage-{index}"
+        done = index * steps
+        goal = (index + 1) * steps
+        place = folder / f"stage-{index}"
         config = stage.target.config(
             model, optimizer=OPTIMIZER, schedule=SCHEDULE, parallelism=stage.layout
         )

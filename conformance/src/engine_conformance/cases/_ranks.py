@@ -193,7 +193,8 @@ def checked(output: T, kind: type[T], called: str) -> T:
         where=_here(),
     )
     for one in fields(kind):  # type: ignore[arg-type] - the contract's results are dataclasses
-        value, number = getattr(output, one.name), _NUMBERS.get(one.name)
+        value = getattr(output, one.name)
+        number = _NUMBERS.get(one.name)
         if number is not None:
             _number(f"{called}'s {one.name}", value, number)
         if one.name == "metrics":
@@ -233,10 +234,8 @@ def step(
 
     Without ``loss`` the model type's own loss is used.
     """
-    batch, chosen = (
-        local_batch(engine, documents, setup.device),
-        loss or default_loss(setup.model_type),
-    )
+    batch = local_batch(engine, documents, setup.device)
+    chosen = loss or default_loss(setup.model_type)
     output = engine.train_batch(batch, chosen, denominator=denominator, temperature=temperature)
     return checked(output, TrainOutput, "train_batch")
 

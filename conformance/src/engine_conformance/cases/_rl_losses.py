@@ -56,7 +56,8 @@ class Policy:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum, with sums of clipped tokens, weight and weighted KL as metrics."""
         assert outputs.log_probs is not None
-        weight, advantage = batch.loss_weight, batch["advantages"]
+        weight = batch.loss_weight
+        advantage = batch["advantages"]
         ratio = (outputs.log_probs - batch["old_log_probs"]).exp()
         bounded = ratio.clamp(1 - self.clip, 1 + self.clip)
         divergence = self._kl(outputs.log_probs - batch["ref_log_probs"])
@@ -114,7 +115,8 @@ def clipped_value(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     It is the one of implementations (Engstrom et al. 2020, arXiv:2005.12729).
     """
     assert outputs.values is not None
-    old, returns = batch["old_values"], batch["returns"]
+    old = batch["old_values"]
+    returns = batch["returns"]
     near = torch.minimum(torch.maximum(outputs.values, old - VALUE_CLIP), old + VALUE_CLIP)
     terms = 0.5 * torch.maximum((outputs.values - returns).square(), (near - returns).square())
     clipped = (near != outputs.values) & (batch.loss_weight > 0)

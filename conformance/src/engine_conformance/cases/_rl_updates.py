@@ -96,7 +96,8 @@ def _replay(
     start = oracle_of(str(model))
     references = [_oracle_now(start, phase.batch) for phase in phases]
     result: TrainResult | None = None
-    steps, metrics = list[StepResult](), list[tuple[int, float]]()
+    steps = list[StepResult]()
+    metrics = list[tuple[int, float]]()
     for phase, reference in zip(phases, references, strict=True):
         old = _oracle_now(start if result is None else result.oracle, phase.batch)
         ready = replace(phase.batch, old_log_probs=old, old_values=old, ref_log_probs=reference)

@@ -162,7 +162,8 @@ def export_of(folder: Path, device: str, spoil: Spoil | None = None) -> WeightEx
 
     A tensor is gone when the next one is asked for.
     """
-    stored, names = read_safetensors(folder), list(expected_shapes(read_config(folder)))
+    stored = read_safetensors(folder)
+    names = list(expected_shapes(read_config(folder)))
     for name, tensor in _spoilt([(name, stored[name]) for name in names], spoil):
         sent = tensor.to(device, copy=True)
         yield name, sent
@@ -214,7 +215,8 @@ def chain(
             links: list[Link] = []
             for batch in batches:
                 engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
-                version, export = engine.weight_version, engine.get_per_tensor_param()
+                version = engine.weight_version
+                export = engine.get_per_tensor_param()
                 install = partial(rollout.update_weights, export, version)
                 sync = _attempt(
                     rollout, Sync(folder=Path(), version=version), install, setup.device

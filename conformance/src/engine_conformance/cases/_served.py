@@ -128,7 +128,8 @@ def well_formed(
     worked(reply, where)
     action = reply.action
     assert isinstance(action, Generate)
-    got, sampling = reply.completions, action.sampling
+    got = reply.completions
+    sampling = action.sampling
     order = [index for index in range(len(action.prompts)) for _ in range(sampling.n)]
     must(
         isinstance(got, list), "completions", f"{type(got).__name__}, a list expected", where=where
@@ -212,7 +213,8 @@ def served(target: Target, reply: Reply, folder: Path, where: str, *, version: i
     Greedy tokens must be the oracle's, or lie behind its choice by no more than rounding explains;
     the log-probs of sampled ones must be the oracle's.
     """
-    action, oracle = reply.action, oracle_of(str(folder))
+    action = reply.action
+    oracle = oracle_of(str(folder))
     assert isinstance(action, Generate)
     completions = well_formed(reply, where, version=version)
     keep = [
@@ -231,7 +233,8 @@ def _greedy_matches(
     keep: Sequence[Tensor],
     where: str,
 ) -> float:
-    rounding, worst = 2 * target.tolerance("log_probs").atol, 0.0
+    rounding = 2 * target.tolerance("log_probs").atol
+    worst = 0.0
     for c, kept in zip(completions, keep, strict=True):
         prompt = action.prompts[c.prompt_index]
         rows = completion_log_probs(oracle, prompt, c.tokens)
@@ -262,11 +265,10 @@ def _log_probs_match(
             oracle, action.prompts[c.prompt_index], c.tokens, action.sampling.temperature
         )
         want.append(rows.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0])
-    got, bounds = (
-        [p for c in completions for p in c.log_probs],
-        [0, *accumulate(len(w) for w in want)],
-    )
-    name, tol = f"log_probs ({where}; a document is a completion)", target.tolerance("log_probs")
+    got = [p for c in completions for p in c.log_probs]
+    bounds = [0, *accumulate(len(w) for w in want)]
+    name = f"log_probs ({where}; a document is a completion)"
+    tol = target.tolerance("log_probs")
     return assert_close_per_token(
         name, got, torch.cat(want), tol, cu_seqlens=bounds, keep=torch.cat(list(keep))
     )
@@ -305,7 +307,8 @@ def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: floa
 
     Too many of them, or too much of their mass, is a failure.
     """
-    sampling, prompt = ask.sampling, ask.prompts[c.prompt_index]
+    sampling = ask.sampling
+    prompt = ask.prompts[c.prompt_index]
     rows = completion_log_probs(oracle_of(str(model)), prompt, c.tokens, sampling.temperature)
     own = rows.gather(-1, torch.tensor(c.tokens)[:, None])
     likelier = rows > own + noise
@@ -334,7 +337,8 @@ def follows(model: Path, ask: Generate, reply: Reply) -> float:
 
     Compared are the first tokens of each prompt.
     """
-    worst, completions = 0.0, well_formed(reply, "many samples", version=1, vocab=16)
+    worst = 0.0
+    completions = well_formed(reply, "many samples", version=1, vocab=16)
     for index, prompt in enumerate(ask.prompts):
         rows = completion_log_probs(oracle_of(str(model)), prompt, [EOS], ask.sampling.temperature)
         seen = Counter(c.tokens[0] for c in completions if c.prompt_index == index)

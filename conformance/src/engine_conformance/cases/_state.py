@@ -36,8 +36,8 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     The boxes must cover the tensor exactly once.
     """
     problem = (
-        f"is in the engine's own format ({_format(folder)}), not in the portable one, "
-        "which the case demands of an engine that declares portable-checkpoint"
+        f"is in the engine's own format ({_format(folder)}), not portable, "
+        "as the case demands of an engine that declares portable-checkpoint"
     )
     remedy = "leave out the engine's --option that asks for its own"
     must(_format(folder) == _PORTABLE, "checkpoint", f"{problem}; {remedy}", where=str(folder))

@@ -113,7 +113,8 @@ def resume(
             local_batch(engine, batches[0], setup.device), default_loss(setup.model_type)
         )
         info = engine.load_checkpoint(folder / "middle")
-        version, draws = engine.weight_version, _draws(setup.device)
+        version = engine.weight_version
+        draws = _draws(setup.device)
         refused = caught(engine.optimizer_step)
         problem = (
             f"after a load gave {refused!r}, not EngineStateError: "
@@ -131,7 +132,8 @@ def resume(
 
 
 def _resumes(target: Target, model: Path, **sections: Any) -> None:
-    folder, batches = target.scratch(), _batches()[:6]
+    folder = target.scratch()
+    batches = _batches()[:6]
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE, **sections)
     went_on = target.run(save_and_go_on, config, batches=batches, at=3, folder=folder)
     # Another seed: nothing of the old run but the checkpoint may be needed.
@@ -229,10 +231,12 @@ def keys(target: Target) -> float:
     moments of a padded shard; a step count that pre-initialization has moved (Automodel #3191,
     Megatron-LM #5974).
     """
-    model, folder = target.model(), target.scratch()
+    model = target.model()
+    folder = target.scratch()
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     ranks = target.run(train, config, batches=_batches()[:3], save_to=folder / "c")
-    state, want = read_state(folder / "c"), _expected(model, 3)
+    state = read_state(folder / "c")
+    want = _expected(model, 3)
     names = set(want.params)
     fields = ("exp_avg", "exp_avg_sq", "step")
     expected = {f"model.{n}" for n in names} | {
@@ -267,17 +271,21 @@ def across_worlds(target: Target) -> float:
     If this fails: shards are stored by rank, not by place (verl, miles and AReaL state it as a
     limit); names are those of a rank's own layers (Megatron-LM #7452, NeMo-RL #671).
     """
-    model, folder = target.model(), target.scratch()
+    model = target.model()
+    folder = target.scratch()
     base = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     stages = [
         (1, Parallelism()),
         *((target.world, layout) for layout in _layouts(target)),
         (1, Parallelism()),
     ]
-    margins, source, batches = [], None, _batches()
+    margins = []
+    source = None
+    batches = _batches()
     for index, (world, layout) in enumerate(stages):
         place = folder / f"step-{index}"
-        at, config = target.at(world), replace(base, parallelism=layout)
+        at = target.at(world)
+        config = replace(base, parallelism=layout)
         if source is not None:
             loaded = at.run(train, config, batches=[], load=source)
             state = read_state(source)
@@ -307,7 +315,8 @@ def _stage_matches(
     target: Target, ranks: Sequence[Trained], want: TrainResult, index: int
 ) -> float:
     same_on_all_ranks(ranks)
-    got, exact = ranks[0].outputs[0], want.steps[index]
+    got = ranks[0].outputs[0]
+    exact = want.steps[index]
     must(
         got.lr == exact.lr or abs(got.lr - exact.lr) < 1e-12,
         "lr",
@@ -379,7 +388,9 @@ def asynchronous(target: Target) -> float:
 
     If this fails: the writer reads live tensors that the next step changes.
     """
-    model, folder, batches = target.model(), target.scratch(), _batches()[:3]
+    model = target.model()
+    folder = target.scratch()
+    batches = _batches()[:3]
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     later = replace(config, checkpoint=CheckpointConfig(async_save=True))
     ranks = target.run(save_while_training, later, batches=batches, folder=folder)
@@ -436,7 +447,8 @@ def asynchronous_failure(target: Target) -> float:
     If this fails: training runs for days without a checkpoint; the failed save is raised for ever,
     or hangs the ranks that wrote their own part.
     """
-    model, batch = target.model(), documents(59, "uneven")
+    model = target.model()
+    batch = documents(59, "uneven")
     config = target.config(model, checkpoint=CheckpointConfig(async_save=True))
     ranks = target.run(fail_behind, config, batch=batch, folder=target.scratch())
     for index, name in enumerate(("the handle", "the next call after the handle", "the next call")):

@@ -69,7 +69,8 @@ def signatures_of(setup: Setup) -> list[str]:
     found = EngineRegistry.resolve(
         model_type=setup.model_type, backend=setup.backend, device=setup.device
     )
-    cls, stated = found.load(), found.plugin.contract
+    cls = found.load()
+    stated = found.plugin.contract
     return [problem for name in _MEMBERS for problem in _member_problems(cls, name, stated)]
 
 
@@ -126,7 +127,8 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
 
     In addition, the errors of calls that are out of order while the engine is ready.
     """
-    engine, errors = setup.create(), dict[str, EngineError | None]()
+    engine = setup.create()
+    errors = dict[str, EngineError | None]()
     rows = Batch(
         input_ids=torch.tensor(batch.input_ids),
         cu_seqlens=torch.tensor(batch.cu_seqlens),
@@ -183,7 +185,7 @@ def state_machine(target: Target) -> None:
 def registry(target: Target) -> None:
     """A resolution MUST keep its trace, with each candidate accepted or rejected for a reason.
 
-    If this fails: nobody can tell why a device was chosen.
+    If this fails: no one can tell why a device was chosen.
     """
     trace = target.resolution.trace
     must(
@@ -248,7 +250,8 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
 
     They live in a working folder of the rank's own.
     """
-    home, own = Path.cwd(), folder / f"working-{os.environ.get('RANK', '0')}"
+    home = Path.cwd()
+    own = folder / f"working-{os.environ.get('RANK', '0')}"
     own.mkdir()
     os.chdir(own)
     try:
@@ -283,7 +286,8 @@ def leaves_nothing(target: Target) -> None:
     for rank, (before, warm, after) in enumerate(ranks):
         where = f"rank {rank}"
         for name in ("threads", "children", "files", "group", "switches"):
-            old, new = getattr(before, name), getattr(after, name)
+            old = getattr(before, name)
+            new = getattr(after, name)
             must(old == new, name, f"{new} after close, {old} before", where=where)
         more = after.groups - warm.groups
         must(more <= 0, "process groups", f"{more} more after a second life", where=where)

@@ -80,7 +80,8 @@ def _check_export(target: Target, model: Path) -> None:
             where=f"rank {rank}",
         )
     whole, half = ranks[0][0]
-    stored, shapes = read_safetensors(model), expected_shapes(read_config(model))
+    stored = read_safetensors(model)
+    shapes = expected_shapes(read_config(model))
     assert_bitwise(whole, {name: stored[name] for name in shapes}, name="export")
     must(
         {n: tuple(t.shape) for n, t in whole.items()} == shapes,
@@ -133,7 +134,8 @@ def round_trip(target: Target) -> None:
 
     If this fails: names, shapes or transpositions that only the engine's own loading takes back.
     """
-    model, batches = target.model(), [documents(43, "uneven")]
+    model = target.model()
+    batches = [documents(43, "uneven")]
     first = target.run(train, target.config(model), batches=batches)[0].weights
     folder = target.scratch()
     shutil.copyfile(model / "config.json", folder / "config.json")
@@ -153,7 +155,9 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
     gc.unfreeze()
     with opened(setup) as engine:
         gc.collect()
-        before, looks, sizes = _alive(_all_tensors()), list[dict[int, int]](), list[int]()
+        before = _alive(_all_tensors())
+        looks = list[dict[int, int]]()
+        sizes = list[int]()
         references = list[weakref.ref[Tensor]]()
         memory: Any = torch.get_device_module(setup.device) if setup.device != "cpu" else None
         if memory:
@@ -197,10 +201,11 @@ def bounded(target: Target) -> float:
     memory. Four times the bound is allowed: what is packed, sent and received, and the tensor that
     is handed out.
 
-    If this fails: all weights are gathered first, so that an export needs room for the whole model
-    on each rank.
+    If this fails: all weights are gathered first, so that an export needs memory for the whole
+    model on each rank.
     """
-    bucket, margins = 64 << 10, []
+    bucket = 64 << 10
+    margins = []
     config = target.config(target.model(num_layers=12))
     for dtype in (None, torch.bfloat16):  # in another dtype all are copies, on one rank as well
         for rank, (most, whole, largest) in enumerate(
@@ -285,7 +290,8 @@ def save_hf(target: Target) -> float:
     If this fails: config.json names another dtype, head, architecture or base of rotary angles; a
     tied head is stored under both names.
     """
-    folder, margins = target.scratch(), list[float]()
+    folder = target.scratch()
+    margins = list[float]()
     call = InferCall(documents=documents(42, "single"))
     for arguments in ({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False}):
         model = target.model(**arguments)

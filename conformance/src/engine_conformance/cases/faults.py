@@ -174,7 +174,9 @@ def failed_load(target: Target) -> float:
     If this fails: tensors are copied in before all are checked; a rank that read its own good file
     goes on alone; state that is missing is made up; files are read wherever the manifest says.
     """
-    model, other, work = target.model(), target.model(num_layers=1, seed=4), target.scratch()
+    model = target.model()
+    other = target.model(num_layers=1, seed=4)
+    work = target.scratch()
     batch = documents(61, "uneven")
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
     damages = {**DAMAGE, **DAMAGE_OF_FORMAT} if portable else DAMAGE
@@ -259,7 +261,8 @@ def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoR
         outputs = [step(engine, setup, batch)]
         save(engine, folder / "one")
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        errors, latest = [], [_latest(folder)]
+        errors = []
+        latest = [_latest(folder)]
         for rank in range(engine.topology.world_size):
             if engine.topology.rank == rank:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL, hard))
@@ -287,7 +290,8 @@ def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list
     """
     saved = []
     for rank in range(target.world):
-        name, errors = f"full-{rank}", [errors[rank] for errors, _, _ in ranks]
+        name = f"full-{rank}"
+        errors = [errors[rank] for errors, _, _ in ranks]
         if any(errors):
             raised_everywhere(
                 f"no room on rank {rank}", errors, CheckpointWriteError, faulty=[rank]
@@ -321,7 +325,9 @@ def no_room(target: Target) -> float:
     If this fails: rank 0 renames before the others have written; ``latest`` is replaced first; a
     stall is a rank that raised while the others wait for it.
     """
-    model, folder, batch = target.model(vocab_size=2048), target.scratch(), documents(62, "uneven")
+    model = target.model(vocab_size=2048)
+    folder = target.scratch()
+    batch = documents(62, "uneven")
     ranks = target.run(save_without_room, target.config(model), folder=folder, batch=batch)
     saved = _without_room(target, ranks, folder)
     raised_everywhere(
@@ -372,7 +378,8 @@ def killed_while_saving(target: Target) -> float:
 
     If this fails: files are written under their final name.
     """
-    model, batch = target.model(vocab_size=2048), documents(63, "uneven")
+    model = target.model(vocab_size=2048)
+    batch = documents(63, "uneven")
     # An engine may save from one rank alone: which one is found by trying, from the last.
     tries = {rank: target.scratch() for rank in reversed(range(target.world))}
     killed = next(
@@ -450,7 +457,9 @@ def file_in_the_way(target: Target) -> float:
 
     If this fails: rank 0 raises while the others wait for it; the file is overwritten.
     """
-    model, folder, batch = target.model(), target.scratch(), documents(64, "uneven")
+    model = target.model()
+    folder = target.scratch()
+    batch = documents(64, "uneven")
     ranks = target.run(save_onto_file, target.config(model), folder=folder, batch=batch)
     for index, name in enumerate(("a save to a file", "a save inside a file")):
         raised_everywhere(

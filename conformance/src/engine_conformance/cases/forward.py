@@ -42,7 +42,8 @@ def _per_token(target: Target, model: Path) -> float:
 
 def _all_match(target: Target, model: Path, calls: Sequence[InferCall]) -> float:
     ranks = target.run(infer, target.config(model), calls=calls)
-    oracle, margins = oracle_of(str(model)), list[float]()
+    oracle = oracle_of(str(model))
+    margins = list[float]()
     for call, rows in zip(calls, _by_call(ranks), strict=True):
         margins.append(outputs_match(target, oracle, call, rows))
         if target.dtype == "bfloat16":
@@ -176,7 +177,8 @@ def isolation(target: Target) -> float:
 
     If this fails: the mask lets tokens see the document before (packing), or padding is not masked.
     """
-    first, other = documents(5), packed_documents(99, LENGTHS["uneven"])
+    first = documents(5)
+    other = packed_documents(99, LENGTHS["uneven"])
     keep = [0, 2, 4]
     changed = concatenate([first.take([d]) if d in keep else other.take([d]) for d in range(6)])
     order = [3, 5, 0, 4, 1, 2]
@@ -210,7 +212,8 @@ def causal(target: Target) -> float:
 
     If this fails: no causal mask, or one that is off by one at the border of documents.
     """
-    batch, position = documents(6, "skewed"), 10
+    batch = documents(6, "skewed")
+    position = 10
     ids = batch.input_ids.copy()
     ids[position:24] = (ids[position:24] + 77) % 256  # the rest of the first document
     base, changed = _answers(target, [batch, replace(batch, input_ids=ids)])
@@ -262,7 +265,8 @@ def repeats(target: Target) -> None:
     If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel
     is not deterministic.
     """
-    model, calls = target.model(), [asking(target, documents(5))]
+    model = target.model()
+    calls = [asking(target, documents(5))]
     ranks = target.run(infer, target.config(model), calls=calls)
     again = target.run(infer, target.config(model, seed=7), calls=calls)
     for rank, (one, two) in enumerate(zip(ranks, again, strict=True)):
@@ -279,7 +283,8 @@ def microbatch_split(target: Target) -> float:
     documents.
     """
     model = target.model()
-    call, margins = asking(target, documents(5, "uneven")), list[float]()
+    call = asking(target, documents(5, "uneven"))
+    margins = list[float]()
     for memory in (
         Memory(max_tokens=12),
         Memory(max_tokens=16, pad_to_multiple=8),
@@ -328,7 +333,8 @@ def repeat_and_save(
         digests = [digest(whole_weights(engine))]
         for folder in folders[:1]:
             save(engine, folder)
-        before, versions = torch.get_rng_state(), [engine.weight_version]
+        before = torch.get_rng_state()
+        versions = [engine.weight_version]
         outputs = [answer(engine, call, setup.device).fields for _ in range(2)]
         versions.append(engine.weight_version)
         same = torch.equal(before, torch.get_rng_state())
@@ -348,7 +354,9 @@ def pure(target: Target) -> None:
     If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step
     counter moves; weights stay gathered and the next step updates the copies.
     """
-    folder, batch, config = target.scratch(), documents(4), target.config(target.model())
+    folder = target.scratch()
+    batch = documents(4)
+    config = target.config(target.model())
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
     folders = [folder / "before", folder / "after"] if portable else []
     ranks = target.run(

@@ -14,9 +14,15 @@ from engine_conformance.cases._journeys import Stage, journey
 from engine_conformance.cases._layouts import layout_holds, right_or_refused
 from engine_conformance.cases._target import Target
 
-TP, PP, CP, EP, DP = Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.DP
-MOE, PORTABLE = Capability.MOE, Capability.PORTABLE_CHECKPOINT
-SEVERAL, BOTH = (2, 4), (LM, VALUE)
+TP = Capability.TP
+PP = Capability.PP
+CP = Capability.CP
+EP = Capability.EP
+DP = Capability.DP
+MOE = Capability.MOE
+PORTABLE = Capability.PORTABLE_CHECKPOINT
+SEVERAL = (2, 4)
+BOTH = (LM, VALUE)
 # Heads, groups of them, layers and experts enough for four ranks; two query heads a key head.
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4}
 DEEP: dict[str, Any] = {"num_layers": 4}
@@ -192,7 +198,8 @@ def tp_to_pp(target: Target) -> float:
     If this fails: shards are stored by rank and not by place (verl, miles and AReaL state it as a
     limit), or under names of a layout (Megatron-LM #7452, NeMo-RL #671).
     """
-    tensor, pipeline = Parallelism(tp=target.world), Parallelism(pp=target.world)
+    tensor = Parallelism(tp=target.world)
+    pipeline = Parallelism(pp=target.world)
     return _round_trip(target, WIDE | DEEP, tensor, pipeline, tensor)
 
 

@@ -101,7 +101,9 @@ def trains(target: Target) -> float:
     _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or not at all,
     gradients of A are those of a shard.
     """
-    model, folder, batches = target.model(tied=False), target.scratch(), _batches()
+    model = target.model(tied=False)
+    folder = target.scratch()
+    batches = _batches()
     ranks = target.run(adapter_run, target.config(model, lora=CONFIG), batches=batches)
     trained, (start, merged), _ = ranks[0]
     must(
@@ -142,7 +144,9 @@ def _steps_match(
     The moments are the oracle's. Not the run as a whole: in bfloat16 rounding decides where an
     element of B goes whose gradient nearly vanishes, and the next gradient of A is made of B.
     """
-    margins, before, done = list[float](), start, None
+    margins = list[float]()
+    before = start
+    done = None
     for index, batch in enumerate(batches):
         oracle = load_oracle(model, adapter=_write_adapter(target.scratch() / "before", before))
         if done is not None:
@@ -205,7 +209,8 @@ def switched(target: Target) -> float:
 
     If this fails: the adapter stays off after a reference; its dropout is on in inference.
     """
-    model, batches = target.model(tied=False), _batches()[:2]
+    model = target.model(tied=False)
+    batches = _batches()[:2]
     rows = target.run(switch, target.config(model, lora=CONFIG), batches=batches)
     margins = [_stays_on(target, model, rows, batches[0])]
     margins.append(_steps_match(target, model, rows[0][0], [row[2] for row in rows], batches))
@@ -242,7 +247,9 @@ def resume(target: Target) -> float:
 
     If this fails: only the base model is saved, or the adapter's moments are not.
     """
-    model, folder, batches = target.model(), target.scratch(), _batches()
+    model = target.model()
+    folder = target.scratch()
+    batches = _batches()
     config = target.config(model, lora=CONFIG)
     whole = target.run(train, config, batches=batches, adapter="only")
     target.run(train, config, batches=batches[:2], save_to=folder / "c")
@@ -283,7 +290,8 @@ def base(target: Target) -> None:
     If this fails: the adapter is merged into it, and a server that adds the adapter serves it
     twice; its names have the wrapped layers' ``base_layer``.
     """
-    model, batch = target.model(tied=False), documents(90, "uneven")
+    model = target.model(tied=False)
+    batch = documents(90, "uneven")
     rows = target.run(base_weights, target.config(model, lora=CONFIG), batch=batch, lora=True)
     stored = read_safetensors(model)
     for rank, (weights, merged, _) in enumerate(rows):
@@ -327,7 +335,8 @@ def shards(target: Target) -> float:
     If this fails: shards are always merged ones, or those of an adapter have another order or no
     boxes.
     """
-    model, batch = target.model(tied=False), documents(90, "uneven")
+    model = target.model(tied=False)
+    batch = documents(90, "uneven")
     ranks = target.run(shards_of, target.config(model, lora=CONFIG), batch=batch)
     return max(shards_make_the_whole([row[kind] for row in ranks]) for kind in ranks[0])
 
@@ -351,9 +360,12 @@ def save_hf(target: Target) -> float:
 
     If this fails: names of the adapter's layers, or weights of the base.
     """
-    model, folder, batch = target.model(), target.scratch(), documents(90, "uneven")
+    model = target.model()
+    folder = target.scratch()
+    batch = documents(90, "uneven")
     ranks = target.run(save_merged, target.config(model, lora=CONFIG), batch=batch, folder=folder)
-    exact, written = ranks[0][1], read_safetensors(folder / "hf")
+    exact = ranks[0][1]
+    written = read_safetensors(folder / "hf")
     margin = assert_weights_close(written, exact, MERGED, name="weights of the folder")
     oracle = load_oracle(folder / "hf")
     return max(

@@ -172,7 +172,8 @@ def to(target: Target) -> float:
 
     If this fails: a copy stays behind and the optimizer goes on with the other one.
     """
-    model, folder = target.model(), target.scratch()
+    model = target.model()
+    folder = target.scratch()
     config = target.config(model, optimizer=OPTIMIZER)
     ranks = target.run(
         move_about, config, batches=_batches(), call=asking(target, _batches()[0]), folder=folder

@@ -22,7 +22,8 @@ def temperature(target: Target) -> float:
 
     If this fails: the log-probs of training and inference are not the same function.
     """
-    model, batches = target.model(), _batches("uneven")
+    model = target.model()
+    batches = _batches("uneven")
     ranks = target.run(train, target.config(model), batches=batches, temperature=0.7)
     return training_matches(
         target,
@@ -43,7 +44,8 @@ def policy(target: Target) -> float:
     once a rank.
     """
     model = target.model()
-    oracle, plain = oracle_of(str(model)), documents(21, "uneven")
+    oracle = oracle_of(str(model))
+    plain = documents(21, "uneven")
     batch = _near(oracle, plain)
     config = target.config(model, memory=Memory(max_tokens=16))
     ranks = target.run(train, config, batches=[batch], loss=losses.policy, denominators=[17.0])
@@ -84,7 +86,8 @@ def entropy(target: Target) -> float:
     If this fails: entropy is detached, or a fused head or kernel differentiates it wrongly (verl
     #1720: the loss changes).
     """
-    model, batches = target.model(tied=False), _batches("uneven")
+    model = target.model(tied=False)
+    batches = _batches("uneven")
     config = target.config(model, memory=Memory(logit_chunk=5))
     ranks = target.run(train, config, batches=batches, loss=losses.entropy_bonus)
     want = oracle_training(str(model), batches, loss=losses.oracle_entropy_bonus)

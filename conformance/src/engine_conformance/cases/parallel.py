@@ -51,17 +51,14 @@ def dp(target: Target) -> float:
     tokens (AReaL PR 335, torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the
     norm is a rank's own (verl #4710).
     """
-    model, batches = (
-        target.model(),
-        tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single"))),
-    )
+    model = target.model()
+    batches = tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single")))
     config = target.config(model, optimizer=OPTIMIZER, parallelism=Parallelism())
     alone = target.at(1)
-    several, one = (
-        target.run(train, config, batches=batches),
-        alone.run(train, config, batches=batches),
-    )
-    want, start = oracle_training(str(model), batches, optimizer=ADAMW), oracle_of(str(model))
+    several = target.run(train, config, batches=batches)
+    one = alone.run(train, config, batches=batches)
+    want = oracle_training(str(model), batches, optimizer=ADAMW)
+    start = oracle_of(str(model))
     margins = [
         training_matches(at, ranks, want, start) for at, ranks in ((target, several), (alone, one))
     ]
@@ -245,10 +242,10 @@ def _other_documents(capability: Capability) -> None:
             f"is not usable afterwards: {ranks[0][2]}",
         )
 
-    refused.__doc__ = f"""Different documents on ranks that {name} joins MUST be an error on all of them.
+    refused.__doc__ = f"""Different documents on ranks that {name} joins MUST be an error on each.
 
-    The ranks are one data-parallel rank. The error is a ``BatchError`` or a ``RankFailure``, and the
-    engine stays usable.
+    The ranks are one data-parallel rank. The error is a ``BatchError`` or a ``RankFailure``, and
+    the engine stays usable.
 
     If this fails: the ranks compute one batch out of pieces of several.
     """

@@ -93,7 +93,8 @@ def load_classes(setup: Setup) -> list[str]:
     resolution = EngineRegistry.resolve(
         model_type=setup.model_type, backend=setup.backend, device=setup.device
     )
-    targets, problems = {resolution.row.target: resolution.load()}, list[str]()
+    targets = {resolution.row.target: resolution.load()}
+    problems = list[str]()
     if options := resolution.plugin.options:
         module, _, name = options.partition(":")
         targets[options] = getattr(import_module(module), name, None)

@@ -70,7 +70,9 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
 
     The export is bit for bit.
     """
-    start, batches, place = start_of(state, model), gold_batches(3, 2), target.scratch() / "on"
+    start = start_of(state, model)
+    batches = gold_batches(3, 2)
+    place = target.scratch() / "on"
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     legs: list[Leg] = target.run(leg, config, batches=batches, load=source, save_to=place)
     assert_bitwise(
@@ -98,7 +100,7 @@ def gold(target: Target) -> float:
     rewritten.
 
     If this fails: a key, a box or a field of the manifest changed its meaning without a new major
-    version; the step is not restored, so that Adam's bias correction or the schedule begins anew
+    version; the step is not restored, so that Adam's bias correction or the schedule begins again
     (Automodel #3191, Megatron-LM #5974).
     """
     folders = sorted(GOLD.glob(f"contract-*/{target.model_type}"))

@@ -250,7 +250,8 @@ def probe_dp(target: Target) -> float:
     there = devices_of(target.device)
     if there is not None and there < 2:
         raise SkipCase(f"needs 2 {target.device} devices, there are {there}")
-    two, config = target.at(2), target.config(target.model())
+    two = target.at(2)
+    config = target.config(target.model())
     for rank, replies in enumerate(
         two.run(configured, config, configs={"a world of two ranks": config})
     ):
@@ -305,8 +306,8 @@ def _probe(capability: Capability) -> None:
     engine stays usable: its next step is the oracle's.
 
     If this fails as accepted-undeclared: the request is ignored in silence, or it works and
-    {capability} should be declared. If another error comes: the request got as far as code that does
-    not know it.
+    {capability} should be declared. If another error comes: the request got as far as code that
+    does not know it.
     """
     case(id=f"refusal.{capability}", probes=capability, world=(1,), model_types=BOTH)(probe)
 

@@ -125,7 +125,8 @@ def bad_configuration(target: Target) -> None:
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
-    model, empty = target.model(), target.scratch()
+    model = target.model()
+    empty = target.scratch()
     (empty / "config.json").write_text((model / "config.json").read_text())
     base = target.config(model)
     wrong = {

@@ -72,7 +72,8 @@ def on_policy(
     The second step computes entropy, too.
     """
     loss: LossFn = losses.value_is_old if is_value(setup) else losses.ratio_is_one
-    name, rows = "old_values" if is_value(setup) else "old_log_probs", list[TrainOutput]()
+    name = "old_values" if is_value(setup) else "old_log_probs"
+    rows = list[TrainOutput]()
     with opened(setup) as engine:
         for index, temperature in enumerate(temperatures):
             share = local_batch(engine, batch, setup.device)
@@ -107,7 +108,8 @@ def ratio_is_one(target: Target) -> float:
         rows = target.run(on_policy, config, batch=batch, temperatures=temperatures)
         for temperature, output in zip(temperatures, rows[0], strict=True):
             where = f"temperature {temperature}, {output.num_micro_batches} micro-batches"
-            differ, tokens = output.metrics["differ"], output.metrics["tokens"]
+            differ = output.metrics["differ"]
+            tokens = output.metrics["tokens"]
             must(
                 tokens == len(batch.input_ids),
                 "metrics",
@@ -162,8 +164,11 @@ def old_and_new_by_one_path(target: Target) -> float:
     If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not exported, or
     weights are stored in one dtype and computed with in another that an instance makes anew.
     """
-    model, folder, batch = target.model(), target.scratch(), documents(111, "uneven")
-    config, call = target.config(model, optimizer=OPTIMIZER), InferCall(documents=batch)
+    model = target.model()
+    folder = target.scratch()
+    batch = documents(111, "uneven")
+    config = target.config(model, optimizer=OPTIMIZER)
+    call = InferCall(documents=batch)
     ranks = target.run(one_path, config, batch=batch, model=model, folder=folder)
     before, after = (merged(call, [row[i] for row in ranks]) for i in range(2))
     assert_bitwise(after, before, name="outputs after a backward pass")
@@ -378,7 +383,8 @@ def reference(target: Target) -> float:
     If this fails: base weights are merged and unmerged again, and rounded; the adapter's dropout or
     scale stays on.
     """
-    model, batch = target.model(tied=False), documents(113, "uneven")
+    model = target.model(tied=False)
+    batch = documents(113, "uneven")
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
     rows = target.run(
         with_adapter, target.config(model, lora=lora, optimizer=OPTIMIZER), batch=batch

@@ -136,7 +136,8 @@ def states(target: Target) -> None:
     If this fails: random weights answer as if they were trained; a closed one fails with an error
     of its inside.
     """
-    model, ask = rollout_model(target), Generate(prompts=prompts_of(4), sampling=GREEDY)
+    model = rollout_model(target)
+    ask = Generate(prompts=prompts_of(4), sampling=GREEDY)
     good = Sync(folder=model, version=1)
     script = [
         ask,
@@ -180,7 +181,8 @@ def greedy(target: Target) -> float:
     """
     margins = []
     for kwargs in FAMILIES + MORE:
-        model, prompts = rollout_model(target, **kwargs), prompts_of(*UNEVEN)
+        model = rollout_model(target, **kwargs)
+        prompts = prompts_of(*UNEVEN)
         ask = Generate(prompts=(*prompts, prompts[1]), sampling=replace(GREEDY, n=3))
         nothing = Generate(prompts=(), sampling=GREEDY)
         sync, got, empty = replies(target, model, [Sync(folder=model, version=5), ask, nothing])
@@ -230,7 +232,8 @@ def truncation(target: Target) -> float:
         for cut in cuts
     ]
     got = replies(target, model, [Sync(folder=model, version=1), *asks])
-    margins, noise = [], 2 * target.tolerance("log_probs").atol
+    margins = []
+    noise = 2 * target.tolerance("log_probs").atol
     for ask, cut, reply in zip(asks, cuts, got[1:], strict=True):
         margins.append(served(target, reply, model, f"{cut}", version=1))
         ranks = [
@@ -260,7 +263,8 @@ def sampling(target: Target) -> float:
     rows, so that a group of samples is one sample; a server's default seed makes every step draw
     alike.
     """
-    model, small = rollout_model(target), rollout_model(target, vocab_size=16, seed=3)
+    model = rollout_model(target)
+    small = rollout_model(target, vocab_size=16, seed=3)
     asks = [
         Generate(prompts=prompts_of(4, 7), sampling=sampled(n=4, temperature=1.5, seed=s))
         for s in (1, 1, 2)
@@ -297,7 +301,8 @@ def stop(target: Target) -> None:
     """
     model = rollout_model(target)
     prompts, paths = clear_paths(target, model, 6)
-    eos, own = paths[0].tokens[1], paths[1].tokens[3]
+    eos = paths[0].tokens[1]
+    own = paths[1].tokens[3]
     last = paths[2].tokens[5]
     calls = [
         SamplingParams(n=2, temperature=0.0, max_new_tokens=6, stop_token_ids=(own, last)),
@@ -307,10 +312,8 @@ def stop(target: Target) -> None:
     asks = [Generate(prompts=prompts, sampling=call) for call in calls]
     got = replies(target, model, [Sync(folder=model, version=1), *asks], eos=(EOS, eos))
     for ask, reply in zip(asks, got[1:], strict=True):
-        where, stops = (
-            f"max_new_tokens={ask.sampling.max_new_tokens}",
-            {EOS, eos, *ask.sampling.stop_token_ids},
-        )
+        where = f"max_new_tokens={ask.sampling.max_new_tokens}"
+        stops = {EOS, eos, *ask.sampling.stop_token_ids}
         for c in well_formed(reply, where, version=1, eos=(EOS, eos)):
             want = paths[c.prompt_index].until(stops, ask.sampling.max_new_tokens)
             must(
@@ -331,7 +334,8 @@ def bad_requests(target: Target) -> float:
     If this fails: a token outside the vocabulary reads other memory, or ends the process on a GPU;
     a negative temperature draws the unlikeliest tokens.
     """
-    model, good = rollout_model(target), prompts_of(4, 3)
+    model = rollout_model(target)
+    good = prompts_of(4, 3)
     prompts = {"empty": (), "too long": (5,) * 510, "outside": (5, 256), "negative": (5, -1)}
     options: dict[str, dict[str, Any]] = {
         "n": {"n": 0},
@@ -361,7 +365,8 @@ def engine(target: Target) -> float:
     If this fails: the first sync works and later ones change nothing; the export's names are mapped
     to another tensor; rollout and engine divide by the temperature differently.
     """
-    model, optimizer = rollout_model(target), OptimizerConfig(lr=1e-2, clip_norm=None)
+    model = rollout_model(target)
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=None)
     other = target.beside()
     trainer = other.setup(other.config(model, optimizer=optimizer))
     ask = Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=2, temperature=0.8))

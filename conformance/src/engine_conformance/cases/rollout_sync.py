@@ -32,7 +32,7 @@ def sync(target: Target) -> float:
 
     If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under
     plain ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to
-    old tensors (vLLM #48312, #41670); scales are laid out or rounded otherwise than the exporter
+    old tensors (vLLM #48312, #41670); scales are laid out or rounded differently than the exporter
     did (vime #133, vLLM #58157); a tensor is kept by reference, not copied; keys and values of old
     weights are served again.
     """
@@ -46,7 +46,8 @@ def sync(target: Target) -> float:
             script += [Sync(folder=model, version=version), *asks]
         got = replies(target, models[0], script)
         for place, (version, model) in enumerate(zip((1, 2, 3, 7), models, strict=True)):
-            where, own = f"{kwargs['family']}, sync {place + 1}", got[3 * place : 3 * place + 3]
+            where = f"{kwargs['family']}, sync {place + 1}"
+            own = got[3 * place : 3 * place + 3]
             worked(own[0], where)
             margins += [served(target, reply, model, where, version=version) for reply in own[1:]]
     return max(margins)
@@ -62,12 +63,14 @@ def failed_sync(target: Target) -> float:
     If this fails: a loader skips names that it does not know, or goes on with a mixture of old and
     new weights.
     """
-    old, new = rollout_model(target), rollout_model(target, seed=11)
+    old = rollout_model(target)
+    new = rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(6, 2), sampling=sampled())
     script: list[Action] = [Sync(folder=old, version=1)]
     for spoil in SPOILS:
         script += [Sync(folder=new, version=2, spoil=spoil), ask, Sync(folder=new, version=3), ask]
-    got, margins = replies(target, old, script), []
+    got = replies(target, old, script)
+    margins = []
     for place, spoil in enumerate(SPOILS):
         bad, after, good, again = got[1 + 4 * place : 5 + 4 * place]
         refused(bad, spoil, also=(RankFailure,) if spoil == "raises" else ())
@@ -88,7 +91,8 @@ def stale_sync(target: Target) -> float:
     If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served
     as if it were new.
     """
-    old, new = rollout_model(target), rollout_model(target, seed=11)
+    old = rollout_model(target)
+    new = rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(6, 2), sampling=GREEDY)
     script = [
         Sync(folder=new, version=5),
@@ -120,9 +124,11 @@ def sleep(target: Target) -> float:
     #48312); keys and values of old weights outlive the nap, where a device frees nothing (one
     prompt is long enough for a cache of prefixes).
     """
-    model, other = rollout_model(target), rollout_model(target, seed=11)
+    model = rollout_model(target)
+    other = rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(*UNEVEN, 150), sampling=sampled(n=2))
-    good, new = Sync(folder=model, version=4), Sync(folder=other, version=5)
+    good = Sync(folder=model, version=4)
+    new = Sync(folder=other, version=5)
     nap = [Do("sleep"), Do("sleep"), ask, Do("wake_up"), Do("wake_up"), ask, new, ask]
     late = [
         Do("sleep"),

@@ -93,7 +93,9 @@ def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], floa
     The moments are looked at in a portable checkpoint, and always by a second step that must be bit
     for bit the one of a run without odd steps.
     """
-    model, batch, folder = target.model(), documents(31, "uneven"), target.scratch()
+    model = target.model()
+    batch = documents(31, "uneven")
+    folder = target.scratch()
     config = target.config(
         model,
         optimizer=OptimizerConfig(lr=1e-3, clip_norm=1.0, eps=EPS),
@@ -227,7 +229,8 @@ def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
     """
     raising = losses.ForModelType(setup.model_type, losses.raises)
     with opened(setup) as engine:
-        mine, raised = local_batch(engine, batch, setup.device), list[str]()
+        mine = local_batch(engine, batch, setup.device)
+        raised = list[str]()
         for call in (engine.train_batch, engine.forward_backward):
             try:
                 call(mine, raising)
@@ -244,7 +247,8 @@ def loss_raises(target: Target) -> float:
 
     If this fails: gathered parameters or partial gradients stay behind and join the next step's.
     """
-    model, batch = target.model(), documents(35, "uneven")
+    model = target.model()
+    batch = documents(35, "uneven")
     ranks = target.run(raise_and_go_on, target.config(model), batch=batch)
     for rank, (raised, _) in enumerate(ranks):
         must(
@@ -269,7 +273,8 @@ def raise_halfway(setup: Setup, batch: PackedDocuments) -> Halved:
     The documents are the same.
     """
     with opened(setup) as engine:
-        mine, raised = local_batch(engine, batch, setup.device), list[str]()
+        mine = local_batch(engine, batch, setup.device)
+        raised = list[str]()
         try:
             engine.forward_backward(mine, losses.RaisesLater(setup.model_type))
         except KeyError as error:
@@ -298,8 +303,10 @@ def _no_half_stays(target: Target, model: Path) -> float:
             where=f"rank {rank}",
         )
     same_on_all_ranks([trained for *_, trained in ranks])
-    want, (_, last, trained) = oracle_training(str(model), (batch,)), ranks[0]
-    exact, bounds = want.steps[0].grad_norm, weight_tolerance(want, target.torch_dtype)
+    want = oracle_training(str(model), (batch,))
+    (_, last, trained) = ranks[0]
+    exact = want.steps[0].grad_norm
+    bounds = weight_tolerance(want, target.torch_dtype)
     return max(
         assert_scalar_close(
             "grad_norm after an error", last.grad_norm, exact, target.tolerance("grad_norm")
@@ -348,7 +355,8 @@ def loss_raises_on_one_rank(target: Target) -> float:
     If this fails with a stall: the good ranks wait in a collective of their backward for the one
     that raised.
     """
-    model, batch = target.model(), _two_for_each_rank()
+    model = target.model()
+    batch = _two_for_each_rank()
     ranks = target.run(raise_alone, target.config(model, memory=Memory(max_tokens=12)), batch=batch)
     last = target.world - 1
     for rank, (errors, _) in enumerate(ranks):
@@ -422,7 +430,8 @@ def bad_batch_on_one_rank(target: Target) -> float:
     If this fails with a stall: the good ranks wait in a collective for the one that raised, as a
     test of several processes does for ever without a deadline (pytorch #194943).
     """
-    model, batch = target.model(), documents(36, "uneven")
+    model = target.model()
+    batch = documents(36, "uneven")
     config = target.config(model, memory=Memory(max_tokens=64))
     ranks = target.run(one_bad_rank, config, good=batch)
     names = (
@@ -449,8 +458,10 @@ def clipping(target: Target) -> float:
     If this fails: a norm of each rank's own shard, clipping to it where nothing is to be clipped,
     the clipped norm in the report.
     """
-    model, batch = target.model(), documents(37, "uneven")
-    oracle, loss = oracle_of(str(model)), losses.oracle_default(oracle_of(str(model)))
+    model = target.model()
+    batch = documents(37, "uneven")
+    oracle = oracle_of(str(model))
+    loss = losses.oracle_default(oracle_of(str(model)))
     _, grads = loss_and_grads(oracle, batch, loss, batch.denominator)
     norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
     runs = {}
@@ -471,7 +482,8 @@ def clipping(target: Target) -> float:
         "weights",
         "a step whose norm is half of clip_norm differs from one without clipping",
     )
-    params, bounds = dict[str, Tensor](), dict[str, Tensor]()
+    params = dict[str, Tensor]()
+    bounds = dict[str, Tensor]()
     for name, grad in grads.items():
         params[name] = oracle.params[name] - 1e-2 * 0.5 * grad
         # The gradient's error, the norm's that it is scaled by, and a rounding of the weight.
@@ -486,7 +498,8 @@ def clipping(target: Target) -> float:
 
 def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, int]:
     """Return ``weight_version`` after each kind of call."""
-    loss, seen = losses.default_loss(setup.model_type), dict[str, int]()
+    loss = losses.default_loss(setup.model_type)
+    seen = dict[str, int]()
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
         seen["initialize"] = engine.weight_version

@@ -72,7 +72,8 @@ def trajectory(target: Target) -> float:
     decay on other tensors than all, a gradient norm in another unit than everybody's (verl #4710:
     Megatron's is three times FSDP2's).
     """
-    model, names = target.model(), ("uneven", "equal", "skewed", "one_token")
+    model = target.model()
+    names = ("uneven", "equal", "skewed", "one_token")
     batches = _batches(*(names * 5))
     config = target.config(
         model,
@@ -104,7 +105,8 @@ def epsilon(target: Target) -> float:
     If this fails: epsilon stands inside the root or before the correction, where it is six times
     larger at the first step, or epsilon or betas are the library's defaults.
     """
-    model, batches = target.model(), _batches("uneven", "equal", "skewed", seed=16)
+    model = target.model()
+    batches = _batches("uneven", "equal", "skewed", seed=16)
     optimizer = OptimizerConfig(lr=1e-3, clip_norm=None, eps=1e-3, betas=(0.8, 0.97))
     ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
     exact = AdamWConfig(weight_decay=0.0, eps=1e-3, betas=(0.8, 0.97))
@@ -119,7 +121,8 @@ def families(target: Target) -> float:
     If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL #227);
     biases do not train.
     """
-    batches, margins = _batches("uneven", "skewed"), list[float]()
+    batches = _batches("uneven", "skewed")
+    margins = list[float]()
     for arguments in (
         {"family": "llama", "tied": False},
         {"family": "qwen2"},
@@ -158,10 +161,12 @@ def microbatches(target: Target) -> float:
     If this fails: a loss scale is missing when micro-batches are uneven (verl #3294, #4021),
     gradients double with each micro-batch in a group of one (Megatron-LM #6660).
     """
-    model, batches = target.model(), _batches("uneven", "equal", "skewed")
+    model = target.model()
+    batches = _batches("uneven", "equal", "skewed")
     config = target.config(model, memory=Memory(max_tokens=24, logit_chunk=7))
     split = target.config(model, memory=Memory(max_tokens=12, pad_to_multiple=4))
-    want, start = oracle_training(str(model), batches), oracle_of(str(model))
+    want = oracle_training(str(model), batches)
+    start = oracle_of(str(model))
     ranks = target.run(train, config, batches=batches)
     small = target.run(train, split, batches=batches[:2])
     count = small[0].outputs[0].num_micro_batches
@@ -183,7 +188,8 @@ def uneven_ranks(target: Target) -> float:
     much as the others (prime-rl #2562 and #2358, Megatron-LM #4590; miles #3231: off by tokens /
     dp). With a stall: an empty rank skips a collective.
     """
-    model, batches = target.model(), _batches("skewed", "single", "one_token")
+    model = target.model()
+    batches = _batches("skewed", "single", "one_token")
     ranks = target.run(train, target.config(model), batches=batches)
     return training_matches(
         target, ranks, oracle_training(str(model), batches), oracle_of(str(model))
@@ -197,7 +203,8 @@ def schedules(target: Target) -> float:
     If this fails: the schedule is a step ahead (a first rate of zero), or warm-up counts calls, not
     applied steps.
     """
-    model, batches = target.model(), _batches("equal", "uneven", "equal")
+    model = target.model()
+    batches = _batches("equal", "uneven", "equal")
     margins = []
     kinds = (("linear", 1, 0.5), ("cosine", 0, 0.0), ("constant", 2, 0.0))
     for name, warmup, ratio in kinds[: 1 if target.model_type == VALUE else None]:
@@ -217,7 +224,8 @@ def accumulate(setup: Setup, parts: Sequence[PackedDocuments], denominator: floa
 
     Return every output, and the version after each call.
     """
-    loss, versions = default_loss(setup.model_type), list[int]()
+    loss = default_loss(setup.model_type)
+    versions = list[int]()
     with opened(setup) as engine:
         halves = []
         for part in parts:
@@ -234,7 +242,8 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
     """Require that the parts' gradients and losses add up to those of the whole batch."""
     batch = concatenate(parts)
     ranks = target.run(accumulate, target.config(model), parts=parts, denominator=batch.denominator)
-    want, oracle = oracle_training(str(model), (batch,)), oracle_of(str(model))
+    want = oracle_training(str(model), (batch,))
+    oracle = oracle_of(str(model))
     same_on_all_ranks([rows[0] for rows in ranks])
     trained, halves, versions, last = ranks[0]
     for rank, row in enumerate(ranks):
@@ -247,11 +256,9 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
     )
     must(last.skipped is None, "skipped", f"{last.skipped}")
     factors = {"ranks": float(target.world), "calls": float(len(parts))}
-    loss, exact, bounds = (
-        sum(half.loss for half in halves),
-        want.steps[0],
-        weight_tolerance(want, target.torch_dtype),
-    )
+    loss = sum(half.loss for half in halves)
+    exact = want.steps[0]
+    bounds = weight_tolerance(want, target.torch_dtype)
     return max(
         assert_scalar_close("loss", loss, exact.loss, target.tolerance("loss"), factors=factors),
         assert_scalar_close(
@@ -322,7 +329,8 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
     config = target.config(
         model, optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
     )
-    denominator, stored = concatenate(parts).denominator, oracle_of(str(model)).params
+    denominator = concatenate(parts).denominator
+    stored = oracle_of(str(model)).params
     gradients = []
     for share in (parts, parts[:1], parts[1:]):
         ranks: list[Halves] = target.run(accumulate, config, parts=share, denominator=denominator)
@@ -342,7 +350,9 @@ def train_then_look(
     setup: Setup, batches: Sequence[PackedDocuments], call: InferCall
 ) -> tuple[list[Trained], list[Answer]]:
     """Return everything that shows the weights after each step: the export and the outputs."""
-    trained, answers, outputs = list[Trained](), list[Answer](), []
+    trained = list[Trained]()
+    answers = list[Answer]()
+    outputs = []
     with opened(setup) as engine:
         for batch in batches:
             outputs.append(step(engine, setup, batch))
@@ -358,13 +368,12 @@ def visible_at_once(target: Target) -> float:
     If this fails: the export reads a copy that the optimizer does not move, inference uses weights
     gathered before the step, or a tied embedding and head part with the first step (NeMo-RL #227).
     """
-    model, batches, call = (
-        target.model(),
-        _batches("uneven", "skewed", seed=14),
-        asking(target, documents(13)),
-    )
+    model = target.model()
+    batches = _batches("uneven", "skewed", seed=14)
+    call = asking(target, documents(13))
     ranks = target.run(train_then_look, target.config(model), batches=batches, call=call)
-    margins, start = [], oracle_of(str(model))
+    margins = []
+    start = oracle_of(str(model))
     for index in range(len(batches)):
         want = oracle_training(str(model), batches[: index + 1])
         margins.append(
@@ -389,12 +398,11 @@ def _looks_like(
 
     It is a tenth in 16 bits.
     """
-    got, want, before = (
-        merged(call, answers),
-        oracle_outputs(stepped, call),
-        oracle_outputs(start, call),
-    )
-    share, margins = (0.01 if target.dtype == "float32" else 0.1), []
+    got = merged(call, answers)
+    want = oracle_outputs(stepped, call)
+    before = oracle_outputs(start, call)
+    share = 0.01 if target.dtype == "float32" else 0.1
+    margins = []
     for name, exact in want.items():
         moved = float((exact - before[name]).abs().max())
         own = target.tolerance(name)  # type: ignore[arg-type]
@@ -419,7 +427,8 @@ def optimizer_by_path(target: Target) -> float:
 
     If this fails: another optimizer is used in silence, or its arguments are dropped.
     """
-    model, batches = target.model(), _batches("uneven", "equal", "uneven")
+    model = target.model()
+    batches = _batches("uneven", "equal", "uneven")
     optimizer = OptimizerConfig(
         name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9}
     )
@@ -438,8 +447,10 @@ def _sgd(
     An update is a sum of gradients here, not of ratios of them: its error is the sum of theirs, and
     of roundings of the weight.
     """
-    model, momentum = oracle, {name: torch.zeros_like(p) for name, p in oracle.params.items()}
-    errors, bounds = dict(momentum), dict(momentum)
+    model = oracle
+    momentum = {name: torch.zeros_like(p) for name, p in oracle.params.items()}
+    errors = dict(momentum)
+    bounds = dict(momentum)
     for batch in batches:
         _, grads = loss_and_grads(model, batch, sft, batch.denominator)
         params = {}
