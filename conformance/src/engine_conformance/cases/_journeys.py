@@ -83,7 +83,7 @@ def leg(
     load: Path | None = None,
     save_to: Path | None = None,
 ) -> Leg:
-    """Load, one step a batch, save."""
+    """Load, take one step per batch, and save."""
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)

@@ -167,7 +167,7 @@ class Target:
         return pool.run(name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs)
 
     def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
-        """The suite's tolerance in this target's precision."""
+        """Return the suite's tolerance in this target's precision."""
         return tolerance(quantity, self.torch_dtype, layers=layers)
 
     @property
