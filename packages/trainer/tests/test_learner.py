@@ -77,7 +77,9 @@ def groups(log_prob: float) -> list[Group]:
         )
 
     prompt = Prompt(tokens=[6, 2], rendered="", text="", answer=None)
-    return [Group(prompt=prompt, completions=[one(0.0, -1.0), one(1.0, v)]) for v in (log_prob, -1.0)]
+    return [
+        Group(prompt=prompt, completions=[one(0.0, -1.0), one(1.0, v)]) for v in (log_prob, -1.0)
+    ]
 
 
 KL = {"coefficient": 0.1, "where": "reward"}

@@ -134,7 +134,9 @@ def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_pat
         "engine_trainer.placement.spmd.EngineRegistry.create",
         lambda **_: pytest.fail("an engine was made"),
     )
-    with pytest.raises(ConfigError, match=r"GiB free; .* placed there need at least .* GiB") as caught:
+    with pytest.raises(
+        ConfigError, match=r"GiB free; .* placed there need at least .* GiB"
+    ) as caught:
         train_rl(configure(sums_model, tmp_path / "out"))
     assert "rollout.offload_engine" in caught.value.remedy
 

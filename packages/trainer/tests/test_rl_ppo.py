@@ -408,7 +408,9 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
 def alone_of(ranks: int, monkeypatch) -> None:
     """Pretend that this process is one of ``ranks``, without the other processes."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("engine_trainer.placement.spmd.connect_ranks", lambda timeout_s: SingleComm())
+    monkeypatch.setattr(
+        "engine_trainer.placement.spmd.connect_ranks", lambda timeout_s: SingleComm()
+    )
 
 
 @pytest.mark.parametrize(

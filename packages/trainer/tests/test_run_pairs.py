@@ -18,7 +18,7 @@ import yaml
 from waiting import DEADLINE_S
 
 from engine_api.errors import ConfigError
-from engine_trainer import pairs as pairs_module
+from engine_trainer.preferences import loop as pairs_module
 from engine_trainer.cli import main
 from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.config.loading import from_tree

@@ -296,7 +296,9 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
         )
         for made in ([3, 4, 5, 7], [5, 6], [4, 4, 4])
     ]
-    group = Group(prompt=Prompt(tokens=[6, 2], rendered="", text="", answer=None), completions=answers)
+    group = Group(
+        prompt=Prompt(tokens=[6, 2], rendered="", text="", answer=None), completions=answers
+    )
     with pytest.raises(Done):
         Learner(SimpleNamespace(policy=policy, timers=Timers(), comm=SingleComm()), config).learn(
             [group]

@@ -94,7 +94,7 @@ def _entries(group: str) -> Iterator[tuple[str, str, importlib.metadata.EntryPoi
     for distribution in importlib.metadata.distributions():
         name = source = "a distribution without a readable name"
         try:
-            name = printable(str(distribution.metadata["Name"]))
+            name = printable(str(distribution.metadata.get("Name")))
             source = printable(f"{name}=={distribution.version}")
             entries = [entry for entry in distribution.entry_points if entry.group == group]
         # Damaged metadata of any distribution must not hide the plug-ins of all others.

@@ -33,9 +33,10 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     if not isinstance(targets, str):
         targets = list(targets)
     # peft annotates lora_alpha as an integer and computes with it as a number.
+    alpha: Any = lora.alpha
     config = PeftLoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets
-    )  # pyright: ignore[reportArgumentType]
+        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets
+    )
     try:
         inject_adapter_in_model(config, lm)
     except ValueError as error:

@@ -155,7 +155,9 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     """``eval/loss`` (mean NLL of the learned tokens, nats) and ``eval/perplexity``; the same on all ranks."""
     nll = tokens = 0.0
     for start in range(0, len(dataset), EVAL_DOCUMENTS):
-        batch = run.pack_local([d.fields() for d in dataset.documents[start : start + EVAL_DOCUMENTS]])
+        batch = run.pack_local(
+            [d.fields() for d in dataset.documents[start : start + EVAL_DOCUMENTS]]
+        )
         log_probs = run.engine.infer_batch(batch).log_probs
         if batch.num_tokens and run.engine.topology.is_primary:
             assert log_probs is not None, "a language model gives log-probs"

@@ -143,14 +143,17 @@ class Learner:
                 part.close()
 
     def _move(self, *, away: bool) -> None:
-        if self.config.rollout.offload_engine:
-            for part in (self.reference, self.critic):
-                if part is None:
-                    continue
-                if away:
-                    part.engines.offload()
-                else:
-                    part.engines.reload()
+        if not self.config.rollout.offload_engine:
+            return
+        for part in (self.reference, self.critic):
+            # A reference that is the policy without its adapter has no engines of its own.
+            engines = None if part is None else part.engines
+            if engines is None:
+                continue
+            if away:
+                engines.offload()
+            else:
+                engines.reload()
 
     # --- before the updates ---------------------------------------------------------------------
 
