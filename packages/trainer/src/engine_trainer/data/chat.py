@@ -1,7 +1,8 @@
-"""Text to tokens: chat templates, and which tokens are the model's own turns.
+"""Conversion of text to tokens with chat templates, and of turns to loss weights.
 
 Each turn's text is tokenized on its own, cut where the template begins the assistant's turn.
-The prompt's tokens are then the very ids that a rollout is given, and no token lies across the border.
+The prompt's tokens are therefore exactly the ids that a rollout receives, and no token spans the
+border between prompt and response.
 """
 
 from __future__ import annotations
@@ -32,28 +33,31 @@ RESERVED = {
     "tokenize",
     "return_dict",
 }
-PROBE = "ANSWER"  # a text of no meaning, to see what a template makes of one
+# A placeholder text that shows how a template renders a message.
+PROBE = "ANSWER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch of a document's text; ``learned``: an assistant turn that carries loss."""
+    """A stretch of a document's text."""
 
     text: str
     learned: bool
+    """True for an assistant turn that carries loss."""
 
 
 class ChatTokenizer:
     """A tokenizer with its chat template and the settings of a ``DataSection``.
 
-    Without a template (neither in the tokenizer nor in ``data.chat_template``) a row must be one prompt
-    with one response: the two texts one after another, then EOS; what the tokenizer puts before a text
-    (BOS) comes before the prompt.
+    Without a template (neither in the tokenizer nor in ``data.chat_template``) a row must be one
+    prompt with one response. The document is then the two texts in sequence, followed by EOS. The
+    tokens that the tokenizer puts before a text (BOS) come before the prompt.
 
     Attributes:
         tokenizer: the Hugging Face tokenizer.
-        stop_token_ids: what ends a completion: the template's end-of-turn token and EOS.
-        pad_token_id: for rollouts that pad; EOS where the tokenizer has none.
+        stop_token_ids: tokens that end a completion, namely the template's end-of-turn token and
+            EOS.
+        pad_token_id: padding token for rollouts that pad; EOS if the tokenizer has none.
     """
 
     def __init__(self, tokenizer: Any, section: DataSection) -> None:
@@ -82,11 +86,11 @@ class ChatTokenizer:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def prompt_text(self, example: Example) -> str:
-        """What a rollout continues, as text."""
+        """Return the text that a rollout continues."""
         turns = self._dress(example.prompt, example)
         if not self.has_template:
             return turns[0]["content"]
@@ -95,29 +99,34 @@ class ChatTokenizer:
         return text
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[tuple[str, list[int]]]:
-        """What a rollout continues, as text and as token ids, one pair an example."""
+        """Return one (text, token ids) pair per example, each the prompt a rollout continues."""
         texts = [self.prompt_text(e) for e in examples]
         ids = self._encode(texts) if self.has_template else [self._opening(t) for t in texts]
         return list(zip(texts, ids, strict=True))
 
     def document(self, example: Example, *, may_be_empty: bool = False) -> list[Segment]:
-        """The example's text, cut at the borders of the assistant's turns; earlier ones that say nothing are not learned.
+        """Return the example's text, cut at the borders of the assistant's turns.
 
-        ``may_be_empty``: the answer, as in a pair: to end at once is what was rejected.
+        Earlier assistant turns that are empty are not learned.
 
-        Raises ``DataError`` when nothing can be learned from it, or when the template does not render a
-        longer conversation as a continuation of the shorter one.
+        Args:
+            example: the conversation.
+            may_be_empty: accept an empty last response, as in a preference pair, where the
+                response that ended at once may be the rejected one.
+
+        Raises:
+            DataError: nothing can be learned from the example, or the template does not render a
+                longer conversation as a continuation of the shorter one.
         """
         turns = self._dress(example.messages, example)
-        given = (
-            len(turns) - len(example.messages) + example.given
-        )  # a system prompt has come before them
+        # The turns may begin with a system prompt that the example's messages do not have.
+        given = len(turns) - len(example.messages) + example.given
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
             raise example.error(
                 "no assistant turn, nothing to learn", remedy="add a response to the row"
             )
-        # To end at once is not what a row without a response means.
+        # A row without a response is incomplete: it does not ask the model to end at once.
         if not may_be_empty and not _says_something(turns[own[-1]]):
             raise example.error(
                 "the response is empty, nothing to learn", remedy="complete the row, or remove it"
@@ -138,21 +147,29 @@ class ChatTokenizer:
     def encode_documents(
         self, documents: Sequence[Sequence[Segment]]
     ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and loss weights (1 on learned tokens up to the one that ends the turn) of each document."""
+        """Return the token ids and loss weights of each document.
+
+        The weight is 1 on learned tokens, up to and including the one that ends the turn, else 0.
+        """
         ids = iter(self._encode([s.text for segments in documents for s in segments]))
         return [self._join([(s, next(ids)) for s in segments]) for segments in documents]
 
     def encode_text(self, text: str) -> list[int]:
-        """A text in the middle of a document."""
+        """Return the token ids of a text in the middle of a document."""
         return self._encode([text])[0]
 
     def encode_messages(self, messages: Messages, *, after: int) -> list[int]:
-        """What stands between two of the model's turns: the end of the first, ``messages``, and the opening of the second.
+        """Return the token ids between two of the model's turns.
 
-        ``after`` is the last token before. Where it ends the turn already, the template's own end is left out; where the
-        turn was cut, that end is put there.
+        These are the end of the first turn, ``messages``, and the opening of the second turn.
 
-        Raises ``DataError``: no chat template, or one that does not render such messages.
+        Args:
+            messages: the messages between the two turns.
+            after: the last token before. If it already ends the turn, the template's own end is
+                left out. If the turn was cut, the template's end is inserted.
+
+        Raises:
+            DataError: there is no chat template, or it does not render such messages.
         """
         probe = Example(
             messages=[
@@ -194,10 +211,10 @@ class ChatTokenizer:
         return segments
 
     def _require_whole(self, text: str, turns: Messages, example: Example, *, ask: bool) -> None:
-        """Raise ``DataError`` where the template has left something out of ``text``, which it made of ``turns``.
+        """Raise ``DataError`` if ``text``, rendered from ``turns``, lacks a part of them.
 
-        Of what was said, questions and system prompts are looked for: templates cut thoughts out of answers, and write
-        what tools say in their own way.
+        Tools, tool calls, questions and system prompts are checked. Assistant and tool messages are
+        not, because templates cut thoughts out of answers and write tool results in their own form.
         """
         names = [("the tool", _function(tool)) for tool in example.tools]
         names += [
@@ -211,7 +228,8 @@ class ChatTokenizer:
                 turn["role"] in ("assistant", "tool")
                 or str(turn.get("content") or "").strip() in text
             )
-            # It may read what it does not write: SmolLM3's takes /no_think out of a system prompt, and sets its mode.
+            # A template may read a message without writing it: SmolLM3's removes /no_think from a
+            # system prompt and sets its mode. Such a message changes the rendered text.
             if (
                 not said
                 and self._render(
@@ -224,14 +242,17 @@ class ChatTokenizer:
             raise example.error(
                 f"the chat template leaves out {lost[0]}",
                 why="it would not reach the model",
-                remedy="set another data.chat_template, or take it out of the row or of data.system_prompt",
+                remedy="set another data.chat_template, "
+                "or take it out of the row or of data.system_prompt",
             )
 
     def _not_a_prefix(self, example: Example, at: int, expected: str) -> Exception:
         return example.error(
-            f"the chat template rewrites earlier text when message {at} is added, the assistant's tokens cannot be told",
+            f"the chat template rewrites earlier text when message {at} is added, "
+            "the assistant's tokens cannot be told",
             why=f"the longer conversation does not begin with {expected[-80:]!r}",
-            remedy="set data.train_on=last (reasoning templates drop earlier thoughts), or another data.chat_template",
+            remedy="set data.train_on=last (reasoning templates drop earlier thoughts), "
+            "or another data.chat_template",
         )
 
     def _join(self, parts: Sequence[tuple[Segment, list[int]]]) -> tuple[list[int], list[float]]:
@@ -248,13 +269,15 @@ class ChatTokenizer:
             tokens += kept
             weights += [1.0] * own + [0.0] * (len(kept) - own)
         if weights:
-            weights[0] = 0.0  # nothing comes before it
+            # The first token has no predecessor that could predict it.
+            weights[0] = 0.0
         return tokens, weights
 
     def _end_turn(self, ids: list[int], *, last: bool) -> tuple[list[int], int]:
-        """The turn's tokens, and how many of them are learned: all up to the one that ends the turn.
+        """Return the turn's tokens and the number of them that are learned.
 
-        What a template writes after that (a line break) is never generated.
+        All tokens up to the one that ends the turn are learned. The text that a template writes
+        after it (a line break) is never generated.
         """
         ends = [i for i, token in enumerate(ids) if token in self.stop_token_ids]
         if ends:
@@ -262,7 +285,7 @@ class ChatTokenizer:
         return ([*ids, self.eos_token_id], len(ids) + 1) if last else (ids, len(ids))
 
     def _dress(self, turns: Messages, example: Example) -> Messages:
-        """The turns with the system prompt and the prompt template put around them."""
+        """Return the turns with the system prompt and the prompt template applied."""
         turns = [dict(turn) for turn in turns]
         if not self.has_template:
             self._require_plain(turns, example)
@@ -305,12 +328,8 @@ class ChatTokenizer:
             template = self.tokenizer.get_chat_template(tools=tools)
             known = {**self.tokenizer.special_tokens_map, **given, "tools": tools}
             return renderer().render(template, turns, ask=ask, given=known)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-        ) as error:  # of a template, or of a tokenizer's own code
+        # A template, or a tokenizer's own code, may raise any of these.
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise example.error(
                 "the chat template cannot render this conversation",
                 why=str(error),
@@ -318,7 +337,8 @@ class ChatTokenizer:
             ) from error
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        filled = [t for t in texts if t]  # some tokenizers make a token of an empty text
+        # Some tokenizers make a token of an empty text.
+        filled = [t for t in texts if t]
         ids = iter(self.tokenizer(filled, add_special_tokens=False)["input_ids"] if filled else [])
         return [list(next(ids)) if t else [] for t in texts]
 
@@ -327,7 +347,7 @@ class ChatTokenizer:
         return ids[:-1] if ids and ids[-1] == self.eos_token_id else ids
 
     def _end_of_turn(self) -> list[int]:
-        """The first special token that the template writes after an assistant's text."""
+        """Return the first special token that the template writes after an assistant's text."""
         if not self.has_template:
             return []
         probe = Example(
@@ -341,14 +361,18 @@ class ChatTokenizer:
 
 
 def _renders_jinja(tokenizer: Any) -> bool:
-    """Whether a tokenizer renders a template's text, and has no method of its own in its place."""
+    """Return whether a tokenizer renders Jinja templates with transformers' own method."""
     from transformers import PreTrainedTokenizerBase
 
     return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
-    """The tokenizer of ``data.tokenizer``, or of the model. Raises ``ConfigError`` when there is none."""
+    """Load the tokenizer of ``data.tokenizer``, or the model's if that is not set.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it has no vocabulary.
+    """
     from transformers import AutoTokenizer
 
     path = section.tokenizer or model.path
@@ -367,9 +391,8 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
             why=first_line(error),
             remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer",
         ) from error
-    if len(tokenizer.get_vocab()) <= len(
-        tokenizer.all_special_ids
-    ):  # of a model's type transformers makes an empty one
+    # For some model types transformers builds an empty tokenizer instead of raising an error.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ConfigError(
             key,
             f"the tokenizer at {path!r} has no vocabulary",
@@ -391,17 +414,18 @@ def _require_files(folder: Path, key: str) -> None:
         why=f"it has {there}; expected is one of {_FILES}",
         remedy=f"name {saved}, the model that this run has saved"
         if saved.is_dir()
-        else "copy the tokenizer's files into it, or name another folder or a hub id in data.tokenizer",
+        else "copy the tokenizer's files into it, "
+        "or name another folder or a hub id in data.tokenizer",
     )
 
 
 def _says_something(turn: Mapping[str, Any]) -> bool:
-    """Whether there is text, a call of a tool, or what else a template may know (thoughts)."""
+    """Return whether a turn has text, a tool call, or any other content (such as thoughts)."""
     return any(v.strip() if isinstance(v, str) else v for name, v in turn.items() if name != "role")
 
 
 def _function(tool: Mapping[str, Any]) -> str:
-    """The name of a tool, or of a call of one, with or without the ``function`` around it."""
+    """Return the name of a tool or of a tool call, with or without ``function`` around it."""
     inner = tool.get("function")
     return str((inner if isinstance(inner, Mapping) else tool).get("name") or "")
 

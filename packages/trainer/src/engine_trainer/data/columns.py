@@ -1,7 +1,8 @@
 """Columns of parquet and arrow files as Python values.
 
-Times (timestamps, dates, times of day, durations) are read as text: Arrow's reach further, and have more digits, than
-Python's own, and a column that nothing uses must not end a run. A time zone's times are those of UTC.
+Times (timestamps, dates, times of day, durations) are read as text, because Arrow's times have a
+wider range and more digits than Python's, and an unused column must not end a run. Times with a
+time zone are converted to UTC.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pyarrow as pa
 from engine_trainer.data.strict_json import MAX_DEPTH
 from engine_trainer.errors import DataError
 
-# What pyarrow raises for a value that it cannot give: of its own, and Python's (UnicodeDecodeError is a ValueError).
+# Exceptions that pyarrow raises for a value that it cannot convert. UnicodeDecodeError is a
+# ValueError.
 _UNREADABLE = (pa.ArrowException, ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -33,7 +35,8 @@ def python_columns(table: pa.Table, names: Sequence[str], file: str) -> Iterator
                 remedy="write it as text",
             )
         try:
-            column.validate(full=True)  # else bad offsets of a damaged file are followed
+            # Without this check, pyarrow would follow the bad offsets of a damaged file.
+            column.validate(full=True)
             yield _as_text(column).to_pylist()
         except _UNREADABLE as error:
             row = _first_unreadable(column)
@@ -48,7 +51,7 @@ def python_columns(table: pa.Table, names: Sequence[str], file: str) -> Iterator
 
 
 def _first_unreadable(column: pa.ChunkedArray) -> int | None:
-    """Return the number (from 1) of the first row that cannot be read by itself, None where each can."""
+    """Return the 1-based number of the first row that cannot be read, or None if all can."""
     for row in range(len(column)):
         try:
             one = column.slice(row, 1)
@@ -68,7 +71,7 @@ def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
-    # Zones by name are looked up in a table that this machine may not have.
+    # Named time zones are looked up in a database that may be missing on the machine.
     return (
         pa.timestamp(kind.unit, tz="UTC")
         if pa.types.is_timestamp(kind) and kind.tz is not None
@@ -81,7 +84,7 @@ def _text(kind: pa.DataType) -> pa.DataType:
 
 
 def _with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return the type with ``leaf`` of each type in it that holds no others."""
+    """Return the type with ``leaf`` applied to each type in it that contains no other types."""
     if isinstance(kind, pa.BaseExtensionType):
         return _with_leaves(kind.storage_type, leaf)
     if pa.types.is_dictionary(kind):
@@ -98,7 +101,7 @@ def _with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) 
 
 
 def _depth(kind: pa.DataType) -> int:
-    """Return how many types stand within each other."""
+    """Return the depth to which types are nested in each other."""
     deepest, level = 0, [kind]
     while level:
         deepest += 1

@@ -1,4 +1,4 @@
-"""How many tokens a document may have, and a prompt, so that the model's context holds its completion too."""
+"""Limits on the tokens of documents and prompts, so that completions fit in the context."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from engine_api.errors import ConfigError
 from engine_trainer.config.sections import RolloutSection, positive_option
 from engine_trainer.utils.hf_models import text_config
 
-SERVED = (
-    "max_model_len",
-    "context_length",
-)  # what vLLM and SGLang call the context that they serve
+# The options by which vLLM and SGLang name the context length that they serve.
+SERVED = ("max_model_len", "context_length")
 
 
 def positions_of(model: ModelSource) -> int | None:
-    """Tokens of the model's context (``max_position_embeddings``); None where its configuration knows none."""
+    """Return the tokens of the model's context (``max_position_embeddings``), None if not set."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     return int(positions) if positions else None
 
@@ -22,11 +20,17 @@ def positions_of(model: ModelSource) -> int | None:
 def room_for_prompts(
     model: ModelSource, rollout: RolloutSection, following: int | None = None
 ) -> int | None:
-    """Tokens of the context beside ``following`` (default: ``rollout.max_new_tokens``); None where no limit is known.
+    """Return the tokens of the context that are left for a prompt, or None if no limit is known.
 
-    The context is the model's positions, or less where the rollout's options say so.
+    The context is the model's positions, or less if the rollout's options say so.
 
-    Raises ``ConfigError`` when nothing is left.
+    Args:
+        model: the model whose positions count.
+        rollout: the rollout whose options may lower the limit.
+        following: tokens reserved after the prompt; None: ``rollout.max_new_tokens``.
+
+    Raises:
+        ConfigError: nothing is left for a prompt.
     """
     following = rollout.max_new_tokens if following is None else following
     limits = [positive_option(rollout, name) for name in SERVED if rollout.options.get(name)]

@@ -1,4 +1,4 @@
-"""Data sets in memory: documents for SFT, prompts for RL."""
+"""Data sets in memory, with documents for SFT and prompts for RL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
 
 T = TypeVar("T", "Document", "Prompt")
-CHUNK = 1024  # examples tokenized in one call
+# Number of examples tokenized in one call.
+CHUNK = 1024
 log = logging.getLogger("engine_trainer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One packed document of SFT: ``input_ids [t]`` int64, ``loss_weight [t]`` float32."""
+    """One tokenized SFT document, with ``input_ids [t]`` int64 and ``loss_weight [t]`` float32."""
 
     input_ids: NDArray[np.int64]
     loss_weight: NDArray[np.float32]
@@ -34,27 +35,28 @@ class Document:
         return len(self.input_ids)
 
     def cut(self, length: int) -> Document | None:
-        """Its first ``length`` tokens; None when nothing of them is learned."""
+        """Return the document's first ``length`` tokens, or None if none of them is learned."""
         shorter = Document(input_ids=self.input_ids[:length], loss_weight=self.loss_weight[:length])
         return shorter if shorter.loss_weight.any() else None
 
     def fields(self) -> dict[str, Any]:
-        """As ``Batch.pack`` takes it."""
+        """Return the document as a mapping in the form that ``Batch.pack`` takes."""
         return {"input_ids": self.input_ids.tolist(), "loss_weight": self.loss_weight.tolist()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One problem of RL: the tokens that a rollout continues, and what the reward needs.
-
-    ``metadata`` holds the row's other columns; ``metadata["entry"]`` reasoning-gym's record.
-    """
+    """One RL problem, with the tokens that a rollout continues and the data that a reward needs."""
 
     tokens: list[int]
-    rendered: str  # the text that the tokens stand for, chat template included
-    text: str  # the last user turn, as it stands in the data
+    rendered: str
+    """The text that the tokens encode, chat template included."""
+    text: str
+    """The last user turn, as it stands in the data."""
     answer: str | None
+    """The ground truth that a reward compares with, or None."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The row's other columns; ``metadata["entry"]`` is reasoning-gym's record."""
     file: str = ""
     number: int = 0
 
@@ -62,12 +64,15 @@ class Prompt:
         return len(self.tokens)
 
     def cut(self, length: int) -> Prompt:
-        """Its last ``length`` tokens, which ask for the answer; ``rendered`` and ``text`` stay whole."""
+        """Return the prompt with only its last ``length`` tokens, which ask for the answer.
+
+        ``rendered`` and ``text`` stay whole.
+        """
         return replace(self, tokens=self.tokens[-length:])
 
 
 class SFTDataset:
-    """Tokenized documents. ``dropped`` and ``truncated`` count those that were too long."""
+    """Tokenized documents, with counts of those that were too long (dropped or truncated)."""
 
     def __init__(self, documents: Sequence[Document], dropped: int = 0, truncated: int = 0) -> None:
         self.documents, self.dropped, self.truncated = list(documents), dropped, truncated
@@ -80,9 +85,17 @@ class SFTDataset:
         room: int | None = None,
         name: str = "",
     ) -> SFTDataset:
-        """Tokenize. Raises ``DataError`` for a row that teaches nothing or is too long.
+        """Tokenize the examples.
 
-        ``room``: tokens of the model's context (``context.positions_of``); ``name``: of held-out rows, in messages.
+        Args:
+            examples: the rows.
+            tokenizer: the tokenizer with its chat template.
+            section: the ``data`` section.
+            room: tokens of the model's context (``context.positions_of``); None: unknown.
+            name: name of the held-out set in messages; empty for training rows.
+
+        Raises:
+            DataError: a row has nothing to learn, or is too long.
         """
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
@@ -105,7 +118,7 @@ class SFTDataset:
 
 
 class PromptDataset:
-    """Tokenized prompts. ``dropped`` and ``truncated`` count those that were too long."""
+    """Tokenized prompts, with counts of those that were too long (dropped or truncated)."""
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0, truncated: int = 0) -> None:
         self.prompts, self.dropped, self.truncated = list(prompts), dropped, truncated
@@ -118,10 +131,18 @@ class PromptDataset:
         room: int | None = None,
         name: str = "",
     ) -> PromptDataset:
-        """Tokenize. Raises ``DataError`` for a prompt that is empty or too long.
+        """Tokenize the examples' prompts.
 
-        ``room``: tokens of the model's context that a completion leaves (``context.room_for_prompts``); ``name``: of
-        held-out rows, in messages.
+        Args:
+            examples: the rows.
+            tokenizer: the tokenizer with its chat template.
+            section: the ``data`` section.
+            room: tokens of the model's context that a completion leaves for the prompt
+                (``context.room_for_prompts``); None: unknown.
+            name: name of the held-out set in messages; empty for training rows.
+
+        Raises:
+            DataError: a prompt is empty or too long.
         """
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
@@ -141,7 +162,10 @@ class PromptDataset:
 
 
 def read_examples(section: DataSection, need: Need) -> list[Example]:
-    """The training rows of a data section; ``need`` is ``response`` for SFT, ``prompt`` for RL."""
+    """Return the training rows of a data section.
+
+    ``need`` is ``response`` for SFT, ``prompt`` for RL.
+    """
     if section.reasoning_gym is not None:
         return gym_examples(section.reasoning_gym, "train")
     assert section.source is not None  # DataSection checks it
@@ -149,17 +173,21 @@ def read_examples(section: DataSection, need: Need) -> list[Example]:
 
 
 def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
-    """The last user turn of each."""
+    """Return the last user turn of each row."""
     return [row.text if isinstance(row, Prompt) else _question(row) for row in rows]
 
 
 def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = "") -> int:
-    """How many held-out questions are trained on as well; logged when there are any. ``name``: the held-out set's."""
+    """Return the number of held-out questions that are also trained on, and log it if above 0.
+
+    ``name`` is the held-out set's name.
+    """
     seen = set(train)
     shared = sum(question in seen for question in heldout)
     if shared:
         log.warning(
-            "%d of %d held-out prompts%s are also in the training data: their accuracy says nothing",
+            "%d of %d held-out prompts%s are also in the training data: "
+            "their accuracy says nothing",
             shared,
             len(heldout),
             f" of {name}" if name else "",
@@ -168,7 +196,10 @@ def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = ""
 
 
 def order_of(dataset: Sized, section: DataSection, seed: int) -> SampleOrder:
-    """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
+    """Return the order of a run's samples.
+
+    ``seed`` is the run's seed; ``data.seed`` takes precedence over it.
+    """
     return SampleOrder(
         len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle
     )
@@ -212,15 +243,18 @@ def _too_long(dropped: int, truncated: int) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """At most ``tokens`` (None: any number), because of ``said``; ``remedy``: what raises it."""
+    """A limit on the tokens of a document or prompt, with the texts for its error."""
 
     tokens: int | None
+    """Largest number of tokens; None: any number."""
     said: str
+    """The reason for the limit."""
     remedy: str
+    """The advice on how to stay below the limit or raise it."""
 
     @staticmethod
     def of(section: DataSection, room: int | None, *, prompts: bool = False) -> Bound:
-        """The less of ``data.max_length`` and what the context has."""
+        """Return the lower of ``data.max_length`` and the tokens that the context allows."""
         own = section.max_length
         if own is not None and (room is None or own <= room):
             return Bound(
@@ -242,7 +276,7 @@ class Bound:
 def _fit(
     examples: Sequence[Example], items: Sequence[T], section: DataSection, bound: Bound, name: str
 ) -> tuple[list[T], int, int]:
-    """What is kept, how many were dropped, how many were cut."""
+    """Return the items that are kept, the number dropped, and the number cut."""
     limit, said = bound.tokens, bound.said
     if limit is None:
         return list(items), 0, 0

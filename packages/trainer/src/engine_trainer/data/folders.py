@@ -1,7 +1,7 @@
-"""Which files of a folder are one data set's split: data sets, splits and formats that stand side by side are never mixed.
+"""Selection of the files of a folder that make up one split of one data set.
 
-A file's split is what its name says without the number of a shard (``train-00000-of-00002.parquet``), or the folder that it
-lies in (``train/0.jsonl``).
+Data sets, splits and formats in one folder are never mixed. A file's split is its name without the
+number of a shard (``train-00000-of-00002.parquet``), or the folder it lies in (``train/0.jsonl``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 
 from engine_trainer.errors import DataError
 
-_SHARD = re.compile(
-    r"(^|[-_.])\d+([-_.]of[-_.]\d+)?(-[0-9a-f]{16})?$"
-)  # the last: what datasets once put after it
+# Older releases of datasets put 16 hexadecimal digits after the number of a shard.
+_SHARD = re.compile(r"(^|[-_.])\d+([-_.]of[-_.]\d+)?(-[0-9a-f]{16})?$")
 _HELD_OUT = re.compile(
     r"(test|validation|valid|val|dev|eval|held[-_]?out|holdout)(set|ing|data)?([-_.\d]|$)",
     re.IGNORECASE,
@@ -25,9 +24,10 @@ SHOWN = 6
 
 
 def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[Path]:
-    """The data files of ``split``, or all of them, in the order of their names.
+    """Return the data files of ``split``, or all of them, in the order of their names.
 
-    Raises ``DataError``: none, or some that do not belong together.
+    Raises:
+        DataError: there are none, or some of them do not belong together.
     """
     files = sorted(f for f in folder.rglob("*") if f.suffix in suffixes and f.is_file())
     chosen = files if split is None else _of_split(folder, files, split)
@@ -45,7 +45,8 @@ def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[P
             "the folder holds several splits",
             file=str(folder),
             why=_names(folder, [odd, *chosen]),
-            remedy="set data.split (of held-out rows eval.split) to one, or name a file as the source",
+            remedy="set data.split (of held-out rows eval.split) to one, "
+            "or name a file as the source",
         )
     _require_one(folder, chosen)
     return chosen
@@ -69,7 +70,7 @@ def _of_split(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
 
 
 def _require_one(folder: Path, files: Sequence[Path]) -> None:
-    """Raise ``DataError`` where files of one name lie in several folders, or in several formats."""
+    """Raise ``DataError`` if files of one name lie in several folders or have several formats."""
     places: dict[str, set[Path]] = defaultdict(set)
     formats: dict[tuple[Path, str], set[str]] = defaultdict(set)
     for file in files:
@@ -92,12 +93,12 @@ def _require_one(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _name(file: Path) -> str:
-    """Without suffix and shard; empty for a file that is called by its shard alone."""
+    """Return the file's name without suffix and shard, empty if it is a shard number alone."""
     return _SHARD.sub("", file.stem)
 
 
 def _side(folder: Path, file: Path) -> str:
-    """What a file is for, by its name or a folder's: training, held out, or not said."""
+    """Return "held out", "train" or "" (unknown) by the name of the file or of a folder."""
     names = (file.stem, *file.relative_to(folder).parts[:-1])
     if any(_HELD_OUT.match(name) for name in names):
         return "held out"

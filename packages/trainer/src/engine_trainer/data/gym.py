@@ -1,7 +1,7 @@
 """Procedurally generated problems from reasoning-gym, split by their own text.
 
-A question is held out iff its SHA-256 falls into the held-out share: whatever the seed,
-the size or the order, no question can ever stand on both sides.
+A question is held out if and only if its SHA-256 falls into the held-out share. No question can
+therefore be on both sides, for any seed, size or order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from engine_trainer.data.worked import write_response
 from engine_trainer.errors import DataError
 
 Side = Literal["train", "heldout"]
-# How many questions are drawn for one that is wanted, before the task is called too small.
+# Number of questions drawn per wanted question before the task counts as too small.
 PATIENCE = 50
 
 
 def is_heldout(question: str, share: float) -> bool:
-    """Whether a question belongs to the held-out side; a function of its text alone."""
+    """Return whether a question belongs to the held-out side, which depends on its text alone."""
     return _falls_below(question, share)
 
 
@@ -33,7 +33,7 @@ def _falls_below(text: str, share: float) -> bool:
 
 
 def gym_examples(section: GymSection, side: Side) -> list[Example]:
-    """The section's problems of one side, all different, each with its worked response.
+    """Return the section's problems of one side, all different, each with its response.
 
     ``metadata["entry"]`` is reasoning-gym's own record, which its scorer takes.
 
@@ -64,7 +64,7 @@ def gym_examples(section: GymSection, side: Side) -> list[Example]:
 
 
 def _form(section: GymSection, question: str) -> str:
-    """How this question's response is written; by its own text, so that order and size do not matter."""
+    """Return the form of a question's response, which depends on the question's text alone."""
     if section.response != "worked" or _falls_below(f"worked {question}", section.worked_share):
         return section.response
     return "answer"
@@ -92,11 +92,13 @@ def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
         DatasetSpec(name=t.name, weight=t.weight, config=dict(t.config)) for t in section.datasets
     ]
     try:
-        # It draws item i from Random(seed + i), so near seeds would share most of their questions.
+        # reasoning-gym draws item i from Random(seed + i), so near seeds would share most of their
+        # questions without the factor.
         mixture = reasoning_gym.create_dataset(
             "composite", seed=1_000_003 * (section.seed + 1), size=size, datasets=specs
         )
-    except Exception as error:  # each task looks at its settings in its own way
+    # Each task checks its settings in its own way, and may raise any exception.
+    except Exception as error:
         raise _refused(error) from error
     return _entries(mixture, size)
 
@@ -105,7 +107,8 @@ def _entries(mixture: Any, size: int) -> Iterator[dict[str, Any]]:
     for index in range(size):
         try:
             entry = mixture[index]
-        except Exception as error:  # settings that a task does not look at fail where it draws
+        # Settings that a task does not check fail where it draws a question.
+        except Exception as error:
             raise _refused(error) from error
         yield entry
 

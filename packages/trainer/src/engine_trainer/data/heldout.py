@@ -1,4 +1,4 @@
-"""The held-out sets of an evaluation: the one of ``eval`` itself, and those of ``eval.sets`` by name."""
+"""The held-out sets of an evaluation, from ``eval`` itself and from ``eval.sets`` by name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from engine_trainer.data.readers import read_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Heldout:
-    """Problems that are not trained on, and how they are sampled; ``name`` is empty for the set of ``eval`` itself."""
+    """Problems that are not trained on, with their sampling parameters."""
 
     name: str
+    """Name in ``eval.sets``; empty for the set of ``eval`` itself."""
     problems: PromptDataset
     samples: int
+    """Number of completions per problem."""
     temperature: float
 
 
 def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Example]:
-    """The rows of one set, at most ``max_problems``."""
+    """Return the rows of one set, at most ``max_problems``."""
     if chosen.source is None:
-        assert section.reasoning_gym is not None  # the configurations check it
+        # The configurations check this.
+        assert section.reasoning_gym is not None
         examples = gym_examples(section.reasoning_gym, "heldout")
     else:
         examples = to_examples(read_rows(chosen.source, chosen.split), section.columns, need)
@@ -42,7 +45,11 @@ def heldout_sets(
     model: ModelSource,
     rollout: RolloutSection,
 ) -> list[Heldout]:
-    """Every set that accuracy is measured on (``samples`` above 0). Raises ``DataError``, also for a prompt that is too long and not dropped or cut."""
+    """Return every set that accuracy is measured on (``samples`` above 0).
+
+    Raises:
+        DataError: a set cannot be read, or a prompt is too long and neither dropped nor cut.
+    """
     found: list[Heldout] = []
     for name, chosen in (evaluation.all_sets(section) if evaluation else {}).items():
         if chosen.samples:

@@ -1,6 +1,7 @@
-"""Data sets of the Hugging Face hub by name: ``hf://datasets/owner/name[@revision][/folder or file]``.
+"""Data sets of the Hugging Face hub by name.
 
-``huggingface_hub`` brings the files into its cache once; later, and offline, they are read from there.
+A name has the form ``hf://datasets/owner/name[@revision][/folder or file]``. ``huggingface_hub``
+downloads the files into its cache once. Later runs, and runs without network, read the cache.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ _REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def from_hub(source: str, suffixes: tuple[str, ...]) -> Path:
-    """The local file or folder of a hub name; only files with one of ``suffixes`` are brought.
+    """Return the local file or folder of a hub name.
 
-    Raises ``DataError``: a malformed name, and with its cause what the hub says, or that it cannot be reached.
+    Only files with one of ``suffixes`` are downloaded.
+
+    Raises:
+        DataError: the name is malformed, or the hub refuses the data set or cannot be reached (with
+            the hub's error as its cause).
     """
     from huggingface_hub import snapshot_download
 
@@ -43,17 +48,19 @@ def from_hub(source: str, suffixes: tuple[str, ...]) -> Path:
                 repo, repo_type="dataset", revision=found["revision"], allow_patterns=wanted
             )
         )
-    except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of the two
+    # All of huggingface_hub's errors derive from one of these two.
+    except (OSError, ValueError) as error:
         raise DataError(
             "the hub does not give this data set",
             file=source,
             why=(str(error).strip().splitlines() or [""])[0],
-            remedy=f"check name and access; without network: `hf download {repo} --repo-type dataset` where there is one, "
+            remedy="check name and access; "
+            f"without network: `hf download {repo} --repo-type dataset` where there is one, "
             "and HF_HOME to a copy of that cache, or data.source to the folder",
         ) from error
     return root / inside
 
 
 def hint(path: Path) -> str:
-    """A remedy for a path that is not there but looks like a hub name; empty otherwise."""
+    """Return a remedy for a missing path that looks like a hub name, or an empty text if not."""
     return f"for the hub write hf://datasets/{path}" if _REPO.fullmatch(str(path)) else ""
