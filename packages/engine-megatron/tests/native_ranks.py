@@ -204,5 +204,5 @@ def carried(
 
 
 def _dtypes_of_moments(engine: Any) -> set[torch.dtype]:
-    states = [state for part in engine.trainer.parts for state in part.inner.state.values()]
+    states = [state for group in engine.optimizer.groups for state in group.inner.state.values()]
     return {value.dtype for state in states for value in state.values() if value.dim()}

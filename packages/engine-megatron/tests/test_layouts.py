@@ -393,7 +393,7 @@ def test_a_dense_engine_shares_the_groups_of_one_with_experts(
 
 
 def test_an_error_of_one_rank_reaches_all(pool: RankPool, folder: str) -> None:
-    for what in ("build_model", "attach", "Trainer"):
+    for what in ("build_model", "attach", "StageOptimizer"):
         results = pool.run("layout_ranks:one_rank_fails", path=folder, what=what)
         assert [raised for raised, _ in results] == ["RankFailure", "MemoryError"]
         assert all(works for _, works in results)

@@ -18,7 +18,7 @@ from engine_api import Batch, EngineConfig, ModelSource
 from engine_api.config import Precision
 from engine_api.errors import ConfigError
 from engine_megatron import te
-from engine_megatron.context import Share, attend, token_order
+from engine_megatron.context import ContextShard, attend, token_order
 from engine_megatron.layers import PackedAttention, build_packing, steady_longest
 from engine_megatron.model import pack
 from engine_megatron.options import MegatronOptions
@@ -290,12 +290,12 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
     order = token_order(lengths, ranks)
     got, parts_of_grads = torch.empty_like(want), list[tuple[torch.Tensor, ...]]()
     for rank, own in enumerate(order):
-        share = Share(ranks=ranks, rank=rank, place=order.flatten().argsort(), group=None)
+        shard = ContextShard(ranks=ranks, rank=rank, place=order.flatten().argsort(), group=None)
         query = whole[0][own].transpose(0, 1)
         keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in whole[1:])
         parts = zip(query.split([n // ranks for n in lengths], dim=1), keys, values, strict=True)
         out = (
-            torch.cat([attend(*part, share, None) for part in parts], dim=1)
+            torch.cat([attend(*part, shard, None) for part in parts], dim=1)
             .transpose(0, 1)
             .reshape(len(own), -1)
         )
@@ -308,8 +308,8 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
 
 def test_padded_ends_are_the_ends() -> None:
     """The same object: Transformer Engine takes it as "no padding between documents"."""
-    share = Share(ranks=2, rank=0, place=torch.arange(8), group=None)
-    packing = build_packing([4, 4], torch.device("cpu"), share)
+    shard = ContextShard(ranks=2, rank=0, place=torch.arange(8), group=None)
+    packing = build_packing([4, 4], torch.device("cpu"), shard)
     assert packing.cu_seqlens_q_padded is packing.cu_seqlens_q
     assert packing.cu_seqlens_kv_padded is packing.cu_seqlens_kv
 

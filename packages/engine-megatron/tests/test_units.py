@@ -284,7 +284,7 @@ def test_more_ranks_than_key_value_heads_are_told_what_to_do(
     assert isinstance(error, ConfigError)
     assert error.field == "parallelism.tp"
     assert "4 does not divide 2 key-value heads" in str(error)
-    assert "a rank has whole ones" in error.why
+    assert "a rank has whole heads" in error.why
     assert "choose one of 1, 2" in error.remedy
     assert "parallelism.cp or pp" in error.remedy
 

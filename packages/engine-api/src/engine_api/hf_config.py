@@ -23,6 +23,10 @@ _SIZES = {
     "n_routed_experts": (0, 2**14),
     "num_experts_per_tok": (0, 2**14),
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Experts of all layers together. The largest model of 2026 has 23,424, and a table of all names
+# beyond this bound takes gigabytes before the first file is looked at.
+_MOST_EXPERTS = 2**18
 
 
 def read_hf_config(
@@ -87,6 +91,16 @@ def check_sizes(text: Any, file: str, field: str) -> None:
                     f"{file}: expected an integer from {least} to {most} as {key}, got {size!r}",
                     remedy="correct the file, or fetch it again",
                 )
+    layers = _size(text, "num_hidden_layers")
+    for key in _EXPERTS:
+        experts = _size(text, key)
+        if type(layers) is int and type(experts) is int and layers * experts > _MOST_EXPERTS:
+            raise ConfigError(
+                field,
+                f"{file}: expected at most {_MOST_EXPERTS:,} experts in all layers, got "
+                f"{layers:,} layers of {experts:,} ({key})",
+                remedy="correct the file, or fetch it again",
+            )
     heads = _size(text, "num_attention_heads")
     shared = _size(text, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:

@@ -1,7 +1,7 @@
-"""Context parallelism: which tokens of each document a rank has, and what is gathered from the others.
+"""Context parallelism: the tokens of each document on a rank, and the gathers over the ranks.
 
-A document of 2n equal chunks gives rank r of n the chunks r and 2n-1-r, so that causal attention costs all ranks the same
-(Megatron's and Transformer Engine's order for packed documents).
+A document is cut into 2n equal chunks, and rank r of n has the chunks r and 2n-1-r, so that causal
+attention costs all ranks the same (Megatron's and Transformer Engine's order for packed documents).
 """
 
 # Megatron is not annotated.
@@ -21,12 +21,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
-    """One rank's share of a packed micro-batch whose documents are padded to a multiple of twice the ranks.
+class ContextShard:
+    """One rank's tokens of a packed micro-batch.
+
+    Each document is padded to a multiple of twice the number of ranks.
 
     Attributes:
-        place: ``[T']`` int64, where each token stands in the ranks' tokens one rank after another.
-        group: the context-parallel ranks.
+        place: ``[T']`` int64, each token's index in the concatenation of all ranks' tokens.
+        group: the process group of the context-parallel ranks.
     """
 
     ranks: int
@@ -36,8 +38,11 @@ class Share:
 
 
 def token_order(lengths: Sequence[int], ranks: int) -> Tensor:
-    """``[ranks, T' / ranks]`` int64: the tokens of each rank, documents in their order."""
-    if ranks == 1:  # documents of any length
+    """Return the indices of each rank's tokens, documents in their order.
+
+    The result is ``[ranks, T' / ranks]`` int64. One rank takes documents of any length.
+    """
+    if ranks == 1:
         return torch.arange(sum(lengths))[None]
     mine = torch.arange(ranks)
     pairs = torch.stack((mine, 2 * ranks - 1 - mine), dim=1)
@@ -48,35 +53,42 @@ def token_order(lengths: Sequence[int], ranks: int) -> Tensor:
 
 
 def gather_outputs(local: Tensor, group: Any) -> Tensor:
-    """``[n]`` of each rank → ``[ranks · n]``. All ranks go on with the same loss: the gradient is this rank's slice."""
+    """Gather ``[n]`` of each rank to ``[ranks · n]``.
+
+    All ranks continue with the same loss, so the gradient is this rank's slice.
+    """
     gathered: Tensor = gather_from_sequence_parallel_region(
         local, tensor_parallel_output_grad=False, group=group
     )
     return gathered
 
 
-def gather_documents(local: Tensor, share: Share) -> Tensor:
-    """This rank's tokens ``[T' / ranks, …]`` → all ``[T', …]`` in their order; gradients are summed over the ranks."""
+def gather_documents(local: Tensor, shard: ContextShard) -> Tensor:
+    """Gather this rank's tokens ``[T' / ranks, …]`` to all tokens ``[T', …]`` in their order.
+
+    Gradients are summed over the ranks.
+    """
     gathered: Tensor = gather_from_sequence_parallel_region(
-        local, tensor_parallel_output_grad=True, group=share.group
+        local, tensor_parallel_output_grad=True, group=shard.group
     )
-    return gathered.index_select(0, share.place)
+    return gathered.index_select(0, shard.place)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, share: Share, scale: float | None) -> Tensor:
-    """Causal attention of this rank's two chunks of one document over the whole of it.
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None
+) -> Tensor:
+    """Compute causal attention of this rank's two chunks of one document over the whole document.
 
-    ``[heads, 2c, d]`` queries, ``[groups, 2c · ranks, d]`` keys and values → ``[heads, 2c, d]``.
+    ``[heads, 2c, d]`` queries and ``[groups, 2c · ranks, d]`` keys and values give
+    ``[heads, 2c, d]``.
     """
     size = query.shape[1] // 2
+    chunks = (shard.rank, 2 * shard.ranks - 1 - shard.rank)
     parts: list[Tensor] = []
-    for part, chunk in zip(
-        query.split(size, dim=1), (share.rank, 2 * share.ranks - 1 - share.rank), strict=True
-    ):
+    for part, chunk in zip(query.split(size, dim=1), chunks, strict=True):
         end = (chunk + 1) * size
-        mask = causal_lower_right(
-            size, end
-        )  # a kernel that knows it needs no [size, end] of booleans
+        # Kernels that know this mask type need no [size, end] tensor of booleans.
+        mask = causal_lower_right(size, end)
         parts.append(
             F.scaled_dot_product_attention(
                 part[None],

@@ -31,14 +31,21 @@ from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import te
 
-te.share_cudnn()  # before Megatron imports Transformer Engine
+# This must come before Megatron imports Transformer Engine.
+te.share_cudnn()
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine_megatron import checkpoint, export, native, pipeline
 from engine_megatron.masters import check_precision, whole_masters
-from engine_megatron.model import Forward, build_model, let_go, token_multiple, transformer_config
-from engine_megatron.optimizer import Trainer
+from engine_megatron.model import (
+    Forward,
+    build_model,
+    release_model,
+    token_multiple,
+    transformer_config,
+)
+from engine_megatron.optimizer import StageOptimizer
 from engine_megatron.options import megatron_options
 from engine_megatron.parallel import (
     DTYPES,
@@ -51,14 +58,18 @@ from engine_megatron.weights import Files, Reader, attach, check_layout, fill, w
 
 
 class MegatronEngine(BaseEngine):
-    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+    """Base of the language-model and the value engine.
+
+    ``engine_api.contract.Engine`` documents the public methods.
+    """
 
     kind: ClassVar[Kind]
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options = megatron_options(config.options)
-        self._groups = ExitStack()  # closes those that were made
+        # Closes the groups that were made, also if only some of them were.
+        self._groups = ExitStack()
         if self.options.sequence_parallel and config.parallelism.tp == 1:
             raise ConfigError(
                 "options.sequence_parallel",
@@ -75,17 +86,22 @@ class MegatronEngine(BaseEngine):
     # --- building ------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        # All that can be refused from the configuration and the files' headers comes before any group.
-        config, options, multiple = self.config, self.options, self.options.vocabulary_multiple
+        # Everything that can be refused from the configuration and the files' headers alone is
+        # refused before a process group is made.
+        config = self.config
+        options = self.options
+        multiple = options.vocabulary_multiple
         check_precision(config.precision)
         self.folder = fetch(config.model)
         hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
         if self.kind == "value_model":
-            hf_config.num_labels = 1  # of the head that save_hf writes
+            # The head that save_hf writes has one output.
+            hf_config.num_labels = 1
         spec = te.choose_spec(options.spec, config, self.device_type)
         te.check_environment()
-        self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
+        self.shape = shape_of(hf_config, self.kind, spec)
+        self.hf_config = hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(
             config.parallelism,
@@ -110,11 +126,13 @@ class MegatronEngine(BaseEngine):
         try:
             self._build_groups(timedelta(seconds=options.timeout_s))
             self._build_model(settings, files)
-        except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
+        # Ctrl-C included: groups are not kept for an engine that was not built.
+        except BaseException:
             self._close_groups()
             raise
 
     def _check_experts(self) -> None:
+        """Raise ``ConfigError`` for parallelism that the model's experts do not allow."""
         if self.options.expert_tensor_parallel and not self.shape.experts:
             raise ConfigError(
                 "options.expert_tensor_parallel",
@@ -139,7 +157,8 @@ class MegatronEngine(BaseEngine):
         self._groups.callback(self.comm.close)
 
     def _build_model(self, settings: TransformerConfig, files: Files | None) -> None:
-        # One rank may run out of memory, one machine have a damaged file: the others are told, not left waiting.
+        # One rank may run out of memory, or one machine may have a damaged file: then every other
+        # rank raises too and does not wait for it.
         together(self.comm, lambda: self._build_stage(settings))
         together(self.comm, self._build_masters)
         together(
@@ -162,17 +181,16 @@ class MegatronEngine(BaseEngine):
         )
 
     def _build_masters(self) -> None:
-        chunks, dtype, optimizer = (
-            self.forward.chunks,
-            DTYPES[self.config.precision.master],
-            self.config.optimizer,
-        )
-        self.trainer = (
-            Trainer(chunks, optimizer, self.layout, self.comm, dtype) if optimizer else None
-        )
-        self.masters = (
-            self.trainer.masters if self.trainer else whole_masters(chunks.parameters(), dtype)
-        )
+        chunks = self.forward.chunks
+        dtype = DTYPES[self.config.precision.master]
+        self.optimizer: StageOptimizer | None = None
+        if self.config.optimizer:
+            self.optimizer = StageOptimizer(
+                chunks, self.config.optimizer, self.layout, self.comm, dtype
+            )
+            self.masters = self.optimizer.masters
+        else:
+            self.masters = whole_masters(chunks.parameters(), dtype)
 
     # --- running -------------------------------------------------------------------------------
 
@@ -184,7 +202,10 @@ class MegatronEngine(BaseEngine):
         temperature: float,
         coefficients: Tensor | None = None,
     ) -> TokenOutputs:
-        """See ``BaseEngine.forward_step``; ``coefficients`` are not used. On a pipeline: without gradient."""
+        """Implement ``BaseEngine.forward_step``, without gradient on a pipeline.
+
+        ``coefficients`` are not used.
+        """
         del coefficients
         if self.layout.stages > 1:
             return pipeline.infer(self.forward, self._chunks, batch, needs, temperature)
@@ -195,7 +216,7 @@ class MegatronEngine(BaseEngine):
 
     @property
     def _chunks(self) -> Sequence[Any]:
-        return list(self.forward.chunks) if self.trainer is None else self.trainer.chunks
+        return list(self.forward.chunks) if self.optimizer is None else self.optimizer.chunks
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -218,7 +239,8 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
-        del last  # gradients stay this rank's own until the step
+        # Not needed: gradients are not reduced over ranks before the step.
+        del last
         self.forward.chunks.train()
         try:
             yield
@@ -227,16 +249,15 @@ class MegatronEngine(BaseEngine):
 
     @property
     def _seed_rank(self) -> int:
-        return (
-            self.topology.dp_rank
-        )  # tensor-parallel ranks hold the same tokens, and must draw the same for them
+        # Tensor-parallel ranks hold the same tokens, and must draw the same numbers for them.
+        return self.topology.dp_rank
 
     # --- the step ------------------------------------------------------------------------------
 
     @property
-    def _training(self) -> Trainer:
-        assert self.trainer is not None, "the base class refuses a step without an optimizer"
-        return self.trainer
+    def _training(self) -> StageOptimizer:
+        assert self.optimizer is not None, "the base class refuses a step without an optimizer"
+        return self.optimizer
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         return self._training.clip(max_norm)
@@ -245,8 +266,8 @@ class MegatronEngine(BaseEngine):
         self._training.step(lr)
 
     def _zero_grad(self) -> None:
-        if self.trainer is not None:
-            self.trainer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -300,44 +321,51 @@ class MegatronEngine(BaseEngine):
     # --- state ---------------------------------------------------------------------------------
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """See ``BaseEngine.state_shards``; all ranks together."""
-        return checkpoint.state_of(self.table, self.masters, self.trainer)
+        """See ``BaseEngine.state_shards``; all ranks call it together."""
+        return checkpoint.state_of(self.table, self.masters, self.optimizer)
 
     def _optimizer_fields(self) -> Collection[str]:
-        return () if self.trainer is None else state_fields(self.trainer.parts[0].inner)
+        return () if self.optimizer is None else state_fields(self.optimizer.groups[0].inner)
 
     def _state_layout(
         self, entries: Mapping[str, Entry]
     ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        return checkpoint.layout_of(self.table, self.trainer, entries)
+        return checkpoint.layout_of(self.table, self.optimizer, entries)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        checkpoint.install(self.table, self.masters, self.trainer, tensors)
+        checkpoint.install(self.table, self.masters, self.optimizer, tensors)
 
     def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
         if self.options.checkpoint == native.MEGATRON:
-            return native.writer(self._held(), self.masters, self.trainer)
+            return native.writer(self._local_parameters(), self.masters, self.optimizer)
         return super()._checkpoint_writer(copied=copied)
 
     def _read_checkpoint(self, folder: Path, manifest: Manifest) -> Callable[[], None]:
         if manifest.state != native.MEGATRON:
             return super()._read_checkpoint(folder, manifest)
-        held = self._held()
+        parameters = self._local_parameters()
         tensors = native.read(
-            folder, manifest, held, comm=self.comm, layout=self.layout, trainer=self.trainer
+            folder,
+            manifest,
+            parameters,
+            comm=self.comm,
+            layout=self.layout,
+            optimizer=self.optimizer,
         )
-        return lambda: native.install(held, self.masters, self.trainer, tensors)
+        return lambda: native.install(parameters, self.masters, self.optimizer, tensors)
 
-    def _held(self) -> list[native.Held]:
-        return native.held(self.forward.chunks, self.layout, self.masters)
+    def _local_parameters(self) -> list[native.LocalParameter]:
+        return native.local_parameters(self.forward.chunks, self.layout, self.masters)
 
     def _release(self) -> None:
-        self.trainer = None
+        self.optimizer = None
         self.table.clear()
-        let_go(self.forward.chunks)
+        release_model(self.forward.chunks)
         del self.forward, self.masters
         self._close_groups()
-        gc.collect()  # Megatron's modules refer to each other: until then they hold their memory, and the groups' threads
+        # Megatron's modules refer to each other: until they are collected they hold their memory,
+        # and the groups' threads.
+        gc.collect()
         device_of(self.device_type).empty_cache()
 
     def _close_groups(self) -> None:
@@ -350,13 +378,13 @@ def _raise(error: Exception | None) -> None:
 
 
 class MegatronEngineWithLMHead(MegatronEngine):
-    """Log-probs and entropy of a causal language model."""
+    """Engine for the log-probs and entropy of a causal language model."""
 
     kind = "language_model"
 
 
 class MegatronEngineWithValueHead(MegatronEngine):
-    """A scalar a token, from a linear head on the model's last hidden states."""
+    """Engine for one scalar per token, from a linear head on the model's last hidden states."""
 
     kind = "value_model"
     gives = ("values",)

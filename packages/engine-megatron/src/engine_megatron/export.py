@@ -21,15 +21,16 @@ from engine_megatron.parallel import (
 )
 from engine_megatron.weights import Reader, Weight
 
-# torch 2.13 renames it and warns of the old name; 2.11 has only that.
+# torch 2.13 renames the function and warns of its old name; torch 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def export_shards(table: Sequence[Weight], reader: Reader) -> ShardExport:
-    """(name, this rank's box, where it belongs) in the model's order.
+    """Yield (name, values of this rank's box, box) in the model's order.
 
-    Masters that are spread over ranks are gathered before the first tensor, as many as each rank holds itself: ranks with
-    copies then give empty boxes. In the dtype of the computation nothing is gathered.
+    Masters that are spread over ranks are gathered before the first tensor, and each rank keeps its
+    own part of them: ranks with copies then yield empty boxes. In the dtype of the computation
+    nothing is gathered.
     """
     gathered = reader.read_together(table)
     for weight in table:
@@ -45,7 +46,10 @@ def export_shards(table: Sequence[Weight], reader: Reader) -> ShardExport:
 def export_whole(
     table: Sequence[Weight], layout: Layout, reader: Reader, bucket_bytes: int, device: torch.device
 ) -> WeightExport:
-    """(name, whole tensor) in the model's order; one bucket of at most ``bucket_bytes``, or one tensor, exists at a time."""
+    """Yield (name, whole tensor) in the model's order.
+
+    One bucket of at most ``bucket_bytes``, or one larger tensor, exists at a time.
+    """
     for bucket in _buckets(table, reader.dtype, bucket_bytes):
         if layout.tensor == layout.stages == layout.experts == 1:
             yield from ((weight.name, reader.read(weight)) for weight in bucket)
@@ -54,13 +58,15 @@ def export_whole(
 
 
 def _buckets(table: Sequence[Weight], dtype: torch.dtype, limit: int) -> Iterator[list[Weight]]:
-    """Neighbours on one pipeline stage, of together at most ``limit`` bytes."""
-    bucket, size = list[Weight](), 0
+    """Yield lists of successive weights on one pipeline stage, of at most ``limit`` bytes each."""
+    bucket: list[Weight] = []
+    size = 0
     for weight in table:
         need = math.prod(weight.shape) * dtype.itemsize
         if bucket and (size + need > limit or _stage(weight) != _stage(bucket[0])):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(weight)
         size += need
     if bucket:
@@ -68,22 +74,24 @@ def _buckets(table: Sequence[Weight], dtype: torch.dtype, limit: int) -> Iterato
 
 
 def _stage(weight: Weight) -> int:
-    """The stage that an export takes a weight from."""
+    """Return the pipeline stage that an export takes a weight from."""
     return min(weight.parameters)
 
 
 def _gather(
     bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device
 ) -> WeightExport:
-    """One gather over the ranks that divide the stage, one broadcast from it to the others."""
-    stage, here = _stage(bucket[0]), layout.here
+    """Gather a bucket over the ranks that divide its stage, and broadcast it to all other stages."""
+    stage = _stage(bucket[0])
+    here = layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]
     flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
     wholes = [
         part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)
     ]
     if here.stage == stage:
-        reader.forget()  # within a bucket all that is not an expert's comes first
+        # Within a bucket, all weights that are not of experts come first.
+        reader.forget()
         _gather_stage(bucket, wholes, layout, reader)
     if layout.stages > 1:
         source = layout.rank_of(replace(here, stage=stage))
@@ -94,7 +102,9 @@ def _gather(
 def _gather_stage(
     bucket: list[Weight], wholes: list[Tensor], layout: Layout, reader: Reader
 ) -> None:
-    split, experts = list[tuple[Weight, Tensor]](), list[tuple[Weight, Tensor]]()
+    """Fill ``wholes``, the whole tensors of a bucket, on the ranks of its stage."""
+    split: list[tuple[Weight, Tensor]] = []
+    experts: list[tuple[Weight, Tensor]] = []
     for weight, whole in zip(bucket, wholes, strict=True):
         if weight.owner is not None and layout.experts * layout.expert_tensor > 1:
             experts.append((weight, whole))
@@ -109,7 +119,10 @@ def _gather_stage(
 
 
 def _gather_experts(experts: list[tuple[Weight, Tensor]], reader: Reader) -> None:
-    """A sum: neighbouring experts lie on one rank, and a gather would need room for as many on every rank."""
+    """Gather experts' weights by a sum over the ranks.
+
+    Successive experts are on one rank, and an all-gather would need memory for as many per rank.
+    """
     sizes = [whole.numel() for _, whole in experts]
     flat = experts[0][1].new_zeros(sum(sizes))
     for part, (weight, whole) in zip(flat.split(sizes), experts, strict=True):
@@ -121,7 +134,7 @@ def _gather_experts(experts: list[tuple[Weight, Tensor]], reader: Reader) -> Non
 
 
 def _gather_split(split: list[tuple[Weight, Tensor]], layout: Layout, reader: Reader) -> None:
-    """One all-gather over the tensor-parallel ranks."""
+    """Gather weights that are split over the tensor-parallel ranks, in one all-gather."""
     wholes = [whole for _, whole in split]
     # The last ranks' boxes may be shorter: the vocabulary's padding is not sent.
     sizes = [math.prod(weight.box_of(_at(layout, 0)).shape) for weight, _ in split]
@@ -137,5 +150,5 @@ def _gather_split(split: list[tuple[Weight, Tensor]], layout: Layout, reader: Re
 
 
 def _at(layout: Layout, tensor: int) -> Place:
-    """The rank of this stage with another tensor-parallel number."""
+    """Return this rank's coordinates with the tensor-parallel rank ``tensor``."""
     return replace(layout.here, tensor=tensor)

@@ -1,8 +1,10 @@
-"""Which part of which Megatron parameter each Hugging Face tensor is: one table a family, read by import and export alike.
+"""The mapping from Hugging Face tensors to parts of Megatron parameters.
 
-Megatron fuses queries, keys and values group by group (``q q k v | q q k v | …``, one key head a group) and gate and up
-one after the other. A tensor-parallel rank holds whole groups, and its own part of gate and of up. Hence a saved tensor
-is, in a parameter's first dimension, a range of slots in each of several equal groups: `Cut`.
+There is one table per family, which import and export both read. Megatron fuses queries, keys and
+values group by group (``q q k v | q q k v | …``, one key head per group), and gate and up one after
+the other. A tensor-parallel rank holds whole groups, and its own part of gate and of up. Hence a
+saved tensor is, in a parameter's first dimension, a range of slots in each of several equal groups:
+`Cut`.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ from torch import Tensor
 
 from engine_megatron.shape import Shape
 
-# How a parameter's first dimension is divided among the saved tensors.
+# The division of a parameter's first dimension among the saved tensors.
 Layout = Literal["whole", "groups", "halves"]
-Split = Literal["none", "rows", "columns"]  # over tensor-parallel ranks, in the saved tensor
+# The dimension of a saved tensor that is divided over tensor-parallel ranks.
+Split = Literal["none", "rows", "columns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One parameter of Megatron's and the saved tensors in it, in their order.
+    """One of Megatron's parameters and the saved tensors in it, in their order.
 
     Attributes:
         parameter, saved: names inside a layer, or whole names; N is an expert's number.
-        te: the parameter's name in Transformer Engine's layers, where it is another: norms lie inside the linear layers.
-        split: which dimension of each saved tensor is spread over tensor-parallel ranks.
-        expert: the number of the expert it belongs to; ``parameter`` has N for its number on its rank.
+        layout: the division of the parameter's first dimension among the saved tensors.
+        split: the dimension of each saved tensor that is spread over tensor-parallel ranks.
+        expert: the number of the expert that the rule belongs to; ``parameter`` has N for the
+            expert's number on its rank.
+        te: the parameter's name in Transformer Engine's layers if it differs; these have norms
+            inside the linear layers.
     """
 
     parameter: str
@@ -40,14 +46,13 @@ class Rule:
     te: str | None = None
 
     def named(self, shape: Shape) -> Rule:
-        """The rule with its parameter's name in the spec of ``shape``."""
+        """Return the rule with its parameter's name in the spec of ``shape``."""
         return replace(self, parameter=self.te) if self.te and shape.spec == "te" else self
 
     def of_expert(self, number: int) -> Rule:
-        """The rule of one expert."""
-        return replace(
-            self, saved=tuple(name.replace("N", str(number)) for name in self.saved), expert=number
-        )
+        """Return the rule of one expert, with its number in the saved names."""
+        saved = tuple(name.replace("N", str(number)) for name in self.saved)
+        return replace(self, saved=saved, expert=number)
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
@@ -99,7 +104,7 @@ _MLP = (
 )
 
 _ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
-# A layer has these once an expert, N being its number.
+# A layer has these once per expert, with N as the expert's number.
 _EXPERT = (
     Rule(
         parameter="mlp.experts.local_experts.N.linear_fc1.weight",
@@ -116,7 +121,7 @@ _EXPERT = (
     ),
 )
 
-# What a layer of each family is made of.
+# The parameters of a layer, by family.
 LAYERS: dict[str, tuple[Rule, ...]] = {
     "llama": (*_NORMS, *_ATTENTION, *_MLP),
     "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
@@ -129,7 +134,7 @@ EMBEDDING = Rule(
 )
 LAST_NORM = Rule(parameter="decoder.final_layernorm.weight", saved=("model.norm.weight",))
 HEAD = Rule(parameter="output_layer.weight", saved=("lm_head.weight",), split="rows")
-# The copy on a pipeline's last stage of an embedding that is the head as well.
+# The copy, on a pipeline's last stage, of an embedding that is also the head.
 TIED_HEAD = Rule(
     parameter="output_layer.weight", saved=("model.embed_tokens.weight",), split="rows"
 )
@@ -139,27 +144,36 @@ SCORE_BIAS = Rule(parameter="score.bias", saved=("score.bias",))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Where a saved tensor lies in a parameter: of each group of ``slots`` slots, ``count`` from ``first`` on."""
+    """The position of a saved tensor in a parameter.
+
+    It has, of each group of ``slots`` slots, ``count`` slots from ``first`` on.
+    """
 
     slots: int = 1
     first: int = 0
     count: int = 1
-    unit: int | None = None  # rows of a slot; None: there is one group
+    unit: int | None = None
+    """Number of rows of a slot. None means that there is one group."""
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The part as ``[groups, count, unit, …]``; live memory."""
+        """Return the part as ``[groups, count, unit, …]``, in live memory."""
         unit = self.unit or parameter.shape[0] // self.slots
         grouped = parameter.view(-1, self.slots, unit, *parameter.shape[1:])
         return grouped[:, self.first : self.first + self.count]
 
     def read(self, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The part in the order of the saved tensor, ``shape``; rows beyond it are padding of the vocabulary."""
+        """Return the part in the order of the saved tensor, whose shape is ``shape``.
+
+        Rows of the parameter beyond it are padding of the vocabulary.
+        """
         part = self.view(parameter)
-        return part.reshape(-1, *parameter.shape[1:])[: shape[0]] if shape else part.reshape(shape)
+        if not shape:
+            return part.reshape(shape)
+        return part.reshape(-1, *parameter.shape[1:])[: shape[0]]
 
     @torch.no_grad()
     def write(self, parameter: Tensor, value: Tensor) -> None:
-        """Put ``value`` there; padding becomes zero."""
+        """Write ``value`` to the part, and zeros to padding."""
         part = self.view(parameter)
         if part.numel() != value.numel():
             parameter.zero_()
@@ -169,9 +183,10 @@ class Cut:
 
 
 def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
-    """The part of each of the rule's saved tensors in its parameter."""
+    """Return the cut of each of the rule's saved tensors in its parameter."""
     if rule.layout == "groups":
-        queries, dim = shape.heads // shape.kv_heads, shape.head_dim
+        queries = shape.heads // shape.kv_heads
+        dim = shape.head_dim
         spans = ((0, queries), (queries, 1), (queries + 1, 1))
         return tuple(
             Cut(slots=queries + 2, first=first, count=count, unit=dim) for first, count in spans
@@ -182,12 +197,10 @@ def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
 
 
 def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
-    """The whole shape of a saved tensor, by its name's end."""
-    hidden, queries, keys = (
-        shape.hidden,
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-    )
+    """Return the whole shape of a saved tensor, by the end of its name."""
+    hidden = shape.hidden
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     weights = {
         "embed_tokens": (shape.vocab_size, hidden),
         "lm_head": (shape.vocab_size, hidden),
@@ -208,19 +221,23 @@ def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
         return (hidden, width) if module == "down_proj" else (width, hidden)
     if name.endswith("mlp.gate.weight"):
         return (shape.experts, hidden)
-    whole = weights.get(module, (hidden,))  # the other norms
+    # Norms other than q_norm and k_norm are as wide as the hidden states.
+    whole = weights.get(module, (hidden,))
     return whole[:1] if kind == "bias" else whole
 
 
 def _layer_rules(shape: Shape) -> Iterator[Rule]:
-    """The rules of one layer, those of experts for each of them in turn."""
+    """Yield the rules of one layer, with the rules of experts repeated for each expert."""
     yield from (rule.named(shape) for rule in LAYERS[shape.family] if rule not in _EXPERT)
     for expert in range(shape.experts):
         yield from (rule.named(shape).of_expert(expert) for rule in _EXPERT)
 
 
 def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
-    """(layer or None, rule with whole names of saved tensors), in the model's order; a tied head is the embedding."""
+    """Yield (layer or None, rule with whole names of saved tensors), in the model's order.
+
+    A tied head has no rule of its own, because it is the embedding.
+    """
     yield None, EMBEDDING
     for layer in range(shape.layers):
         for rule in _layer_rules(shape):

@@ -1,4 +1,7 @@
-"""Log-probs and entropy over a vocabulary that is split over tensor-parallel ranks, the logits of a chunk at a time."""
+"""Log-probs and entropy over a vocabulary that is split over tensor-parallel ranks.
+
+The logits of one chunk of tokens exist at a time.
+"""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false
@@ -15,19 +18,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """This rank's rows of the head: tokens ``first`` to ``first + size``; what follows in the weight is padding."""
+    """This rank's rows of the head, those of the tokens ``first`` to ``first + size``.
+
+    Rows of the weight beyond ``size`` are padding.
+    """
 
     first: int
     size: int
-    group: Any  # None: the whole vocabulary is here
+    group: Any
+    """Process group of the tensor-parallel ranks. None means that the whole vocabulary is here."""
 
 
 class _LogProb(torch.autograd.Function):
     """``log softmax(h W^T / τ)[target]`` and the entropy of that distribution.
 
     With p = softmax(z), z = h W^T / τ, and upstream gradients a (log-prob) and b (entropy):
-    dz = a (onehot − p) − b p (log p + H). The logits of a chunk are computed again in backward. The gradient of ``h``
-    is this rank's part of a sum over the ranks.
+    dz = a (onehot − p) − b p (log p + H). The logits of a chunk are computed again in backward. The
+    gradient of ``h`` is this rank's part of a sum over the ranks.
     """
 
     @staticmethod
@@ -51,22 +58,25 @@ class _LogProb(torch.autograd.Function):
             entropy[part] = normalizer[part] - expected
             log_probs[part] = _chosen(logits, targets[part], vocabulary) - normalizer[part]
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.scale, ctx.chunk, ctx.vocabulary = scale, chunk, vocabulary
+        ctx.scale = scale
+        ctx.chunk = chunk
+        ctx.vocabulary = vocabulary
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        # Added up over chunks in float32: bfloat16 sums would lose the small ones.
+        # Gradients of chunks are added up in float32: sums in bfloat16 would lose small terms.
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         size = ctx.vocabulary.size
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = (
-                _logits(hidden[part], weight, ctx.scale, ctx.vocabulary) - normalizer[part, None]
-            )
-            p, a, b = log_p.exp(), grads[0][part, None], grads[1][part, None]
+            logits = _logits(hidden[part], weight, ctx.scale, ctx.vocabulary)
+            log_p = logits - normalizer[part, None]
+            p = log_p.exp()
+            a = grads[0][part, None]
+            b = grads[1][part, None]
             d_logits = -p * (a + b * (log_p + entropy[part, None]))
             index, here = _own(targets[part], ctx.vocabulary)
             d_logits.scatter_add_(1, index[:, None], a * here[:, None])
@@ -77,12 +87,12 @@ class _LogProb(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, vocabulary: Vocabulary) -> Tensor:
-    """``[n, size]`` float32."""
+    """Return the scaled logits of this rank's part of the vocabulary, ``[n, size]`` float32."""
     return (hidden @ weight[: vocabulary.size].T).float() * scale
 
 
 def _normalize(logits: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """``[n]`` each: log-sum-exp over the whole vocabulary, and the expected logit."""
+    """Return the log-sum-exp over the whole vocabulary and the expected logit, ``[n]`` each."""
     highest = logits.amax(-1)
     if group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -94,14 +104,17 @@ def _normalize(logits: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 def _own(targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """``[n]`` each: the target's place in this rank's rows (0 where it is not there), and whether it is there."""
+    """Return each target's index in this rank's rows, and whether it is there, ``[n]`` each.
+
+    The index of a target that is not there is 0.
+    """
     index = targets - vocabulary.first
     here = (index >= 0) & (index < vocabulary.size)
     return index.masked_fill(~here, 0), here
 
 
 def _chosen(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """``[n]``: the targets' logits."""
+    """Return the targets' logits, ``[n]``."""
     index, here = _own(targets, vocabulary)
     chosen = logits.gather(1, index[:, None])[:, 0].masked_fill(~here, 0.0)
     if vocabulary.group is not None:
@@ -118,12 +131,17 @@ def log_probs(
     chunk: int,
     vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets`` and entropies, ``[T]`` float32 each, the same bits on every tensor-parallel rank.
+    """Return the log-probs of ``targets`` and the entropies, ``[T]`` float32 each.
+
+    They are the same bits on every tensor-parallel rank.
 
     Args:
-        hidden: ``[T, d]``, whose gradient is to be summed over the ranks; weight: this rank's rows ``[n, d]``.
+        hidden: ``[T, d]``; the caller sums its gradient over the ranks.
+        weight: this rank's rows of the head, ``[n, d]``.
         targets: ``[T]`` int64, numbered in the whole vocabulary.
-        chunk: tokens whose logits exist at the same time.
+        temperature: divides the logits.
+        chunk: number of tokens whose logits exist at the same time.
+        vocabulary: the tokens that the rows are for.
     """
     result: tuple[Tensor, Tensor] = _LogProb.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, 1.0 / temperature, chunk, vocabulary

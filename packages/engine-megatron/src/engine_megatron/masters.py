@@ -1,4 +1,8 @@
-"""What each parameter is trained in: itself, or a copy in the masters' dtype, whole or this rank's flat range of it."""
+"""Master weights of the parameters.
+
+A master is the parameter itself or a copy in the masters' dtype, and is whole or this rank's flat
+range.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,41 @@ from engine_megatron.parallel import add_bits, holders_group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What is updated of a parameter on this rank: ``parameter.view(-1)[start : start + numel]``, or a copy of that."""
+    """The range of a parameter that this rank updates.
+
+    ``tensor`` is ``parameter.view(-1)[start : start + numel]`` or a copy of it.
+    """
 
     tensor: Tensor
     start: int
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This range of something of the parameter's shape."""
-        return whole.reshape(-1)[self.start : self.start + self.tensor.numel()].view(
-            self.tensor.shape
-        )
+        """Return this range of a tensor of the parameter's shape."""
+        end = self.start + self.tensor.numel()
+        return whole.reshape(-1)[self.start : end].view(self.tensor.shape)
 
 
 class Masters:
     """The master weights of this rank's stage.
 
     Attributes:
-        shards: what is updated here; a parameter without any is updated on other ranks.
-        spread: whether the ranks that hold the same parameters update flat ranges of them, each its own.
+        shards: the ranges updated here; a parameter without one is updated on other ranks.
+        dtype: the dtype of the masters.
+        spread: whether each of the ranks that hold the same parameters updates its own flat range.
     """
 
     def __init__(
         self, shards: Mapping[nn.Parameter, Shard], dtype: torch.dtype, *, spread: bool
     ) -> None:
-        self.shards, self.dtype, self.spread = shards, dtype, spread
+        self.shards = shards
+        self.dtype = dtype
+        self.spread = spread
 
     def read(self, param: nn.Parameter) -> Tensor:
-        """A parameter in the masters' dtype; where they are spread, all ranks that hold it together."""
+        """Return a parameter in the masters' dtype.
+
+        Where masters are spread, all ranks that hold the parameter call it together.
+        """
         if param.dtype == self.dtype:
             return param.detach()
         shard = self.shards.get(param)
@@ -51,20 +63,27 @@ class Masters:
 
     @torch.no_grad()
     def write(self, param: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter and its master to ``value``, of the parameter's shape and the masters' dtype."""
+        """Set a parameter and its master to ``value``.
+
+        ``value`` has the parameter's shape and the masters' dtype.
+        """
         param.copy_(value)
         if param.dtype != self.dtype and (shard := self.shards.get(param)) is not None:
             shard.tensor.copy_(shard.part_of(value))
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the parameters, as far as they are updated here."""
+        """Round the masters that are updated here into the parameters."""
         for param, shard in self.shards.items():
             if param.dtype != self.dtype:
                 shard.part_of(param).copy_(shard.tensor)
 
     def gather(self, param: nn.Parameter, shard: Shard | None, value: Tensor | None) -> Tensor:
-        """From this rank's range of something of the parameter's shape to the whole, if it is spread."""
+        """Return the whole tensor of which ``value`` is this rank's range.
+
+        The tensor has the parameter's shape. Masters that are not spread have the whole tensor, and
+        ``value`` is returned.
+        """
         if not self.spread:
             assert value is not None, "masters that are not spread are all here"
             return value
@@ -74,7 +93,11 @@ class Masters:
         return add_bits(whole, holders_group(param)).view(param.shape)
 
     def gather_scalar(self, param: nn.Parameter, value: Tensor | None) -> Tensor | None:
-        """A scalar that is the same wherever it is, on all ranks; None if ``value`` is a tensor of the range's shape."""
+        """Return a scalar that some ranks have, on all ranks.
+
+        It is the same on the ranks that have it; ``value`` is None on those that do not. Returns None
+        if ``value`` is a tensor of the range's shape.
+        """
         found = torch.full((2,), -math.inf, device=param.device)
         if value is not None:
             found[0] = float(value) if not value.dim() else -math.inf
@@ -84,7 +107,10 @@ class Masters:
 
 
 def whole_masters(params: Iterable[nn.Parameter], dtype: torch.dtype) -> Masters:
-    """Masters that are whole on every rank: the parameters themselves, where they have the dtype."""
+    """Build masters that are whole on every rank.
+
+    They are the parameters themselves where these have the dtype, copies if not.
+    """
     shards = {
         param: Shard(
             tensor=param.detach() if param.dtype == dtype else param.detach().to(dtype, copy=True),

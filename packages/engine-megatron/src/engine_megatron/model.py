@@ -1,4 +1,4 @@
-"""Megatron's GPT model of a Hugging Face configuration, and one forward over a packed micro-batch."""
+"""Megatron's GPT model for a Hugging Face configuration, and one forward over a micro-batch."""
 
 # Megatron is not annotated.
 # pyright: reportUnknownMemberType=false
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig
 from engine_api.results import TokenOutputs
-from engine_megatron.context import Share, gather_outputs, token_order
+from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
 from engine_megatron.layers import Norm, PackedAttention, Packing, build_packing, steady_longest
 from engine_megatron.options import MegatronOptions
@@ -40,16 +40,20 @@ from engine_megatron.shape import Shape
 from engine_megatron.te import FP8_TOKENS
 from engine_megatron.weights import padded_vocabulary
 
-# The router's products in plain torch: Transformer Engine's would be TF32. Without it the name is not even defined.
+# The router's products are computed by plain torch: Transformer Engine's would be in TF32. Without
+# Transformer Engine the name is not even defined.
 moe_utils.te_general_gemm = None
-_GENERATORS = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")  # Megatron's names
-_DISPATCHER = (
-    "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
-)
+# Megatron's names of its generators.
+_GENERATORS = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
+# Megatron's default refuses lengths that vary, with and without experts.
+_DISPATCHER = "alltoall"
 
 
 class PackedGPT(GPTModel):
-    """A GPT model whose last stage gives normalized hidden states: heads are this engine's own."""
+    """A GPT model whose last stage returns normalized hidden states.
+
+    The heads are this engine's own.
+    """
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -58,10 +62,16 @@ class PackedGPT(GPTModel):
 def transformer_config(
     shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool
 ) -> TransformerConfig:
-    """Megatron's configuration. The local spec has no fused kernels; sums, never means."""
-    extra: dict[str, Any] = _experts(shape, layout) | _engine_of(shape, config)
+    """Build Megatron's configuration, with losses as sums instead of means.
+
+    The local spec has no fused kernels.
+    """
+    extra: dict[str, Any] = _expert_settings(shape, layout) | _transformer_engine_settings(
+        shape, config
+    )
     if layout.virtual > 1:
-        # With messages in batches, Megatron's default, two between the same two ranks are taken for each other.
+        # With messages in batches, Megatron's default, two messages between the same two ranks are
+        # mistaken for each other.
         extra |= {
             "virtual_pipeline_model_parallel_size": layout.virtual,
             "overlap_p2p_comm": True,
@@ -101,10 +111,11 @@ def transformer_config(
         moe_token_dispatcher_type=_DISPATCHER,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
-        # The denominator is the caller's, applied once before backward: Megatron must not divide by ranks or micro-batches.
+        # The denominator is the caller's and is applied once before backward: Megatron must not
+        # divide by the number of ranks or micro-batches.
         calculate_per_token_loss=True,
-        # Megatron puts it into NVTE_… of the environment, so it is the same for both specs. No other backend is fallen
-        # back to: what the fused one does not take is an error.
+        # Megatron writes the choice to the environment (NVTE_…), so it is the same for both specs.
+        # There is no fallback: input that the fused backend does not accept is an error.
         attention_backend=AttnBackend.fused,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -115,13 +126,17 @@ def transformer_config(
     )
 
 
-def _engine_of(shape: Shape, config: EngineConfig) -> dict[str, Any]:
-    """What only Transformer Engine's layers do: RoPE and experts in one kernel each, FP8 products (DeepSeek-V3's blocks)."""
+def _transformer_engine_settings(shape: Shape, config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that only Transformer Engine's layers have.
+
+    They compute RoPE and the experts in one kernel each, and FP8 products in DeepSeek-V3's blocks.
+    """
     if shape.spec == "local":
         return {}
     fused: dict[str, Any] = {"apply_rope_fusion": True, "moe_grouped_gemm": bool(shape.experts)}
     if config.precision.compute == "float8":
-        # Quantized weights are not kept over micro-batches: nothing would tell the layers of a step or a loaded checkpoint.
+        # Quantized weights are not kept between micro-batches: the layers would not notice a step
+        # or a loaded checkpoint.
         fused |= {
             "fp8": "e4m3",
             "fp8_recipe": "blockwise",
@@ -130,8 +145,11 @@ def _engine_of(shape: Shape, config: EngineConfig) -> dict[str, Any]:
     return fused
 
 
-def _experts(shape: Shape, layout: Layout) -> dict[str, Any]:
-    """Router and experts: no balancing loss, no capacity. Without renormalization the softmax is over all experts."""
+def _expert_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
+    """Return the settings of router and experts, without balancing loss and without capacity.
+
+    Without renormalization the softmax is over all experts.
+    """
     if not shape.experts:
         return {}
     return {
@@ -150,24 +168,22 @@ def _experts(shape: Shape, layout: Layout) -> dict[str, Any]:
 def build_model(
     shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout
 ) -> nn.ModuleList:
-    """This rank's stage: its model chunks (`PackedGPT`) in their order, the weights not yet filled."""
+    """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled."""
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
     return nn.ModuleList(
-        _chunk(shape, config, options, layout, number) for number in range(layout.virtual)
+        _build_chunk(shape, config, options, layout, number) for number in range(layout.virtual)
     )
 
 
-def _chunk(
+def _build_chunk(
     shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout, number: int
 ) -> PackedGPT:
-    is_first, is_last = (
-        layout.is_first and number == 0,
-        layout.is_last and number == layout.virtual - 1,
-    )
+    is_first = layout.is_first and number == 0
+    is_last = layout.is_last and number == layout.virtual - 1
     model = PackedGPT(
         config=config,
-        transformer_layer_spec=_spec(shape, layout),
+        transformer_layer_spec=_chunk_spec(shape, layout),
         vocab_size=padded_vocabulary(shape, layout, options.vocabulary_multiple),
         max_sequence_length=shape.max_positions,
         pre_process=is_first,
@@ -191,11 +207,12 @@ def _chunk(
     return model
 
 
-def let_go(chunks: nn.ModuleList) -> None:
-    """Cut what would keep a model that nobody uses, with its memory and its groups' threads.
+def release_model(chunks: nn.ModuleList) -> None:
+    """Cut the references that would keep an unused model, with its memory and its groups' threads.
 
-    A token dispatcher keeps the last micro-batch's probabilities, whose graph ends in the hooks that hold the model: a circle
-    through autograd, which Python's collector cannot see. RoPE's cache of frequencies has the module for a key.
+    A token dispatcher keeps the last micro-batch's probabilities, whose graph ends in the hooks that
+    hold the model. This is a cycle through autograd, which Python's collector cannot see. RoPE's
+    cache of frequencies has the module as a key.
     """
     for layer in chunks.modules():
         if (dispatcher := getattr(layer, "token_dispatcher", None)) is not None:
@@ -204,15 +221,18 @@ def let_go(chunks: nn.ModuleList) -> None:
 
 
 def _add_generators() -> None:
-    """The generators that Megatron and Transformer Engine switch to in their layers; without dropout nothing is drawn."""
+    """Add the generators that Megatron and Transformer Engine switch to in their layers.
+
+    Without dropout no number is drawn from them.
+    """
     tracker: Any = get_cuda_rng_tracker()
     for seed, name in enumerate(_GENERATORS):
         if name not in tracker.get_states():
             tracker.add(name, seed=seed)
 
 
-def _spec(shape: Shape, layout: Layout) -> Any:
-    """The layers of a chunk, and the last norm."""
+def _chunk_spec(shape: Shape, layout: Layout) -> Any:
+    """Return the spec of a chunk's layers and of the last norm."""
     block: Any = TransformerBlockSubmodules
     layer, norm = _te_layer(shape) if shape.spec == "te" else _local_layer(shape)
     return block(
@@ -221,7 +241,11 @@ def _spec(shape: Shape, layout: Layout) -> Any:
 
 
 def _te_layer(shape: Shape) -> tuple[Any, Any]:
-    """Transformer Engine's layer: norms inside of the linear layers, attention over packed documents, grouped experts."""
+    """Return the specs of Transformer Engine's layer and norm.
+
+    The layer has its norms inside the linear layers, attention over packed documents, and grouped
+    experts.
+    """
     from megatron.core.extensions.transformer_engine import TENorm
 
     return get_gpt_layer_with_transformer_engine_spec(
@@ -232,7 +256,7 @@ def _te_layer(shape: Shape) -> tuple[Any, Any]:
 
 
 def _local_layer(shape: Shape) -> tuple[Any, Any]:
-    """Megatron's own layer with this package's norms and attention."""
+    """Return the spec of Megatron's own layer with this package's attention, and the norm."""
     layer: Any = get_gpt_layer_local_spec(
         num_experts=shape.experts or None,
         moe_grouped_gemm=False,
@@ -250,13 +274,17 @@ def _local_layer(shape: Shape) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """This rank's tokens of a micro-batch on the device: T' of it and its padding, n of them here (all without cp).
+    """This rank's tokens of a micro-batch on the device.
+
+    The micro-batch has T tokens and T' with padding; n of them are here (all without cp).
 
     Attributes:
         ids, positions: ``[1, n]`` int64.
-        targets: ``[n]`` int64, the token after each.
-        source: ``[T]`` int64, for each token of the batch where the one before it stands in the outputs of all ranks.
+        targets: ``[n]`` int64, the token after each token.
+        source: ``[T]`` int64, for each token of the batch the index of the token before it in the
+            outputs of all ranks.
         first: ``[T]`` bool, true at the first token of each document.
+        packing: the documents' lengths and boundaries, padding included.
     """
 
     ids: Tensor
@@ -270,30 +298,30 @@ class Packed:
 def pack(
     batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False
 ) -> Packed:
-    """Pad to a multiple of ``multiple`` with a document of its own at the end; an empty micro-batch is all padding.
+    """Pad a micro-batch and move this rank's tokens to the device.
 
-    Under context parallelism each document is padded to a multiple of twice the ranks. ``steady``: round the stated length
-    of the longest document up (`steady_longest`).
+    The micro-batch is padded to a multiple of ``multiple`` with a separate document at its end; an
+    empty one is all padding. Under context parallelism each document is padded to a multiple of twice
+    the ranks. With ``steady`` the stated length of the longest document is rounded up
+    (`steady_longest`).
     """
-    lengths, real = _padded(
-        batch.lengths, multiple, 2 * layout.context if layout.context > 1 else 1
-    )
+    step = 2 * layout.context if layout.context > 1 else 1
+    lengths, real = _pad_lengths(batch.lengths, multiple, step)
     ids = torch.zeros(sum(lengths), dtype=torch.int64)
     ids[real] = batch.input_ids.cpu()
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     positions = torch.arange(len(ids)) - torch.repeat_interleave(starts, torch.tensor(lengths))
     order = token_order(lengths, layout.context)
-    own, place = order[layout.here.context], order.flatten().argsort()
-    share = (
-        None
-        if layout.context == 1
-        else Share(
+    own = order[layout.here.context]
+    place = order.flatten().argsort()
+    shard: ContextShard | None = None
+    if layout.context > 1:
+        shard = ContextShard(
             ranks=layout.context,
             rank=layout.here.context,
             place=place.to(device),
             group=context_group(),
         )
-    )
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return Packed(
         ids=ids[own][None].to(device),
@@ -301,48 +329,56 @@ def pack(
         targets=ids.roll(-1)[own].to(device),
         source=place[(real - 1).clamp(min=0)].to(device),
         first=(positions[real] == 0).to(device),
-        packing=build_packing(lengths, device, share, longest=longest),
+        packing=build_packing(lengths, device, shard, longest=longest),
     )
 
 
-def _padded(lengths: Sequence[int], multiple: int, step: int) -> tuple[list[int], Tensor]:
-    """Lengths with padding, and ``[T]`` int64: where the batch's tokens then stand."""
+def _pad_lengths(lengths: Sequence[int], multiple: int, step: int) -> tuple[list[int], Tensor]:
+    """Return the lengths with padding, and the indices of the batch's tokens in them.
+
+    The indices are ``[T]`` int64. ``step`` divides each document's padded length.
+    """
     padded = [-(-length // step) * step for length in lengths]
     total = sum(padded)
     rest = -total % multiple or (0 if total else multiple)
     within = [torch.arange(length) for length in lengths]
     starts = [sum(padded[:i]) for i in range(len(padded))]
-    real = (
-        torch.cat([start + part for start, part in zip(starts, within, strict=True)])
-        if within
-        else torch.empty(0)
-    )
+    indices = [start + part for start, part in zip(starts, within, strict=True)]
+    real = torch.cat(indices) if indices else torch.empty(0)
     return [*padded, *([rest] if rest else [])], real.long()
 
 
 def token_multiple(config: EngineConfig, options: MegatronOptions, layout: Layout) -> int:
-    """What the tokens of a micro-batch are padded to: each rank has as many, and FP8 its blocks."""
+    """Return the number that the tokens of a micro-batch are padded to a multiple of.
+
+    Each rank then has equally many tokens, and with FP8 whole blocks of them.
+    """
     ranks = layout.context * (layout.tensor if options.sequence_parallel else 1)
-    each = math.lcm(
-        config.memory.pad_to_multiple, FP8_TOKENS if config.precision.compute == "float8" else 1
-    )
+    block = FP8_TOKENS if config.precision.compute == "float8" else 1
+    each = math.lcm(config.memory.pad_to_multiple, block)
     return math.lcm(each * ranks, 2 * layout.context if layout.context > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """How a micro-batch goes through this rank's chunks, and the last chunk's hidden states through the head."""
+    """The path of a micro-batch through this rank's chunks and the head.
+
+    Attributes:
+        multiple: the tokens of a micro-batch are padded to a multiple of it.
+        logit_chunk: number of tokens whose logits exist at the same time.
+    """
 
     chunks: nn.ModuleList
     shape: Shape
     layout: Layout
-    multiple: int  # tokens of a micro-batch are padded to a multiple of it
+    multiple: int
     logit_chunk: int
     device: torch.device
 
     def pack(self, batch: Batch) -> Packed:
-        """The micro-batch on the device."""
-        steady = self.shape.spec == "te"  # its attention is built anew for each longest length
+        """Pad a micro-batch and move this rank's tokens to the device."""
+        # Transformer Engine's attention is built again for each longest length.
+        steady = self.shape.spec == "te"
         return pack(
             batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady
         )
@@ -353,14 +389,20 @@ class Forward:
         return last
 
     def hidden(self, packed: Packed, chunk: Any) -> Tensor:
-        """``[n (/ tp), 1, d]``: what ``chunk``, one of `chunks` or its wrapper, gives the next, or the head."""
+        """Return the output of ``chunk`` for the next chunk or the head, ``[n (/ tp), 1, d]``.
+
+        ``chunk`` is one of `chunks` or its wrapper.
+        """
         result: Tensor = chunk(packed.ids, packed.positions, None, packed_seq_params=packed.packing)
         return result
 
     def outputs(
         self, hidden: Tensor, packed: Packed, needs: Sequence[str], temperature: float
     ) -> TokenOutputs:
-        """Aligned float32 outputs ``[T]`` of the last stage, the same on all ranks that share the documents."""
+        """Return aligned float32 outputs ``[T]`` of the last stage.
+
+        They are the same on all ranks that have the same documents.
+        """
         if self.shape.kind == "value_model":
             return TokenOutputs(values=self._align(self._values(hidden), packed))
         chosen, entropy = self._log_probs(hidden, packed.targets, temperature)
@@ -370,14 +412,17 @@ class Forward:
         )
 
     def _align(self, about_next: Tensor, packed: Packed) -> Tensor:
-        """From "about the token after this one" to the contract's "about this token"; padding left out."""
+        """Shift values about the next token to values about this token, and leave padding out.
+
+        Values about this token are the contract's alignment.
+        """
         if self.layout.context > 1:
             about_next = gather_outputs(about_next, context_group())
         return about_next.index_select(0, packed.source).masked_fill(packed.first, 0.0)
 
     def _values(self, hidden: Tensor) -> Tensor:
         if self._last.config.sequence_parallel:
-            # Every rank goes on with the same loss, so the gradient is its own slice.
+            # Every rank continues with the same loss, so a rank's gradient is its own slice.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         head: nn.Module = self._last.get_submodule("score")
         values: Tensor = head(hidden[:, 0])

@@ -1,11 +1,13 @@
-"""Megatron's distributed checkpoint (``dist_checkpointing``, ``torch_dist``) as the state of a checkpoint, for speed.
+"""Megatron's distributed checkpoint format as the state of a checkpoint, for speed.
 
-Each rank writes what it updates, masters and optimizer state, as flat ranges of Megatron's parameters: nothing is gathered.
-A key is ``model.<place>.<parameter>`` or ``optim.<place>.<parameter>.<field>``, a place being the ranks that hold the same
-part of the model. So ``dp`` and ``cp`` may be others when it is loaded; all else that divides or names parameters may not.
+The format is ``torch_dist`` of ``dist_checkpointing``. Each rank writes the masters and optimizer
+state that it updates, as flat ranges of Megatron's parameters, so nothing is gathered. A key is
+``model.<place>.<parameter>`` or ``optim.<place>.<parameter>.<field>``, where a place names the ranks
+that hold the same part of the model. So ``dp`` and ``cp`` may differ when it is loaded; all other
+sizes that divide or name parameters must be the same.
 
-Megatron's index is a pickle. It is read with an unpickler that knows the index's own classes and nothing else before
-Megatron gets to see it; torch reads tensors as weights only.
+Megatron's index is a pickle. Before Megatron sees it, it is read with an unpickler that accepts the
+index's own classes only; torch reads tensors as weights only.
 """
 
 # Megatron and torch.distributed.checkpoint are not annotated.
@@ -44,56 +46,71 @@ from engine_api.manifest import Entry, Manifest
 from engine_api.optimizers import loaded_dtypes
 from engine_api.results import CheckpointInfo
 from engine_megatron.masters import Masters
-from engine_megatron.optimizer import Trainer
+from engine_megatron.optimizer import StageOptimizer
 from engine_megatron.parallel import Layout, holders_group, is_spread_expert
 
-MEGATRON = "megatron"  # the name of the format in a manifest
+# The name of the format in a manifest.
+MEGATRON = "megatron"
 _FOLDER = "state"
 _INDEX = ".metadata"
 _WRITER_THREADS = 2
-_CONTAINER = 4096  # bytes at most around a tensor, its part of the index included
-_FIXED = ("pp", "tp", "ep", "etp")  # sizes that say which part of the model a rank has
+# The most bytes that a tensor takes in addition to its values, its part of the index included.
+_CONTAINER = 4096
+# The parallel sizes that decide which part of the model a rank has.
+_FIXED = ("pp", "tp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A parameter that this rank holds: its key without ``model.``, and which range of it is updated here."""
+class LocalParameter:
+    """A parameter that this rank holds, and the range of it that this rank updates.
+
+    Attributes:
+        key: the checkpoint key without ``model.``.
+        start, numel: the range, in elements of the flat parameter.
+        copy: this rank's number among the ranks with the same range.
+    """
 
     key: str
     param: nn.Parameter
     start: int
     numel: int
-    copy: int  # of the ranks with the same range, the number of this one
+    copy: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What this rank writes or reads of one tensor, which is flat; Megatron's scalars have one element."""
+class FlatRange:
+    """The flat range of one tensor that this rank writes or reads; a scalar has one element."""
 
     entry: Entry
     part: ShardedTensor
 
     @property
     def is_written(self) -> bool:
-        """Whether it is this rank that writes it."""
+        """True if this rank writes the range."""
         return self.part.replica_id == 0
 
 
-def held(chunks: nn.Module, layout: Layout, masters: Masters) -> list[Held]:
-    """All parameters of this rank, those that other ranks update with an empty range."""
+def local_parameters(chunks: nn.Module, layout: Layout, masters: Masters) -> list[LocalParameter]:
+    """Return all parameters of this rank; those that other ranks update have an empty range."""
     dense, expert = _places(layout)
-    rows: list[Held] = []
+    parameters: list[LocalParameter] = []
     for name, param in chunks.named_parameters():
         shard = masters.shards.get(param)
-        start, numel = (0, 0) if shard is None else (shard.start, shard.tensor.numel())
-        copy = 0 if masters.spread else dist.get_rank(holders_group(param))
         place = expert if is_spread_expert(param) else dense
-        rows.append(Held(key=f"{place}.{name}", param=param, start=start, numel=numel, copy=copy))
-    return rows
+        parameters.append(
+            LocalParameter(
+                key=f"{place}.{name}",
+                param=param,
+                start=0 if shard is None else shard.start,
+                numel=0 if shard is None else shard.tensor.numel(),
+                copy=0 if masters.spread else dist.get_rank(holders_group(param)),
+            )
+        )
+    return parameters
 
 
 def _places(layout: Layout) -> tuple[str, str]:
-    """Which part of the model the parameters here are of; those of experts that are spread over other ranks."""
+    """Return the names of the parts of the model here, of dense weights and of spread experts."""
     here = layout.here
     return (
         f"stage{here.stage}.tensor{here.tensor}",
@@ -101,40 +118,43 @@ def _places(layout: Layout) -> tuple[str, str]:
     )
 
 
-def _piece(key: str, row: Held, entry: Entry, value: Tensor) -> Piece:
-    """``value``, a range or a scalar, which is written by who has the first range."""
-    offset, copy = (row.start, row.copy) if entry.shape else (0, row.copy or int(row.start > 0))
+def _flat_range(key: str, parameter: LocalParameter, entry: Entry, value: Tensor) -> FlatRange:
+    """Build the flat range of ``value``, a range of a tensor or a scalar.
+
+    The rank with the first range writes a scalar.
+    """
     flat = value.detach().reshape(-1)
     part = ShardedTensor(
         key=key,
         data=flat,
         dtype=flat.dtype,
         local_shape=tuple(flat.shape),
-        global_offset=(offset,),
+        global_offset=(parameter.start if entry.shape else 0,),
         global_shape=entry.shape or (1,),
         axis_fragmentations=None,
-        replica_id=copy,
+        replica_id=parameter.copy if entry.shape else parameter.copy or int(parameter.start > 0),
     )
-    return Piece(entry=entry, part=part)
+    return FlatRange(entry=entry, part=part)
 
 
 # --- writing -----------------------------------------------------------------------------------
 
 
 def writer(
-    rows: Sequence[Held], masters: Masters, trainer: Trainer | None
+    parameters: Sequence[LocalParameter], masters: Masters, optimizer: StageOptimizer | None
 ) -> Callable[..., CheckpointInfo]:
-    """What writes a checkpoint of the live tensors, given what ``checkpoint.write_files`` asks for besides."""
-    pieces = dict(_pieces(rows, masters, trainer))
+    """Return the function that writes a checkpoint of the live tensors.
+
+    It takes the folder and the remaining arguments of ``checkpoint.write_files``.
+    """
+    ranges = dict(_flat_ranges(parameters, masters, optimizer))
 
     def write(directory: Path, **about: Any) -> CheckpointInfo:
-        own = sum(
-            piece.part.data.nbytes + _CONTAINER for piece in pieces.values() if piece.is_written
-        )  # type: ignore[union-attr]
+        written: list[Any] = [flat.part.data for flat in ranges.values() if flat.is_written]
         return checkpoint.write_files(
             directory,
-            num_bytes=own,
-            save=lambda partial: _save(partial, pieces),
+            num_bytes=sum(data.nbytes + _CONTAINER for data in written),
+            save=lambda partial: _save(partial, ranges),
             state=MEGATRON,
             **about,
         )
@@ -142,62 +162,65 @@ def writer(
     return write
 
 
-def _pieces(
-    rows: Sequence[Held], masters: Masters, trainer: Trainer | None
-) -> Iterator[tuple[str, Piece]]:
-    for row in (row for row in rows if row.numel):
-        values = {f"model.{row.key}": masters.shards[row.param].tensor}
-        if trainer is not None:
+def _flat_ranges(
+    parameters: Sequence[LocalParameter], masters: Masters, optimizer: StageOptimizer | None
+) -> Iterator[tuple[str, FlatRange]]:
+    """Yield (key, flat range) of each weight and each optimizer state that this rank updates."""
+    for parameter in (parameter for parameter in parameters if parameter.numel):
+        values = {f"model.{parameter.key}": masters.shards[parameter.param].tensor}
+        if optimizer is not None:
             values |= {
-                f"optim.{row.key}.{field}": value
-                for field, value in trainer.own_state(row.param).items()
+                f"optim.{parameter.key}.{field}": value
+                for field, value in optimizer.own_state(parameter.param).items()
             }
         for key, value in values.items():
             dtype = str(value.dtype).removeprefix("torch.")
-            entry = Entry(dtype=dtype, shape=(row.param.numel(),) if value.dim() else (), shards=())
-            yield key, _piece(key, row, entry, value)
+            shape = (parameter.param.numel(),) if value.dim() else ()
+            entry = Entry(dtype=dtype, shape=shape, shards=())
+            yield key, _flat_range(key, parameter, entry, value)
 
 
-def _save(partial: Path, pieces: Mapping[str, Piece]) -> tuple[dict[str, Entry], Sequence[str]]:
-    folder, rank = partial / _FOLDER, dist.get_rank()
-    parts = {key: piece.part for key, piece in pieces.items()}
+def _save(partial: Path, ranges: Mapping[str, FlatRange]) -> tuple[dict[str, Entry], Sequence[str]]:
+    """Write this rank's ranges under ``partial``; return their entries and the rank's files."""
+    folder = partial / _FOLDER
+    parts = {key: flat.part for key, flat in ranges.items()}
     try:
         dist_checkpointing.save(
             parts, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1)
         )
-    except CheckpointException as error:  # a BaseException, on all ranks
-        codes = [
-            failure[0].errno
-            for failure in error.failures.values()
-            if isinstance(failure[0], OSError)
-        ]
+    # It is a BaseException, and is raised on all ranks.
+    except CheckpointException as error:
+        causes = [failure[0] for failure in error.failures.values()]
+        codes = [cause.errno for cause in causes if isinstance(cause, OSError)]
         raise OSError(next(iter(codes), errno.EIO), _failures(error)) from error
-    files = [
-        f.name
-        for f in folder.iterdir()
-        if f.name.startswith(f"__{rank}_") or (rank == 0 and f.name[:2] != "__")
-    ]
-    return {key: piece.entry for key, piece in pieces.items()}, [
-        f"{_FOLDER}/{name}" for name in files
-    ]
+    entries = {key: flat.entry for key, flat in ranges.items()}
+    return entries, [f"{_FOLDER}/{file.name}" for file in folder.iterdir() if _is_own(file.name)]
+
+
+def _is_own(name: str) -> bool:
+    """Return True if this rank wrote a file; rank 0 also wrote those without a rank's number."""
+    rank = dist.get_rank()
+    return name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))
 
 
 def _failures(error: CheckpointException) -> str:
+    """Return the exception of each rank that failed, as text."""
     return "; ".join(
         f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())
     )
 
 
 class _InThisProcess(SaveShardedStrategy):
-    """Megatron's format, written by threads.
+    """Megatron's format, written by threads of this process.
 
-    Its own strategy starts two processes: one imports the main module again, which for a script without a guard is the
-    whole training; the other is a fork of a process that uses CUDA.
+    Megatron's own strategy starts two processes. One of them imports the main module again, which
+    for a script without a guard runs the whole training; the other is a fork of a process that uses
+    CUDA.
     """
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """There are none."""
+        """True, because there are no sharded objects."""
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
@@ -213,20 +236,23 @@ class _InThisProcess(SaveShardedStrategy):
 def read(
     folder: Path,
     manifest: Manifest,
-    rows: Sequence[Held],
+    parameters: Sequence[LocalParameter],
     *,
     comm: Comm,
     layout: Layout,
-    trainer: Trainer | None,
+    optimizer: StageOptimizer | None,
 ) -> dict[str, Tensor]:
-    """This rank's ranges as new CPU tensors, by key; all is checked, on all ranks together, before anything is returned.
+    """Return this rank's ranges as new CPU tensors, by key.
+
+    Everything is checked, on all ranks together, before anything is returned.
 
     Raises:
-        CheckpointError: corrupt, or of another layout or model (``RankFailure`` on ranks that saw no fault).
+        CheckpointError: the checkpoint is corrupt, or of a different layout or model
+            (``RankFailure`` on ranks that saw no fault).
     """
-    wanted: dict[str, Piece] = {}
+    wanted: dict[str, FlatRange] = {}
     tensors: dict[str, Tensor] = {}
-    together(comm, lambda: wanted.update(_wanted(folder, manifest, rows, layout, trainer)))
+    together(comm, lambda: wanted.update(_wanted(folder, manifest, parameters, layout, optimizer)))
     checkpoint.verify(folder, manifest, comm)
     together(comm, lambda: check_index(folder / _FOLDER / _INDEX) if comm.rank == 0 else None)
     together(comm, lambda: tensors.update(_load(folder, wanted)))
@@ -234,30 +260,36 @@ def read(
 
 
 def _wanted(
-    folder: Path, manifest: Manifest, rows: Sequence[Held], layout: Layout, trainer: Trainer | None
-) -> dict[str, Piece]:
+    folder: Path,
+    manifest: Manifest,
+    parameters: Sequence[LocalParameter],
+    layout: Layout,
+    optimizer: StageOptimizer | None,
+) -> dict[str, FlatRange]:
+    """Return the ranges to read, with empty tensors; raise ``CheckpointMismatch`` for misfits."""
     if any(manifest.topology.get(name) != layout.sizes[name] for name in _FIXED):
         raise _mismatch(folder, manifest, f"this engine has {_sizes(layout.sizes)}")
     own: Mapping[str, torch.dtype] = {}
-    if trainer is not None:
-        own = loaded_dtypes(trainer.parts[0].inner, trainer.masters.dtype, manifest.tensors)
-    by_key = {row.key: row for row in rows}
+    if optimizer is not None:
+        own = loaded_dtypes(optimizer.groups[0].inner, optimizer.masters.dtype, manifest.tensors)
+    by_key = {parameter.key: parameter for parameter in parameters}
+    places = tuple(f"{place}." for place in _places(layout))
     problems = [f"{key} is missing" for key in by_key if f"model.{key}" not in manifest.tensors]
-    wanted: dict[str, Piece] = {}
+    wanted: dict[str, FlatRange] = {}
     for key, entry in manifest.tensors.items():
         kind, _, name = key.partition(".")
-        row = by_key.get(name if kind == "model" else name.rpartition(".")[0])
-        if row is None:
-            problems += [f"{key} is unknown"] * name.startswith(
-                tuple(f"{place}." for place in _places(layout))
-            )
-        elif entry.shape not in ((row.param.numel(),), () if kind == "optim" else None):
-            problems.append(f"{key} has {entry.shape} elements, here {row.param.numel()}")
-        elif row.numel and (kind == "model" or trainer is not None):
-            # A weight in the dtype that was saved: its master takes it in its own. A moment is taken as it comes.
+        parameter = by_key.get(name if kind == "model" else name.rpartition(".")[0])
+        if parameter is None:
+            if name.startswith(places):
+                problems.append(f"{key} is unknown")
+        elif entry.shape not in ((parameter.param.numel(),), () if kind == "optim" else None):
+            problems.append(f"{key} has {entry.shape} elements, here {parameter.param.numel()}")
+        elif parameter.numel and (kind == "model" or optimizer is not None):
+            # A weight is read in the dtype that was saved, and its master converts it. A moment is
+            # read in the dtype that the optimizer keeps it in.
             dtype = getattr(torch, entry.dtype) if kind == "model" else own[key.rpartition(".")[2]]
-            room = torch.empty(row.numel if entry.shape else 1, dtype=dtype, device="cpu")
-            wanted[key] = _piece(key, row, entry, room)
+            empty = torch.empty(parameter.numel if entry.shape else 1, dtype=dtype, device="cpu")
+            wanted[key] = _flat_range(key, parameter, entry, empty)
     if problems:
         raise _mismatch(folder, manifest, "; ".join(problems[:3]))
     return wanted
@@ -272,19 +304,19 @@ def _mismatch(folder: Path, manifest: Manifest, why: str) -> CheckpointMismatch:
         "the checkpoint is of another layout or model, in Megatron's own format",
         where=str(folder),
         why=f"{manifest.world_size} ranks wrote it with {_sizes(manifest.topology)}; {why}",
-        remedy="load it with the layout, layer spec and model that wrote it, and save it again with options.checkpoint: "
-        "portable; dp and cp alone may change",
+        remedy="load it with the layout, layer spec and model that wrote it, and save it again "
+        "with options.checkpoint: portable; dp and cp alone may change",
     )
 
 
-def _load(folder: Path, wanted: Mapping[str, Piece]) -> dict[str, Tensor]:
-    parts = {key: piece.part for key, piece in wanted.items()}
+def _load(folder: Path, wanted: Mapping[str, FlatRange]) -> dict[str, Tensor]:
+    """Return the wanted tensors; raise ``CheckpointCorrupt`` where Megatron cannot read them."""
+    parts = {key: flat.part for key, flat in wanted.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # Megatron calls torch's function by its old name
-            # What each rank asks for was compared with the manifest.
+            # Megatron calls torch's function by its old name.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Each rank's requests were compared with the manifest before.
             found: Any = dist_checkpointing.load(
                 parts, str(folder / _FOLDER), validate_access_integrity=False
             )
@@ -297,13 +329,14 @@ def _load(folder: Path, wanted: Mapping[str, Piece]) -> dict[str, Tensor]:
             remedy="use an earlier checkpoint",
         ) from error
     return {
-        key: found[key] if piece.entry.shape else found[key].reshape(())
-        for key, piece in wanted.items()
+        key: found[key] if flat.entry.shape else found[key].reshape(())
+        for key, flat in wanted.items()
     }
 
 
 _DCP = "torch.distributed.checkpoint."
-# What the index of flat tensors is made of. Not BytesStorageMetadata: torch unpickles what that describes.
+# The classes that an index of flat tensors needs. BytesStorageMetadata is not among them, because
+# torch unpickles the bytes that it describes.
 _INDEX_CLASSES = {
     f"{_DCP}metadata": {
         "Metadata",
@@ -327,13 +360,14 @@ _INDEX_CLASSES = {
         "bool",
     },
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},  # where it was written; in Python 3.13 of another module
+    # The path of the folder that it was written to, whose class is in another module in Python 3.13.
+    "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index; a pickle that names anything else is refused before that is called."""
+    """An unpickler that knows the classes of an index and refuses all others before a call."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _INDEX_CLASSES.get(module, ()):
@@ -342,7 +376,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def check_index(path: Path) -> None:
-    """Raise ``CheckpointCorrupt`` for an index that would run or describe anything but flat tensors when it is unpickled."""
+    """Raise ``CheckpointCorrupt`` for an index that is not safe to unpickle.
+
+    A safe index runs nothing and describes flat tensors only.
+    """
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -375,24 +412,33 @@ def _foreign(path: Path, why: str) -> CheckpointCorrupt:
 
 @torch.no_grad()
 def install(
-    rows: Sequence[Held], masters: Masters, trainer: Trainer | None, tensors: Mapping[str, Tensor]
+    parameters: Sequence[LocalParameter],
+    masters: Masters,
+    optimizer: StageOptimizer | None,
+    tensors: Mapping[str, Tensor],
 ) -> None:
-    """Copy loaded ranges into the masters, replace the optimizer's state, and give every rank the new weights."""
-    for row in (row for row in rows if row.numel):
-        master = masters.shards[row.param].tensor
-        master.copy_(tensors[f"model.{row.key}"].view(master.shape))
-    if trainer is None:
+    """Copy loaded ranges into the masters and replace the optimizer's state.
+
+    Every rank then has the new weights.
+    """
+    for parameter in (parameter for parameter in parameters if parameter.numel):
+        master = masters.shards[parameter.param].tensor
+        master.copy_(tensors[f"model.{parameter.key}"].view(master.shape))
+    if optimizer is None:
         masters.publish()
     else:
-        trainer.install_own(_state(rows, tensors))
-        trainer.publish()
+        optimizer.install_own(_state(parameters, tensors))
+        optimizer.publish()
 
 
 def _state(
-    rows: Sequence[Held], tensors: Mapping[str, Tensor]
+    parameters: Sequence[LocalParameter], tensors: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
-    by_key = {row.key: row for row in rows}
-    result: dict[nn.Parameter, dict[str, Tensor]] = {row.param: {} for row in rows if row.numel}
+    """Return the loaded optimizer state by parameter and field."""
+    by_key = {parameter.key: parameter for parameter in parameters}
+    result: dict[nn.Parameter, dict[str, Tensor]] = {
+        parameter.param: {} for parameter in parameters if parameter.numel
+    }
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
         if kind == "optim":

@@ -1,7 +1,8 @@
-"""Megatron's gradient buffers and optimizers, clipping, and the optimizer's state parameter by parameter.
+"""Megatron's gradient buffers and optimizers, clipping, and the optimizer's state per parameter.
 
-``adamw`` runs in Megatron's distributed optimizer: each data-parallel rank holds the masters and moments of one flat range
-of all weights, which knows nothing of where a parameter begins. Other optimizers are kept whole on every rank.
+``adamw`` runs in Megatron's distributed optimizer: each data-parallel rank holds the masters and
+moments of one flat range of all weights, and a range may begin or end inside a parameter. All
+optimizers except ``adamw`` are kept whole on every rank.
 """
 
 # Megatron is not annotated.
@@ -34,30 +35,34 @@ from engine_megatron.masters import Masters, Shard, whole_masters
 from engine_megatron.parallel import Layout, holders_group, is_spread_expert, model_group
 
 
-class Part:
-    """Parameters that the same ranks hold, and the optimizer of torch over this rank's shards of them."""
+class ParameterGroup:
+    """Parameters held by the same ranks, and the torch optimizer over this rank's shards of them."""
 
     def __init__(
         self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype
     ) -> None:
-        self.params, self.dtype = params, dtype
+        self.params = params
+        self.dtype = dtype
         self.masters = whole_masters(params, dtype)
         self.inner = build_optimizer(
             config, [self.masters.shards[param].tensor for param in params]
         )
-        self.statistics_group: Any = model_group(
-            params[0]
-        )  # ranks that hold other parts of the model's gradient
+        # The ranks that hold the rest of the model's gradient.
+        self.statistics_group: Any = model_group(params[0])
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the masters, and with them the parameters, as far as they are this rank's to update."""
+        """Update the masters and parameters that this rank is responsible for."""
         self.inner.step()
         self.masters.publish()
 
 
-class DistributedPart(Part):
-    """The same with Megatron's distributed optimizer, over flat ranges of ``buffers``, those of each chunk, which hold ``params``."""
+class DistributedParameterGroup(ParameterGroup):
+    """A parameter group under Megatron's distributed optimizer.
+
+    The optimizer works on flat ranges of ``buffers``, the gradient buffers of each chunk, which
+    hold ``params``.
+    """
 
     def __init__(
         self,
@@ -68,8 +73,10 @@ class DistributedPart(Part):
         chunks: list[Any],
         buffers: list[Any],
     ) -> None:
-        self.params, self.dtype = params, dtype
-        self.statistics_group = dist.group.WORLD  # each rank's range is its own
+        self.params = params
+        self.dtype = dtype
+        # No range is on two ranks.
+        self.statistics_group = dist.group.WORLD
         settings = MegatronConfig(
             optimizer="adam",
             lr=config.lr,
@@ -77,7 +84,8 @@ class DistributedPart(Part):
             use_distributed_optimizer=True,
             bf16=params[0].dtype == torch.bfloat16,
         )
-        optimizer: Any = DistributedOptimizer  # its annotations forget None
+        # Megatron's annotations do not allow the None arguments that its code accepts.
+        optimizer: Any = DistributedOptimizer
         self.optimizer: Any = optimizer(
             optimizer=build_optimizer(config, params),
             config=settings,
@@ -91,12 +99,12 @@ class DistributedPart(Part):
             distributed_optimizer_instance_id=0,
         )
         if dtype != torch.float32:
-            self._forget_copies()
+            self._drop_float32_copies()
         self.inner = self.optimizer.optimizer
         self.masters = Masters(dict(self._shards()), dtype, spread=True)
 
-    def _forget_copies(self) -> None:
-        """Megatron makes float32 copies of 16-bit parameters; the masters here are the parameters."""
+    def _drop_float32_copies(self) -> None:
+        """Replace Megatron's float32 copies of 16-bit parameters by the parameters themselves."""
         own = self.optimizer
         own.shard_fp32_from_float16_groups = own.shard_float16_groups
         for group, shards in zip(own.optimizer.param_groups, own.shard_float16_groups, strict=True):
@@ -106,6 +114,7 @@ class DistributedPart(Part):
                 param.main_param = shard
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
+        """Yield each parameter that has a range on this rank, with that range."""
         own = self.optimizer
         for groups, masters in (
             (own.model_fp32_groups, own.shard_fp32_groups),
@@ -113,18 +122,21 @@ class DistributedPart(Part):
         ):
             for params, shards in zip(groups, masters, strict=True):
                 for param, shard in zip(params, shards, strict=True):
-                    # Megatron has no public name for where a shard begins.
+                    # Megatron has no public name for the start of a shard.
                     ranges = own._get_model_param_range_map(param)  # noqa: SLF001
                     yield param, Shard(tensor=shard, start=ranges["param"].start)
 
     def step(self) -> None:
-        """Update this rank's ranges; the other ranks' are fetched by the caller, for all parts at once."""
+        """Update this rank's ranges, without fetching the ranges of other ranks.
+
+        The caller fetches those for all groups at once.
+        """
         own: DistributedOptimizer = self.optimizer
         super(DistributedOptimizer, own).step_with_ready_grads()
 
 
-class Trainer:
-    """Gradient buffers and the optimizer of this rank's stage."""
+class StageOptimizer:
+    """Gradient buffers and the optimizer of this rank's pipeline stage."""
 
     def __init__(
         self,
@@ -134,9 +146,11 @@ class Trainer:
         comm: Comm,
         dtype: torch.dtype,
     ) -> None:
-        self.layout, self.comm = layout, comm
+        self.layout = layout
+        self.comm = comm
         self.distributed = config.name == "adamw"
-        # No overlap: gradients are reduced once a step, when all micro-batches and all calls have added to them.
+        # Without overlap, gradients are reduced once a step, after all micro-batches and all calls
+        # have added to them.
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed
         )
@@ -145,61 +159,78 @@ class Trainer:
             for chunk in chunks
         ]
         self.params = list(chunks.parameters())
-        self.parts = list(self._parts(config, dtype))
+        self.groups = list(self._build_groups(config, dtype))
         shards = {
-            param: shard for part in self.parts for param, shard in part.masters.shards.items()
+            param: shard for group in self.groups for param, shard in group.masters.shards.items()
         }
         self.masters = Masters(shards, dtype, spread=self.distributed)
-        self._inner = {param: part.inner for part in self.parts for param in part.params}
+        self._inner = {param: group.inner for group in self.groups for param in group.params}
 
-    def _parts(self, config: OptimizerConfig, dtype: torch.dtype) -> Iterator[Part]:
-        """One for experts that are spread over ranks which share all other weights, one for the rest."""
+    def _build_groups(
+        self, config: OptimizerConfig, dtype: torch.dtype
+    ) -> Iterator[ParameterGroup]:
+        """Yield one group for the spread experts and one for all other weights, if not empty.
+
+        Spread experts are divided among ranks that hold the same part of all other weights.
+        """
         for experts, kind in ((False, "buffers"), (True, "expert_parallel_buffers")):
             params = [param for param in self.params if is_spread_expert(param) == experts]
             if params and self.distributed:
                 buffers = [getattr(chunk, kind) for chunk in self.chunks]
-                yield DistributedPart(params, config, dtype, chunks=self.chunks, buffers=buffers)
+                yield DistributedParameterGroup(
+                    params, config, dtype, chunks=self.chunks, buffers=buffers
+                )
             elif params:
-                yield Part(params, config, dtype)
+                yield ParameterGroup(params, config, dtype)
 
     # --- a step --------------------------------------------------------------------------------
 
     def clip(self, max_norm: float | None) -> float:
-        """Sum the gradients over the ranks that must, scale them to ``max_norm``; the global norm before that."""
+        """Reduce the gradients over ranks, scale them to ``max_norm`` and return their global norm.
+
+        The returned norm is the one before scaling. None leaves the gradients unscaled.
+        """
         finalize_model_grads(self.chunks, None)
-        norm = math.hypot(*(self._norm(part) for part in self.parts))
+        norm = math.hypot(*(self._norm(group) for group in self.groups))
         if max_norm is not None and math.isfinite(norm):
             shards = [shard.tensor for shard in self.masters.shards.values()]
             total = torch.tensor(norm, device=self.params[0].device)
             torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
         return norm
 
-    def _norm(self, part: Part) -> float:
-        """The norm of a part's float32 gradients over all ranks; each shard gets its own, in its dtype."""
+    def _norm(self, group: ParameterGroup) -> float:
+        """Return the norm of a group's float32 gradients over all ranks.
+
+        Each shard also receives its own gradient, in the dtype of the masters.
+        """
         counted: list[Tensor] = []
-        for param, shard in part.masters.shards.items():
+        for param, shard in group.masters.shards.items():
             grad = shard.part_of(param.main_grad)  # type: ignore[arg-type] - Megatron's buffer
-            shard.tensor.grad = grad.to(part.dtype)
+            shard.tensor.grad = grad.to(group.dtype)
             if self._counts(param):
                 counted.append(grad)
-        return float(get_grad_norm_fp32(counted, grad_stats_parallel_group=part.statistics_group))
+        return float(get_grad_norm_fp32(counted, grad_stats_parallel_group=group.statistics_group))
 
     def _counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank's copy of a weight that several model-parallel ranks hold enters the norm."""
+        """Return True if this rank's copy of a parameter enters the norm.
+
+        Of a weight that several model-parallel ranks hold, only one copy does.
+        """
         here = self.layout.here
         first = (here.expert_tensor if is_spread_expert(param) else here.tensor) == 0
-        return param_is_not_shared(param) and (first or bool(param.tensor_model_parallel))  # type: ignore[attr-defined]
+        is_split = bool(param.tensor_model_parallel)  # type: ignore[attr-defined]
+        return param_is_not_shared(param) and (first or is_split)
 
     def step(self, lr: float) -> None:
-        """One update at rate ``lr``; every rank then has all new weights."""
-        for part in self.parts:
-            for group in part.inner.param_groups:
-                group["lr"] = lr
-            part.step()
+        """Apply one update at the rate ``lr``, and give every rank all new weights."""
+        for group in self.groups:
+            for settings in group.inner.param_groups:
+                settings["lr"] = lr
+            group.step()
         self._fetch()
 
     def publish(self) -> None:
-        """After masters were set: every rank then has all new weights."""
+        """Round masters that were just set into the weights, and give every rank all new weights."""
         self.masters.publish()
         self._fetch()
 
@@ -218,23 +249,29 @@ class Trainer:
     # --- state ---------------------------------------------------------------------------------
 
     def fields(self) -> list[str]:
-        """What the optimizer keeps of a weight now; nothing before the first step. All ranks together."""
-        own = {name for part in self.parts for state in part.inner.state.values() for name in state}
-        return sorted({name for row in self.comm.all_gather(sorted(own)) for name in row})
+        """Return the names of the optimizer's state fields, sorted; all ranks call it together.
+
+        The list is empty before the first step.
+        """
+        states = [state for group in self.groups for state in group.inner.state.values()]
+        own = {name for state in states for name in state}
+        return sorted({name for names in self.comm.all_gather(sorted(own)) for name in names})
 
     def whole_state(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """(parameter, field, value): a scalar, or a tensor of the parameter's shape; all ranks that hold it together.
+        """Yield (parameter, field, value) for the whole state; all holders call it together.
 
-        One gathered tensor lives at a time, unless it is kept. Raises ``ConfigError`` for state that is no such tensor.
+        A value is a scalar or a tensor of the parameter's shape. One gathered tensor exists at a
+        time, unless the caller keeps it. Raises ``ConfigError`` for state of any other shape.
         """
         for field in self.fields():
             for param in self.params:
                 yield param, field, self._whole_value(param, field)
 
     def own_state(self, param: nn.Parameter) -> Mapping[str, Tensor]:
-        """What the optimizer keeps here of a parameter's range: scalars, and tensors of the range's shape; live.
+        """Return the optimizer's live state of this rank's range of a parameter, by field.
 
-        Raises ``ConfigError`` for state that is neither.
+        Values are scalars and tensors of the range's shape. Raises ``ConfigError`` for any other
+        kind of state.
         """
         if (shard := self.masters.shards.get(param)) is None:
             return {}
@@ -257,27 +294,24 @@ class Trainer:
 
     def install(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the parameters' shapes."""
-        shards = self.masters.shards
-        self.install_own(
-            {
-                param: {
-                    field: shards[param].part_of(value) if value.dim() else value
+        own: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for param, values in state.items():
+            if (shard := self.masters.shards.get(param)) is not None:
+                own[param] = {
+                    field: shard.part_of(value) if value.dim() else value
                     for field, value in values.items()
                 }
-                for param, values in state.items()
-                if param in shards
-            }
-        )
+        self.install_own(own)
 
     def install_own(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the size of this rank's ranges."""
-        for part in self.parts:
-            part.inner.state.clear()
+        for group in self.groups:
+            group.inner.state.clear()
         for param, values in state.items():
-            shard, inner = self.masters.shards[param], self._inner[param]
+            shard = self.masters.shards[param]
+            inner = self._inner[param]
             on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
             for field, value in values.items():
-                shape, device = ((), param.device if on_device else "cpu")
-                if value.dim():
-                    shape, device = shard.tensor.shape, param.device
+                shape = shard.tensor.shape if value.dim() else ()
+                device = param.device if value.dim() or on_device else "cpu"
                 inner.state[shard.tensor][field] = value.view(shape).to(device, copy=True)

@@ -1,4 +1,4 @@
-"""What only this engine knows."""
+"""Options that only this engine has."""
 
 from __future__ import annotations
 
@@ -16,26 +16,53 @@ CHECKPOINTS = ("portable", "megatron")
 class MegatronOptions:
     """Options of engine-megatron (``EngineConfig.options``)."""
 
-    # Whose layers: Megatron's own (local) or Transformer Engine's (te). auto: te on CUDA where it is installed and the
-    # computation is not float32, which it does not have; the log says which it is.
     spec: Literal["auto", "local", "te"] = "auto"
-    # Split norms and residuals over the tensor-parallel ranks by tokens (Korthikanti et al. 2022, arXiv:2205.05198).
+    """Layers of the model: Megatron's own (``local``) or Transformer Engine's (``te``).
+
+    ``auto`` means ``te`` on CUDA where Transformer Engine is installed and the computation is not in
+    float32, which it does not have. The log names the choice.
+    """
+
     sequence_parallel: bool = False
-    # Tensor-parallel ranks that split each expert's matrices; 0: all of them. With 1, parallelism.ep spreads whole experts
-    # over the tensor-parallel ranks as well.
+    """Whether norms and residuals are split over the tensor-parallel ranks by tokens.
+
+    See Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+
     expert_tensor_parallel: int = 0
-    # Model chunks on each rank of a pipeline, which a micro-batch visits in turn: smaller bubbles for more messages
-    # (Narayanan et al. 2021, arXiv:2104.04473). Micro-batches are filled up with empty ones to a multiple of parallelism.pp.
+    """Number of tensor-parallel ranks that split each expert's matrices; 0 means all of them.
+
+    With 1, ``parallelism.ep`` spreads whole experts over the tensor-parallel ranks as well.
+    """
+
     virtual_stages: int = 1
-    # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
+    """Number of model chunks on each rank of a pipeline, which a micro-batch visits in turn.
+
+    More chunks make the bubbles smaller and the messages more (Narayanan et al. 2021,
+    arXiv:2104.04473). Empty micro-batches are added up to a multiple of ``parallelism.pp``.
+    """
+
     vocabulary_multiple: int = 1
-    # What save_checkpoint writes: engine-api's layout, which every engine loads in every layout, or Megatron's own, for which
-    # nothing is gathered: it loads here alone, with the same layout but for dp and cp. load_checkpoint reads either.
+    """Number that the embedding's rows are padded to a multiple of, times tp.
+
+    The padding is in no export and no checkpoint.
+    """
+
     checkpoint: Literal["portable", "megatron"] = "portable"
+    """Format that save_checkpoint writes; load_checkpoint reads both.
+
+    ``portable`` is engine-api's format, which every engine loads in every layout. ``megatron`` is
+    Megatron's own, for which nothing is gathered. Only this engine loads it, in a layout that
+    differs in dp and cp at most.
+    """
+
     timeout_s: int = 600
-    """Seconds that a rank may keep the others waiting in a collective, or be silent (stopped, its host lost), after which the
-    call ends with ``RankFailure`` on them; in Megatron's groups whole minutes, one at least. A rank whose process is gone is
-    noticed within seconds."""
+    """Seconds that a rank may keep other ranks waiting in a collective, or be silent.
+
+    A rank is silent if it is stopped or its host is lost. After this time the call ends with
+    ``RankFailure`` on the other ranks. Megatron's groups use whole minutes, at least one. A rank
+    whose process is gone is noticed within seconds.
+    """
 
     def __post_init__(self) -> None:
         for name, what, known in (
@@ -64,6 +91,6 @@ class MegatronOptions:
 
 
 def megatron_options(options: Any) -> MegatronOptions:
-    """The options from what the configuration holds (None, a mapping or the dataclass)."""
+    """Return the options that a configuration holds as None, a mapping or the dataclass."""
     result: MegatronOptions = build_options(options, MegatronOptions)
     return result

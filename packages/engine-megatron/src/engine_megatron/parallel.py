@@ -1,7 +1,8 @@
-"""Where each rank stands, Megatron's process groups, and the few collectives of our own.
+"""The grid of ranks, Megatron's process groups, and this engine's own collectives.
 
-Ranks are numbered as Megatron does: tensor fastest, then context, then data, then pipeline stages. The ranks of a stage are
-divided a second time for experts: parts of an expert fastest, then expert-parallel ranks, then copies.
+Ranks are numbered as Megatron does: tensor fastest, then context, then data, then pipeline stages.
+The ranks of a stage are divided a second time for experts: parts of an expert fastest, then
+expert-parallel ranks, then copies.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
-# float8 is a precision of matrix products: what goes in and comes out is bfloat16.
+# float8 is a precision of matrix products, whose inputs and outputs are bfloat16.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
-_INTEGERS = {4: torch.int32, 8: torch.int64}  # NCCL adds no 16-bit integers
+# Integer dtypes by size in bytes; NCCL does not add 16-bit integers.
+_INTEGERS = {4: torch.int32, 8: torch.int64}
 
 
 def world_and_rank() -> tuple[int, int]:
-    """Ranks of this run and this one's number, before any process group is made."""
+    """Return the number of ranks and this process's rank, also before a process group is made."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
-    return (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])) if launched else (1, 0)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    return 1, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One rank's coordinates."""
+    """One rank's coordinates in the grid of ranks."""
 
     stage: int
     data: int
@@ -50,9 +53,10 @@ class Layout:
     """The grid of ranks and this rank's place in it.
 
     Attributes:
-        experts: ranks that the experts of a layer are spread over.
-        expert_tensor: ranks that an expert's matrices are split over.
-        virtual: model chunks on each rank; chunk c of stage s is the ``c * stages + s``-th part of the layers.
+        experts: number of ranks that the experts of a layer are spread over.
+        expert_tensor: number of ranks that an expert's matrices are split over.
+        virtual: number of model chunks on each rank; chunk c of stage s is the
+            ``c * stages + s``-th part of the layers.
     """
 
     world: int
@@ -67,7 +71,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks each kind of parallelism has."""
+        """The number of ranks of each kind of parallelism."""
         return {
             "pp": self.stages,
             "dp": self.data,
@@ -79,11 +83,11 @@ class Layout:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts are divided among other ranks than all other weights."""
+        """True if experts are divided among ranks differently from all other weights."""
         return self.experts > 1 or self.expert_tensor != self.tensor
 
     def place(self, rank: int) -> Place:
-        """The coordinates of ``rank``."""
+        """Return the coordinates of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
@@ -98,10 +102,9 @@ class Layout:
         )
 
     def rank_of(self, place: Place) -> int:
-        """The inverse of `place`."""
-        return (
-            (place.stage * self.data + place.data) * self.context + place.context
-        ) * self.tensor + place.tensor
+        """Return the rank at ``place``, the inverse of `place`."""
+        replica = place.stage * self.data + place.data
+        return (replica * self.context + place.context) * self.tensor + place.tensor
 
     @property
     def here(self) -> Place:
@@ -110,17 +113,20 @@ class Layout:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first pipeline stage."""
+        """True if this rank is on the first pipeline stage."""
         return self.here.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last pipeline stage."""
+        """True if this rank is on the last pipeline stage."""
         return self.here.stage == self.stages - 1
 
     @property
     def topology(self) -> Topology:
-        """This rank for the caller. The loss is known on the last stage: one of its ranks is primary."""
+        """The contract's description of this rank.
+
+        The loss is known on the last stage, so one of its ranks is the primary one.
+        """
         here = self.here
         return Topology(
             rank=self.rank,
@@ -135,9 +141,10 @@ class Layout:
 def build_layout(
     parallelism: Parallelism, expert_tensor: int, virtual: int, world: int, rank: int
 ) -> Layout:
-    """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group.
+    """Return the layout for a world of ``world`` ranks, without making a process group.
 
-    ``expert_tensor`` 0 means as many as ``tp``.
+    ``expert_tensor`` 0 means as many as ``tp``. Raises ``ConfigError`` when the sizes do not fit the
+    world.
     """
     model = parallelism.tp * parallelism.cp * parallelism.pp
     data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
@@ -161,7 +168,8 @@ def build_layout(
             "parallelism.ep",
             f"{parallelism.ep} experts' ranks x {expert_tensor} that split each do not divide "
             f"the {ranks} ranks of a stage",
-            why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} x dp {data}",
+            why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} "
+            f"x dp {data}",
             remedy="choose a size that divides them",
         )
     return Layout(
@@ -178,7 +186,10 @@ def build_layout(
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
-    """Join the launcher's process group, or make one of a single rank; whether it was made here."""
+    """Join the launcher's process group, or make one of a single rank.
+
+    Returns True if the group was made here, False if it existed before.
+    """
     device_of(device_type).adopt_local_rank()
     if dist.is_initialized():
         return False
@@ -186,24 +197,29 @@ def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bo
     if world > 1:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        # torch documents HashStore, but does not re-export it.
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     return True
 
 
 class ModelParallel:
-    """The process groups. Megatron keeps its own in global variables, so engines that live together share them.
+    """The process groups of model parallelism.
 
-    A dense model has no use for the experts' groups, so its engine shares those of any.
+    Megatron keeps its groups in global variables, so engines that exist at the same time share them.
+    A dense model does not use the experts' groups, so its engine can share groups made with any
+    experts' sizes.
     """
 
     _users = 0
-    _owns_world = False  # whether the default group was made here, and goes with the last engine
-    _sizes: ClassVar[dict[str, int]] = {}  # that the groups were made with
+    # Whether the default group was made here, and is destroyed with the last engine.
+    _owns_world = False
+    # The sizes that the groups were made with.
+    _sizes: ClassVar[dict[str, int]] = {}
 
     @classmethod
     def check(cls, layout: Layout, *, has_experts: bool) -> None:
-        """Raise ``ConfigError`` when this process holds groups of another layout."""
+        """Raise ``ConfigError`` when this process holds groups of a different layout."""
         from megatron.core import parallel_state
 
         wanted = {
@@ -216,8 +232,8 @@ class ModelParallel:
                 "parallelism",
                 f"{wanted}, another engine of this process has {cls._sizes}",
                 why="Megatron keeps its process groups in global variables",
-                remedy="close the other engine first, give both the same sizes, or if these differ in ep and "
-                "etp alone build the engine with experts before the dense one",
+                remedy="close the other engine first, give both the same sizes, or if these differ "
+                "in ep and etp alone build the engine with experts before the dense one",
             )
         if not cls._users and parallel_state.model_parallel_is_initialized():
             raise ConfigError(
@@ -228,7 +244,10 @@ class ModelParallel:
 
     @classmethod
     def join(cls, layout: Layout, device_type: str, timeout: timedelta) -> None:
-        """Make the groups, or share those that are there; all ranks together, after `check`."""
+        """Make the groups, or share the existing ones.
+
+        All ranks call it together, after `check`.
+        """
         from megatron.core import parallel_state
 
         cls._owns_world |= ensure_process_group(device_type, layout.world, timeout)
@@ -244,7 +263,8 @@ class ModelParallel:
                     order="tp-cp-ep-dp-pp",
                     distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
                 )
-            except BaseException:  # Ctrl-C too: half of the groups are of no use
+            # Ctrl-C included: an incomplete set of groups is of no use.
+            except BaseException:
                 cls._destroy()
                 raise
             cls._sizes = layout.sizes
@@ -261,8 +281,12 @@ class ModelParallel:
     def _destroy(cls) -> None:
         from megatron.core import parallel_state
 
-        # Megatron forgets its groups without destroying them; every engine would leave some twenty behind.
-        groups = [g for g in parallel_state._global_process_group_list or () if g is not None]  # noqa: SLF001
+        # Megatron forgets its groups without destroying them: every engine would leave some twenty.
+        groups = [
+            group
+            for group in parallel_state._global_process_group_list or ()  # noqa: SLF001
+            if group is not None
+        ]
         parallel_state.destroy_model_parallel()
         for group in groups:
             dist.destroy_process_group(group)
@@ -272,26 +296,29 @@ class ModelParallel:
 
 
 def tensor_group() -> Any:
-    """The ranks that split each matrix with this one."""
+    """Return the group of the ranks that split each matrix with this rank."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def context_group() -> Any:
-    """The ranks that hold the other tokens of this one's documents."""
+    """Return the group of the ranks that hold the tokens of the same documents."""
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_group()
 
 
 def is_spread_expert(param: Tensor) -> bool:
-    """Whether a parameter is of an expert that is spread over other ranks than all other weights (Megatron's mark)."""
+    """Return True if a parameter belongs to an expert that is divided differently from other weights.
+
+    It reads Megatron's mark on the parameter.
+    """
     return not getattr(param, "allreduce", True)
 
 
 def holders_group(param: Tensor) -> Any:
-    """The ranks that hold the same part of ``param`` as this one."""
+    """Return the group of the ranks that hold the same part of ``param`` as this rank."""
     from megatron.core import parallel_state
 
     if is_spread_expert(param):
@@ -300,7 +327,7 @@ def holders_group(param: Tensor) -> Any:
 
 
 def model_group(param: Tensor) -> Any:
-    """The ranks that make one whole model, all weights divided as ``param`` is."""
+    """Return the group of the ranks of one whole model, with all weights divided as ``param`` is."""
     from megatron.core import parallel_state
 
     if is_spread_expert(param):
@@ -309,21 +336,24 @@ def model_group(param: Tensor) -> Any:
 
 
 def experts_group() -> Any:
-    """The ranks of this one's stage that together hold all experts once."""
+    """Return the group of the ranks of this rank's stage that together hold all experts once."""
     from megatron.core import parallel_state
 
     return parallel_state.get_expert_tensor_and_model_parallel_group()
 
 
 def pipeline_group() -> Any:
-    """The ranks that hold the other stages of this one's model."""
+    """Return the group of the ranks that hold the stages of this rank's model."""
     from megatron.core import parallel_state
 
     return parallel_state.get_pipeline_model_parallel_group()
 
 
 def add_bits(x: Tensor, group: Any) -> Tensor:
-    """The sum over ranks of which at most one holds anything but zeros at each place: no bit changes, no sign of a zero."""
+    """Sum ``x`` over ranks in place without changing a bit, not even the sign of a zero.
+
+    At most one rank may hold anything but zeros at each index. Returns ``x``.
+    """
     bits = x.view(_INTEGERS.get(x.element_size(), torch.uint8))
     dist.all_reduce(bits, group=group)
     return x

@@ -1,4 +1,7 @@
-"""Megatron's pipeline schedules (1F1B, with model chunks interleaved, arXiv:2104.04473) around this engine's forward and the caller's loss."""
+"""Megatron's pipeline schedules around this engine's forward and the caller's loss.
+
+The schedule is 1F1B, interleaved if there are several model chunks (arXiv:2104.04473).
+"""
 
 # Megatron is not annotated.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -31,17 +34,20 @@ def run(
     *,
     backward: bool,
 ) -> list[Any]:
-    """The schedule over all micro-batches, all stages together; ``chunks`` are those of ``forward`` or their wrappers.
+    """Run the schedule over all micro-batches; all stages call it together.
 
-    ``on_last`` makes of the last chunk's hidden states a scalar to differentiate and what is collected of it: the
-    result, one a micro-batch, on the last stage; nothing on the others.
+    ``chunks`` are those of ``forward`` or their wrappers. ``on_last`` takes the last chunk's hidden
+    states and returns a scalar to differentiate and a value to collect. The last stage returns the
+    collected values, one per micro-batch; all other stages return an empty list.
     """
-    virtual, stages = forward.layout.virtual, forward.layout.stages
-    # Interleaved, micro-batches go round in groups of as many as there are stages; empty ones run where stages would wait.
-    given = [*parts, *[parts[0].select([])] * (-len(parts) % stages if virtual > 1 else 0)]
-    feeds = tee(
-        ((batch, forward.pack(batch)) for batch in given), virtual
-    )  # packed once, whichever chunk comes first
+    virtual = forward.layout.virtual
+    stages = forward.layout.stages
+    # The interleaved schedule takes micro-batches in groups of as many as there are stages. Empty
+    # micro-batches complete the last group.
+    missing = -len(parts) % stages if virtual > 1 else 0
+    given = [*parts, *[parts[0].select([])] * missing]
+    # Each micro-batch is packed once, by the chunk that comes first.
+    feeds = tee(((batch, forward.pack(batch)) for batch in given), virtual)
 
     def step(feed: Any, chunk: Any) -> tuple[Tensor, Any]:
         batch, packed = next(feed)
@@ -49,7 +55,7 @@ def run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, collected = on_last(hidden, packed, batch)
-            # With a count of tokens, and calculate_per_token_loss, Megatron divides by nothing.
+            # With a token count of 1 and calculate_per_token_loss Megatron does not divide the loss.
             return scalar, torch.ones((), dtype=torch.int, device=hidden.device), collected
 
         return hidden, finish
@@ -60,9 +66,10 @@ def run(
         data_iterator=list(feeds),
         model=list(chunks),
         num_microbatches=len(given),
+        # Lengths vary, and are sent with the hidden states.
         seq_length=1,
         micro_batch_size=1,
-        forward_only=not backward,  # lengths vary and are sent along
+        forward_only=not backward,
     )
     return collected[: len(parts)]
 
@@ -70,9 +77,9 @@ def run(
 def infer(
     forward: Forward, chunks: Sequence[Any], batch: Batch, needs: Sequence[str], temperature: float
 ) -> TokenOutputs:
-    """One micro-batch through all stages; its outputs on every stage."""
-    names = ("values",) if forward.shape.kind == "value_model" else ("log_probs", "entropy")
-    names = tuple(name for name in names if name in needs)
+    """Run one micro-batch through all stages, and return its outputs on every stage."""
+    available = ("values",) if forward.shape.kind == "value_model" else ("log_probs", "entropy")
+    names = tuple(name for name in available if name in needs)
 
     def on_last(hidden: Tensor, packed: Packed, _: Batch) -> tuple[Tensor, Tensor]:
         outputs = forward.outputs(hidden, packed, needs, temperature)
@@ -101,9 +108,10 @@ def train(
     denominator: float,
     temperature: float,
 ) -> tuple[list[LossOutput], Exception | None]:
-    """Forward and backward over the micro-batches; zeros on stages that do not know the loss.
+    """Run forward and backward over the micro-batches, and return their losses.
 
-    What the loss raises on the last stage is given back, not raised: the other stages are still in the schedule.
+    Losses are zero on stages that do not know them. An exception of the loss on the last stage is
+    returned, not raised, because the other stages are still in the schedule.
     """
     raised: list[Exception] = []
 
@@ -111,13 +119,13 @@ def train(
         outputs = forward.outputs(hidden, packed, needs, temperature)
         try:
             result = loss_of(outputs, batch)
-        except Exception as error:  # noqa: BLE001 - whatever it is, no stage may be left waiting; raised by the caller
+        except Exception as error:  # noqa: BLE001 - no stage may be left waiting; the caller raises
             raised.append(error)
-            # Through all outputs: tensor-parallel neighbours whose loss did not raise wait for this rank in their backward.
+            # The zero depends on all outputs, because tensor-parallel ranks whose loss did not
+            # raise wait for this rank in their backward.
             return nothing_of(outputs), None
-        return result.loss / denominator, LossOutput(
-            loss=result.loss.detach(), metrics=result.metrics
-        )
+        collected = LossOutput(loss=result.loss.detach(), metrics=result.metrics)
+        return result.loss / denominator, collected
 
     results = run(forward, chunks, parts, on_last, backward=True)
     if not forward.layout.is_last or raised:

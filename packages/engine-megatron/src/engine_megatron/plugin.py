@@ -13,26 +13,28 @@ from engine_megatron import te
 _BACKENDS = ("megatron",)
 _DEVICES = ("cuda", "cpu")
 
-# Seen to work, newest first. Megatron-core moves functions between minor releases.
+# The versions that were seen to work, newest first. Megatron-core moves functions between minor
+# releases.
 TESTED_VERSIONS = ("0.16.1",)
 _INSTALL = "pip install 'engine-megatron[core]'"
 
 
 def probe(device: str) -> ProbeResult:
-    """Whether torch, a tested Megatron-core and psutil are here, and ``device`` can be used."""
+    """Report whether torch, a tested Megatron-core and psutil are here and ``device`` is usable."""
     if problem := missing():
         return problem
     if device == "cpu" and not cuda_is_simulated():
         return ProbeResult(
             ok=False,
             reason="Megatron-core calls CUDA wherever it runs",
-            remedy="use device=cuda; a test may simulate CUDA: engine-conformance run megatron --shim",
+            remedy="use device=cuda; a test may simulate CUDA: "
+            "engine-conformance run megatron --shim",
         )
     return probe_torch(device)
 
 
 def missing() -> ProbeResult | None:
-    """What of Megatron-core is not here, whatever the device; or None."""
+    """Return the part of Megatron-core that is not installed, for any device, or None."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +48,7 @@ def missing() -> ProbeResult | None:
     if importlib.util.find_spec("psutil") is None:
         return ProbeResult(
             ok=False,
-            reason="psutil is not installed, which Megatron-core needs to save and does not ask for",
+            reason="psutil is not installed, which Megatron-core needs to save and does not declare",
             remedy=_INSTALL,
         )
     return None
@@ -87,6 +89,7 @@ PLUGIN = EnginePlugin(
         }
     ),
     options="engine_megatron.options:MegatronOptions",
-    one_layout=True,  # Megatron keeps its process groups in global variables
+    # Megatron keeps its process groups in global variables.
+    one_layout=True,
     probe=probe,
 )

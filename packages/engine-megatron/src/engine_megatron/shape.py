@@ -1,7 +1,11 @@
-"""A model's architecture, from a Hugging Face ``config.json``; what this engine would compute wrongly is refused here."""
+"""A model's architecture, read from a Hugging Face ``config.json``.
+
+Models that this engine would compute wrongly are refused here.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +19,27 @@ from engine_megatron.te import Spec
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Sizes in config.json. transformers accepts a list of sizes, one per layer, which Megatron has not.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the mapping and the model need to know; ``experts`` is 0 for a dense model.
+    """The sizes and features of an architecture that the mapping and the model need.
 
-    ``spec``: whose layers the model is made of, which name their parameters differently.
+    Attributes:
+        std: standard deviation of random weights.
+        experts: number of experts of a layer, 0 for a dense model.
+        spec: the layers that the model is made of; each spec names its parameters differently.
     """
 
     family: str
@@ -35,7 +53,7 @@ class Shape:
     head_dim: int
     eps: float
     rope_base: float
-    std: float  # of random weights
+    std: float
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -48,13 +66,16 @@ class Shape:
     spec: Spec = "local"
 
     def widths(self, tensor: int, expert_tensor: int) -> dict[str, int]:
-        """The sides of the layers' matrices on one of the ranks that split them, or each expert."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        inner = (
-            self.expert_intermediate // expert_tensor
-            if self.experts
-            else self.intermediate // tensor
-        )
+        """Return the side lengths of the matrices on one of the ranks that split them, by name.
+
+        ``tensor`` ranks split a layer and ``expert_tensor`` ranks split each expert.
+        """
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        if self.experts:
+            inner = self.expert_intermediate // expert_tensor
+        else:
+            inner = self.intermediate // tensor
         return {
             "hidden size": self.hidden,
             "width of queries": queries // tensor,
@@ -64,7 +85,10 @@ class Shape:
 
 
 def read_hf_config(source: ModelSource, folder: str) -> Any:
-    """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
+    """Return the configuration as transformers reads it, with overrides applied.
+
+    Raises ``ConfigError`` for options and files that this engine cannot use.
+    """
     if source.trust_remote_code:
         raise ConfigError(
             "model.trust_remote_code", "this engine has its own model", remedy="leave it out"
@@ -86,7 +110,7 @@ def read_hf_config(source: ModelSource, folder: str) -> Any:
 
 
 def refuse_other_models(config: Any) -> None:
-    """Raise ``ConfigError`` for a family without a mapping, and for what this engine would compute wrongly."""
+    """Raise ``ConfigError`` for models without a mapping and models that would be computed wrongly."""
     file = Path(config.name_or_path) / "config.json"
     family = config.model_type
     if family not in FAMILIES:
@@ -96,6 +120,7 @@ def refuse_other_models(config: Any) -> None:
             why="this engine has no mapping for it",
             remedy=f"give one of {', '.join(FAMILIES)}, or use another backend",
         )
+    _check_numbers(config, file)
     rope = _rope(config)
     wrong = {
         "a sliding window or other attention that is not full": _is_windowed(config),
@@ -108,7 +133,7 @@ def refuse_other_models(config: Any) -> None:
         and getattr(config, "attention_bias", False),
         "a bias in the MLP": getattr(config, "mlp_bias", False),
         # Megatron refuses it: a softmax over one logit has no gradient.
-        "a single expert a token, its weight normalized": family == "qwen3_moe"
+        "a single expert per token, its weight normalized": family == "qwen3_moe"
         and config.num_experts_per_tok == 1
         and config.norm_topk_prob,
         "dense layers among layers of experts": getattr(config, "mlp_only_layers", None)
@@ -123,15 +148,44 @@ def refuse_other_models(config: Any) -> None:
         )
 
 
+def _check_numbers(config: Any, file: Path) -> None:
+    """Raise ``ConfigError`` for a number of the architecture that is missing or none."""
+    sizes = _SIZES + (_EXPERT_SIZES if config.model_type == "qwen3_moe" else ())
+    found = {key: getattr(config, key, None) for key in (*sizes, *_OPTIONAL_SIZES)}
+    wrong = [
+        f"expected an integer as {key}, got {value!r}"
+        for key, value in found.items()
+        if type(value) is not int and not (value is None and key in _OPTIONAL_SIZES)
+    ]
+    reals = {
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "rope_theta in rope_parameters": _rope(config).get("rope_theta"),
+    }
+    wrong += [
+        f"expected a finite number as {key}, got {value!r}"
+        for key, value in reals.items()
+        if type(value) not in (int, float) or not math.isfinite(value)
+    ]
+    if wrong:
+        raise ConfigError(
+            "model.path",
+            f"{file}: {'; '.join(wrong)}",
+            remedy="correct the file, or fetch it again",
+        )
+
+
 def _is_windowed(config: Any) -> bool:
-    """Whether a layer sees less than all earlier tokens. Qwen3-MoE's window is every layer's, whatever their types say."""
+    """Return True if a layer attends to less than all earlier tokens.
+
+    Qwen3-MoE's window applies to every layer, independently of the layer types.
+    """
     types = getattr(config, "layer_types", None)
     if types is not None and config.model_type != "qwen3_moe":
         return any(kind != "full_attention" for kind in types)
     slides = getattr(config, "use_sliding_window", None)
-    if (
-        slides is None or config.model_type == "qwen3_moe"
-    ):  # whose switch counts only while its file is read
+    # Qwen3-MoE's switch has an effect only while its file is read.
+    if slides is None or config.model_type == "qwen3_moe":
         slides = slides or getattr(config, "sliding_window", None) is not None
     return slides or any(kind != "full_attention" for kind in types or ())
 
@@ -142,8 +196,9 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
-    """The architecture of a configuration that `refuse_other_models` let through."""
-    heads, family = config.num_attention_heads, config.model_type
+    """Return the architecture of a configuration that `refuse_other_models` accepts."""
+    heads = config.num_attention_heads
+    family = config.model_type
     return Shape(
         family=family,
         kind=kind,

@@ -1,4 +1,7 @@
-"""Transformer Engine: whether its layer spec is used, and what it asks of a configuration. Imports it for FP8 alone."""
+"""Transformer Engine: the choice of its layer spec, and its demands on a configuration.
+
+Transformer Engine is imported for FP8 alone.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,34 @@ log = logging.getLogger("engine_megatron")
 
 Spec = Literal["local", "te"]
 
-# Seen to build, newest first.
+# The versions that were seen to build, newest first.
 TESTED_VERSIONS = ("2.20.2",)
-INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch,core-cu13]=={TESTED_VERSIONS[0]}' (it compiles)"
-_DISTRIBUTIONS = (
-    "transformer_engine",
-    "transformer_engine_torch",
-)  # Python, and the extension: PyPI has that as source
-_FP8_UNIT = 16  # cuBLAS's alignment of FP8 matrices
-# What Megatron writes for the fused backend, asserting that nothing else is there, whichever the spec.
+INSTALL = (
+    "pip install --no-build-isolation "
+    f"'transformer-engine[pytorch,core-cu13]=={TESTED_VERSIONS[0]}' (it compiles)"
+)
+# The Python package, and the extension, which PyPI has as source.
+_DISTRIBUTIONS = ("transformer_engine", "transformer_engine_torch")
+# cuBLAS's alignment of FP8 matrices.
+_FP8_UNIT = 16
+# Megatron writes these values for the fused backend, for both specs, and asserts that the
+# environment holds no different ones.
 _BACKEND = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
-_CUDNN_FIRST = ("libcudnn_graph", "libcudnn_ops")  # what cuDNN's other parts are linked to
-FP8_TOKENS = 128  # of a rank: one block of scales, so that activations can be gathered in FP8
+# cuDNN's other parts are linked to these.
+_CUDNN_FIRST = ("libcudnn_graph", "libcudnn_ops")
+# A rank's tokens come in blocks of scales, so that activations can be gathered in FP8.
+FP8_TOKENS = 128
 
 
 def missing(device_type: str) -> str | None:
-    """Why Transformer Engine cannot be used in this process, or None."""
+    """Return the reason why Transformer Engine cannot be used in this process, or None."""
     if not device_of(device_type).transformer_engine or cuda_is_simulated():
         return "it needs a CUDA device"
     return _absent()
 
 
 def is_installed() -> bool:
-    """Whether a tested version is here, whatever the device."""
+    """Return True if a tested version is installed, independently of the device."""
     return _absent() is None
 
 
@@ -63,14 +71,18 @@ def _version(distribution: str) -> str | None:
 
 
 def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
-    """The layer spec that ``options.spec`` means here; raises ``ConfigError`` for what only the other can do."""
-    absent, compute = missing(device_type), config.precision.compute
+    """Return the layer spec that ``options.spec`` stands for on this device.
+
+    Raises ``ConfigError`` where the configuration needs the other spec.
+    """
+    absent = missing(device_type)
+    compute = config.precision.compute
     problem = absent or _unfit(config)
     fits = device_of(device_type).transformer_engine
     if wanted == "te" and problem:
-        install = (
-            f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or " if fits else ""
-        )
+        install = ""
+        if fits:
+            install = f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or "
         raise ConfigError(
             "options.spec",
             f"te, but {problem}",
@@ -82,13 +94,13 @@ def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
             "precision.compute",
             "float8 without Transformer Engine",
             why=problem or "options.spec is local",
-            remedy="leave options.spec and model.attention out and install it, or compute in bfloat16",
+            remedy="leave options.spec and model.attention out and install it, "
+            "or compute in bfloat16",
         )
     spec: Spec = "local" if problem or wanted == "local" else "te"
-    # Who installed it expects it to be used.
-    refused = (
-        wanted == "auto" and absent is not None and fits and _version(_DISTRIBUTIONS[0]) is not None
-    )
+    # An installed but unusable Transformer Engine is a surprise to the user, hence a warning.
+    installed = _version(_DISTRIBUTIONS[0]) is not None
+    refused = wanted == "auto" and absent is not None and fits and installed
     log.log(
         logging.WARNING if refused else logging.INFO,
         "layer spec %s (options.spec: %s)%s",
@@ -100,21 +112,23 @@ def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
 
 
 def _unfit(config: EngineConfig) -> str | None:
-    """What the configuration asks for that these layers do not have."""
+    """Return the reason why these layers do not fit the configuration, or None."""
     if config.precision.compute == "float32":
         # Its matrix products in float32 are TF32, and its fused attention has no float32 kernel.
         return "it has no float32: its matrix products would be TF32"
-    return (
-        "its attention is not model.attention: sdpa" if config.model.attention == "sdpa" else None
-    )
+    if config.model.attention == "sdpa":
+        return "its attention is not model.attention: sdpa"
+    return None
 
 
 def share_cudnn() -> None:
-    """Let Transformer Engine use the cuDNN that torch brings, unless the environment names one; before it is imported.
+    """Let Transformer Engine use the cuDNN that torch brings, unless the environment names one.
 
-    It looks for the system's first (2.20.2, ``common``), and its own library is linked to cuDNN's parts. torch loads a part when it
-    first needs it; where it has loaded some by then, the loader would take the others from the system, and the import ends with
-    an undefined symbol. So every part is loaded here, from one place.
+    This must be called before Transformer Engine is imported. Transformer Engine looks for the
+    system's cuDNN first (2.20.2, ``common``), and its own library is linked to cuDNN's parts. torch
+    loads a part when it first needs it. Where torch has loaded some parts by then, the loader would
+    take the remaining ones from the system, and the import ends with an undefined symbol. So every
+    part is loaded here, from one folder.
     """
     chosen = any(name in os.environ for name in ("CUDNN_HOME", "CUDNN_PATH"))
     if chosen or not is_installed() or importlib.util.find_spec("nvidia") is None:
@@ -132,7 +146,7 @@ def share_cudnn() -> None:
 
 
 def check_environment() -> None:
-    """Raise ``ConfigError`` for a choice of attention kernels in the environment that Megatron would assert against."""
+    """Raise ``ConfigError`` for attention kernels in the environment that Megatron would refuse."""
     for name, value in _BACKEND.items():
         if os.environ.get(name, value) != value:
             raise ConfigError(
@@ -144,7 +158,10 @@ def check_environment() -> None:
 
 
 def check_fp8(config: EngineConfig, widths: dict[str, int]) -> None:
-    """Raise ``ConfigError`` where FP8 cannot be: ``widths`` are the sides of this rank's matrices."""
+    """Raise ``ConfigError`` where FP8 is asked for but not possible.
+
+    ``widths`` are the side lengths of this rank's matrices, by name.
+    """
     if config.precision.master == "float8":
         raise ConfigError(
             "precision.master",
@@ -165,14 +182,14 @@ def check_fp8(config: EngineConfig, widths: dict[str, int]) -> None:
     if not supported:
         raise ConfigError(
             "precision.compute",
-            "float8, which this device or CUDA cannot",
+            "float8, which this device or CUDA does not support",
             why=why,
             remedy="use Hopper or newer with CUDA 12.9 or newer, or compute in bfloat16",
         )
 
 
 def _block_scaling() -> tuple[bool, str]:
-    """Whether this process's device has FP8 in blocks, and why not."""
+    """Return whether this process's device supports FP8 in blocks, and the reason if not."""
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
     supported, why = quantization.check_fp8_block_scaling_support()
     return bool(supported), str(why)

@@ -1,4 +1,4 @@
-"""Every weight of the model, which box of it this rank holds, and how it is read from a Hugging Face folder."""
+"""Every weight of the model, this rank's box of it, and reading from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ class Weight:
     """One saved tensor of the whole model, and this rank's part of it.
 
     Attributes:
-        per_rank: size in the split dimension on each tensor-parallel rank, padding of the vocabulary included.
-        parameters: pipeline stage → Megatron's name of the parameter there, after the number of its model chunk.
-        owner: the expert-parallel rank that holds it; None: not of an expert, they all do.
-        param: it, on this rank; None on ranks without any of it.
+        dim: the dimension that is split over tensor-parallel ranks; None if none is.
+        per_rank: size in the split dimension on each tensor-parallel rank, padding of the
+            vocabulary included.
+        parameters: pipeline stage → number of the model chunk and Megatron's parameter name there.
+        owner: the expert-parallel rank that holds the expert; None for weights of no expert, which
+            all of them hold.
+        param: the parameter on this rank; None on ranks without a part of the weight.
     """
 
     name: str
@@ -50,16 +53,22 @@ class Weight:
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter, for who knows that this rank holds one."""
+        """The parameter, of a weight that this rank is known to hold."""
         assert self.param is not None, f"{self.name} is not on this rank"
         return self.param
 
     def part_of(self, parameter: Tensor) -> Tensor:
-        """The box in something of the parameter's shape; live memory where that holds it in one piece."""
+        """Return this rank's box of a tensor of the parameter's shape.
+
+        The result is live memory where the tensor holds the box contiguously.
+        """
         return self.cut.read(parameter, self.box.shape)
 
     def at(self, place: Place) -> int | None:
-        """Which of the parts in the split dimension the rank at ``place`` holds; None: nothing."""
+        """Return the number of the part that the rank at ``place`` holds, or None if it has none.
+
+        Parts are counted in the split dimension.
+        """
         if place.stage not in self.parameters or self.owner not in (None, place.expert):
             return None
         if self.dim is None:
@@ -67,24 +76,28 @@ class Weight:
         return place.tensor if self.owner is None else place.expert_tensor
 
     def span(self, tensor_rank: int) -> tuple[int, int]:
-        """Start and size of a tensor-parallel rank's box in the split dimension."""
+        """Return the start and size of a tensor-parallel rank's box in the split dimension."""
         assert self.dim is not None
         start = min(tensor_rank * self.per_rank, self.shape[self.dim])
         return start, min(self.per_rank, self.shape[self.dim] - start)
 
     def box_of(self, place: Place) -> ShardSpec:
-        """The box of the rank at ``place``, its replica not yet counted."""
+        """Return the box of the rank at ``place``, with its replica number not yet set."""
         part = self.at(place)
         if part is None:
             return ShardSpec.nothing(self.shape)
-        offset, size = [0] * len(self.shape), list(self.shape)
+        offset = [0] * len(self.shape)
+        size = list(self.shape)
         if self.dim is not None:
             offset[self.dim], size[self.dim] = self.span(part)
         return ShardSpec(global_shape=self.shape, offset=tuple(offset), shape=tuple(size))
 
 
 def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
-    """Raise ``ConfigError`` where the model cannot be divided evenly; the vocabulary is padded."""
+    """Raise ``ConfigError`` where the model cannot be divided evenly.
+
+    The vocabulary always can, because it is padded.
+    """
     if layout.experts > 1 and not shape.experts:
         raise ConfigError(
             "parallelism.ep",
@@ -97,13 +110,13 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
             "options.vocabulary_multiple",
             f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
             why=f"there are {shape.vocab_size} tokens",
-            remedy="choose a smaller one",
+            remedy="choose a smaller multiple",
         )
     if shape.heads % shape.kv_heads:
         raise ConfigError(
             "model.path",
             f"{shape.heads} attention heads cannot share {shape.kv_heads} key-value heads",
-            remedy="set num_key_value_heads in config.json to one that divides num_attention_heads",
+            remedy="set num_key_value_heads in config.json to a divisor of num_attention_heads",
         )
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     sizes = {
@@ -129,42 +142,51 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
 
 
 def _uneven(field: str, size: int, what: str, count: int, common: int) -> ConfigError:
-    """``common``: what all that is divided by this size has in common; an engine may have as many ranks as divide it."""
+    """Return the error for a parallel size that does not divide ``count``.
+
+    ``common`` is the greatest common divisor of all counts that this size divides, so its divisors
+    are the sizes that fit.
+    """
     fit = f"choose one of {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
     if field != "parallelism.tp":
         return ConfigError(field, f"{size} does not divide {count} {what}", remedy=fit)
+    why = ""
+    if "heads" in what:
+        why = "a rank has whole heads: none is split, and none copied to several ranks"
     return ConfigError(
         field,
         f"{size} does not divide {count} {what}",
-        why="a rank has whole ones: none is split, and none copied to several ranks"
-        if "heads" in what
-        else "",
+        why=why,
         remedy=f"{fit}, and parallelism.cp or pp for the other ranks",
     )
 
 
 def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
-    """Rows of embedding and head: the least multiple of ``multiple`` times the tensor-parallel size."""
+    """Return the number of rows of embedding and head.
+
+    It is the least multiple of ``multiple`` times the tensor-parallel size that is large enough.
+    """
     step = multiple * layout.tensor
     return -(-shape.vocab_size // step) * step
 
 
 def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
-    """Every weight in the model's order, tied ones once; the parameters are not there yet."""
+    """Return every weight in the model's order, tied weights once, without parameters yet."""
     vocabulary = padded_vocabulary(shape, layout, multiple)
     places = [layout.place(rank) for rank in range(layout.world)]
     table: list[Weight] = []
     for layer, rule in rules_of(shape):
         stages = _stages(layer, rule, shape, layout)
         for name, cut in zip(rule.saved, cuts(rule, shape), strict=True):
-            whole, dim = saved_shape(name, shape), _DIMENSION[rule.split]
-            rows = vocabulary if whole[0] == shape.vocab_size and layer is None else whole[dim or 0]
-            ranks, owner = layout.tensor, None
+            whole = saved_shape(name, shape)
+            dim = _DIMENSION[rule.split]
+            is_padded = whole[0] == shape.vocab_size and layer is None
+            rows = vocabulary if is_padded else whole[dim or 0]
+            ranks = layout.tensor
+            owner: int | None = None
             if rule.expert is not None:
-                ranks, owner = (
-                    layout.expert_tensor,
-                    rule.expert // (shape.experts // layout.experts),
-                )
+                ranks = layout.expert_tensor
+                owner = rule.expert // (shape.experts // layout.experts)
             weight = Weight(
                 name=name,
                 shape=whole,
@@ -181,7 +203,9 @@ def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype
 
 
 def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict[int, str]:
-    last, head = layout.stages - 1, layout.virtual - 1
+    """Return Megatron's name of a rule's parameter on each pipeline stage that has it."""
+    last = layout.stages - 1
+    head = layout.virtual - 1
     if layer is not None:
         part, local = divmod(layer, shape.layers // (layout.stages * layout.virtual))
         chunk, stage = divmod(part, layout.stages)
@@ -190,28 +214,32 @@ def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict
             name = name.replace("N", str(rule.expert % (shape.experts // layout.experts)))
         return {stage: f"{chunk}.decoder.layers.{local}.{name}"}
     if rule.saved == TIED_HEAD.saved:
-        return {0: f"0.{rule.parameter}"} | (
-            {last: f"{head}.{TIED_HEAD.parameter}"} if shape.tied and last else {}
-        )
+        stages = {0: f"0.{rule.parameter}"}
+        if shape.tied and last:
+            stages[last] = f"{head}.{TIED_HEAD.parameter}"
+        return stages
     return {last: f"{head}.{rule.parameter}"}
 
 
 def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
-    """The box of rank ``own``. Which of the ranks with the same box comes first goes round, so that all of them write."""
+    """Return the box of rank ``own``, with its replica number.
+
+    Replica 0 is a different rank for different weights, so that all ranks with the same box write.
+    """
     parts = [weight.at(place) for place in places]
     copies = [rank for rank, part in enumerate(parts) if part == parts[own]]
-    return replace(
-        weight.box_of(places[own]),
-        replica=(copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies),
-    )
+    replica = (copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies)
+    return replace(weight.box_of(places[own]), replica=replica)
 
 
 def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
-    """Give each weight that this rank holds its parameter; ``chunks`` holds the model's chunks under their numbers.
+    """Set the parameter of each weight that this rank holds.
 
-    Raises ``ConfigError`` for a hole in the mapping: a parameter that no weight fills, or the reverse.
+    ``chunks`` holds the model's chunks under their numbers. Raises ``ConfigError`` for a hole in the
+    mapping: a parameter that no weight fills, or a weight without a parameter.
     """
-    params, stage = dict(chunks.named_parameters()), layout.here.stage
+    params = dict(chunks.named_parameters())
+    stage = layout.here.stage
     held = [weight for weight in table if weight.at(layout.here) is not None]
     wanted = {weight.parameters[stage] for weight in held}
     if holes := sorted(wanted ^ set(params)):
@@ -223,28 +251,39 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
         )
     for weight in held:
         weight.param = params[weight.parameters[stage]]
-        # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
+        # Megatron sets these marks while it initializes weights, which it does not do here. Without
+        # them its gradient norm would count one rank's part alone.
         weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
         weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
         weight.param.partition_stride = 1  # type: ignore[attr-defined]
-        # Megatron looks at ep alone, and would not add up whole experts' gradients over tensor-parallel ranks.
-        weight.param.allreduce = weight.owner is None or not layout.spreads_experts  # type: ignore[attr-defined]
+        # Megatron looks at ep alone, and would not add up whole experts' gradients over
+        # tensor-parallel ranks.
+        is_spread = weight.owner is not None and layout.spreads_experts
+        weight.param.allreduce = not is_spread  # type: ignore[attr-defined]
 
 
-_FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+# Floating-point dtypes by safetensors' names.
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 class Files:
-    """The safetensors files of a folder. Names and shapes are checked without reading a weight."""
+    """The safetensors files of a folder.
+
+    Names and shapes are checked without reading a weight.
+    """
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.handles = folder, dict[str, Any]()
+        self.folder = folder
+        self.handles: dict[str, Any] = {}
         for path in _weight_files(Path(folder)):
             handle = _open(path)
             self.handles |= dict.fromkeys(handle.keys(), handle)
 
     def check(self, table: Sequence[Weight]) -> None:
-        """Raise ``ConfigError`` where a tensor is missing or has another shape; a value head may be missing."""
+        """Raise ``ConfigError`` where a tensor is missing or has a wrong shape or dtype.
+
+        A value head may be missing. Tensors that are not used are logged as a warning.
+        """
         missing = [
             w.name for w in table if w.name not in self.handles and not w.name.startswith("score.")
         ]
@@ -256,7 +295,7 @@ class Files:
             )
         for weight in (w for w in table if w.name in self.handles):
             stored = self.handles[weight.name].get_slice(weight.name)
-            there = tuple(stored.get_shape())
+            found = tuple(stored.get_shape())
             if stored.get_dtype() not in _FLOATING:
                 raise ConfigError(
                     "model.path",
@@ -264,10 +303,10 @@ class Files:
                     why="this engine reads floating-point weights as they are, not quantized ones",
                     remedy="use the model's bf16, fp16 or fp32 files",
                 )
-            if there != weight.shape:
+            if found != weight.shape:
                 raise ConfigError(
                     "model.path",
-                    f"{weight.name} is {there}, config.json says {weight.shape}",
+                    f"{weight.name} is {found}, config.json says {weight.shape}",
                     remedy="use files and config.json of the same model",
                 )
         if unused := sorted(set(self.handles) - {w.name for w in table}):
@@ -276,7 +315,7 @@ class Files:
             )
 
     def read(self, weight: Weight) -> Tensor:
-        """This rank's box."""
+        """Return this rank's box of a weight, in the stored dtype."""
         source = self.handles[weight.name].get_slice(weight.name)
         result: Tensor = source[weight.box.slices]
         return result
@@ -315,7 +354,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
-    """This rank's parameters and the weights in each."""
+    """Return this rank's parameters and the weights in each."""
     result: dict[nn.Parameter, list[Weight]] = {}
     for weight in (weight for weight in table if weight.param is not None):
         result.setdefault(weight.held, []).append(weight)
@@ -323,7 +362,10 @@ def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
 
 
 def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Weight], Tensor]) -> None:
-    """Write this rank's weights, masters included; one parameter's new values exist at a time."""
+    """Write this rank's weights, masters included.
+
+    ``value_of`` returns a weight's new values. Those of one parameter exist at a time.
+    """
     for param, weights in by_parameter(table).items():
         whole = torch.zeros(param.shape, dtype=masters.dtype, device=param.device)
         for weight in weights:
@@ -332,23 +374,26 @@ def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Weight], 
 
 
 class Reader:
-    """This rank's boxes in one dtype. What the model computes with is at hand, spread masters are gathered for it."""
+    """A reader of this rank's boxes in one dtype.
+
+    Parameters that the model computes with are read directly, and spread masters are gathered.
+    """
 
     def __init__(self, masters: Masters, dtype: torch.dtype) -> None:
-        self.masters, self.dtype = masters, dtype
-        self._last: tuple[nn.Parameter, Tensor] | None = (
-            None  # fused weights are read one after the other
-        )
+        self.masters = masters
+        self.dtype = dtype
+        # The parameter read last: the weights that are fused in it are read one after the other.
+        self._last: tuple[nn.Parameter, Tensor] | None = None
 
     def gathers(self, param: nn.Parameter) -> bool:
-        """Whether reading takes all ranks that hold the parameter."""
+        """Return True if all ranks that hold the parameter must read it together."""
         return self.masters.spread and param.dtype not in (self.dtype, self.masters.dtype)
 
     def read(self, weight: Weight) -> Tensor:
-        """The box; empty where this rank has nothing."""
+        """Return this rank's box of a weight, an empty tensor where the rank has none."""
         if (param := weight.param) is None:
             return torch.empty(weight.box.shape, dtype=self.dtype)
-        # A parameter is its master, rounded: in its own dtype there is nothing to fetch.
+        # A parameter is its rounded master, so its own dtype needs nothing from other ranks.
         if param.dtype == self.dtype:
             return weight.part_of(param.detach())
         if self._last is None or self._last[0] is not param:
@@ -356,19 +401,25 @@ class Reader:
         return weight.part_of(self._last[1]).to(self.dtype)
 
     def forget(self) -> None:
-        """Drop the parameter read last. Ranks read other experts: each has another one at hand, and would gather otherwise."""
+        """Drop the parameter read last.
+
+        Ranks read different experts, so each keeps a different parameter. Then some ranks would
+        gather the next parameter and others would not.
+        """
         self._last = None
 
     def read_together(self, table: Sequence[Weight]) -> dict[str, Tensor]:
-        """The boxes of this rank that must be gathered, by name; of several ranks with the same box one keeps it."""
+        """Return the boxes of this rank that must be gathered, by name.
+
+        Of several ranks with the same box one keeps it.
+        """
         gathered: dict[str, Tensor] = {}
         for weight in table:
             if weight.param is not None and self.gathers(weight.param):
                 value = self.read(weight)
                 if weight.box.replica == 0:
-                    gathered[weight.name] = (
-                        value.clone()
-                    )  # not a view that keeps the whole parameter
+                    # A view would keep the whole parameter.
+                    gathered[weight.name] = value.clone()
         self.forget()
         return gathered
 
@@ -376,14 +427,17 @@ class Reader:
 def fill(
     table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float
 ) -> None:
-    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+    """Fill this rank's boxes from ``files``, and weights that these lack from the seed.
+
+    A value head may be absent; without ``files`` all weights are drawn.
+    """
 
     def value_of(weight: Weight) -> Tensor:
         if files is not None and weight.name in files.handles:
             return files.read(weight)
         if files is not None:
             log.warning(
-                "%s is not in the folder: a new one is made from seed %d", weight.name, seed
+                "%s is not in the folder: it is initialized from seed %d", weight.name, seed
             )
         return _random(weight, seed, std)
 
@@ -391,7 +445,10 @@ def fill(
 
 
 def _random(weight: Weight, seed: int, std: float) -> Tensor:
-    """Normal values, ones for norms and zeros for biases; a part of the same whole in every layout."""
+    """Return random values of a weight's box: normal ones, ones for norms, zeros for biases.
+
+    The box is a part of the same whole tensor in every layout.
+    """
     if weight.name.endswith("norm.weight"):
         return torch.ones(weight.box.shape)
     if weight.name.endswith(".bias"):
