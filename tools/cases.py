@@ -1,4 +1,7 @@
-"""Write docs/cases.md from the conformance cases' docstrings, or check that it is current (``--check``)."""
+"""Write docs/cases.md from the docstrings of the conformance cases.
+
+With ``--check``, check that the page is current instead.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,28 @@ INTRODUCTION = """\
 
 <!-- Generated from the cases' docstrings by tools/cases.py: change them there. -->
 
-`engine-conformance run NAME [--world 1,2] [--case ID]` runs them against any engine by name; `explain ID` tells the whole
-of one. Each compares per token or per weight with a float64 oracle that shares no code with any engine, bit for bit with
-the engine itself, or asks for an error. *Core* cases apply to every engine, the others to engines that declare the
-capability that is their group; *undeclared* ones to engines that do not. What each demands stands in
+`engine-conformance run NAME [--world 1,2] [--case ID]` runs them against any engine by name; \
+`explain ID` tells the whole
+of one. Each compares per token or per weight with a float64 oracle that shares no code with any \
+engine, bit for bit with
+the engine itself, or asks for an error. *Core* cases apply to every engine, the others to engines \
+that declare the
+capability that is their group; *undeclared* ones to engines that do not. What each demands stands \
+in
 [the contract](contract.md).
 """
 SHORT = {"language_model": "lm", "value_model": "value"}
 
 
 def render() -> str:
-    """The whole page: a table a profile."""
+    """Return the whole page, one table per profile."""
     parts = [INTRODUCTION]
     for profile in PROFILES:
         cases = [one for one in load_cases().values() if one.profile == profile]
         head = ("case", "MUST", "group", "models", "ranks", "precisions", "tier", "since")
         parts.append(
-            f"## Profile `{profile}`: {len(cases)} cases\n\n{table(head, [_row(one) for one in cases])}"
+            f"## Profile `{profile}`: {len(cases)} "
+            f"cases\n\n{table(head, [_row(one) for one in cases])}"
         )
     return "\n".join(parts)
 

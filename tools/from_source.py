@@ -1,7 +1,8 @@
 """Run the packages of this tree from source, without installing them.
 
 ``python tools/from_source.py FOLDER`` writes the metadata by which Python finds entry points (one
-``NAME-VERSION.dist-info`` a package) and prints the PYTHONPATH to use. For machines that cannot install anything.
+``NAME-VERSION.dist-info`` per package) and prints the PYTHONPATH to use. It is meant for machines
+that cannot install anything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def entry_points(project: dict[str, Any]) -> str:
-    """The text of ``entry_points.txt``."""
+    """Return the text of ``entry_points.txt``."""
     groups: dict[str, dict[str, str]] = dict(project.get("entry-points", {}))
     if scripts := project.get("scripts"):
         groups["console_scripts"] = scripts
@@ -25,7 +26,10 @@ def entry_points(project: dict[str, Any]) -> str:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the metadata of every package into ``folder``; the source folders to put on the path."""
+    """Write the metadata of every package into ``folder``.
+
+    Returns the source folders to put on the path.
+    """
     sources = []
     for pyproject in sorted(
         [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"]
@@ -41,7 +45,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Write, and print the path."""
+    """Write the metadata and print the path."""
     folder = Path(sys.argv[1]).resolve()
     print(":".join(str(path) for path in [folder, *write(folder)]))
 

@@ -1,7 +1,7 @@
 """Write this contract's gold checkpoints, once: ``python tools/gold.py --backend NAME``.
 
-Any engine that declares portable-checkpoint may write them. They are part of the conformance suite, which reads
-them for ever after (case ``checkpoint.gold``): an existing one is never replaced.
+Any engine that declares portable-checkpoint may write them. They are part of the conformance suite,
+whose case ``checkpoint.gold`` reads them in every later release: an existing one is never replaced.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ WORLD, STEPS = 2, 3
 README = """\
 # Gold checkpoints of contract {contract}
 
-Written {date} by `python tools/gold.py --backend {backend}` ({distribution}), on {world} ranks, after {steps} steps of
+Written {date} by `python tools/gold.py --backend {backend}` ({distribution}), on {world} ranks, \
+after {steps} steps of
 AdamW ({optimizer}) under a cosine schedule ({schedule}).
 
-`model/` is what training started from, `checkpoint/` what it was saved as. Case `checkpoint.gold` loads them: a release
+`model/` is what training started from, `checkpoint/` what it was saved as. Case `checkpoint.gold` \
+loads them: a release
 that cannot is no longer of this contract. Never rewrite them; a new contract adds a folder.
 """
 
 
 def write_one(target: Target, folder: Path) -> None:
-    """``folder/model`` and ``folder/checkpoint`` of the target's model type."""
+    """Write ``folder/model`` and ``folder/checkpoint`` of the target's model type."""
     made = target.scratch()
     model = write_checkpoint(made / "model", gold_model(target.model_type))
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     target.run(leg, config, batches=gold_batches(0, STEPS), save_to=made / "checkpoint")
     for part in ("model", "checkpoint"):
-        # Contents alone: safetensors writes files that only their owner may read.
+        # Only contents are copied: safetensors writes files that only their owner may read.
         shutil.copytree(made / part, folder / part, copy_function=shutil.copyfile)
 
 
 def write_all(backend: str, root: Path) -> list[Path]:
-    """The folders that were written: one a model type that has none yet."""
+    """Write one folder for each model type that has none yet, and return the written folders."""
     written: list[Path] = []
     for model_type in ("language_model", "value_model"):
         folder = GOLD / f"contract-{CONTRACT}" / model_type
@@ -72,14 +74,15 @@ def _describe(folder: Path, target: Target) -> None:
         distribution=distribution,
         world=WORLD,
         steps=STEPS,
-        optimizer=f"lr {OPTIMIZER.lr}, decay {OPTIMIZER.weight_decay}, clipped at {OPTIMIZER.clip_norm}",
+        optimizer=f"lr {OPTIMIZER.lr}, decay {OPTIMIZER.weight_decay}, clipped at "
+        f"{OPTIMIZER.clip_norm}",
         schedule=f"{SCHEDULE.warmup_steps} steps of warm-up, {SCHEDULE.total_steps} in all",
     )
     (folder / "README.md").write_text(text)
 
 
 def main() -> int:
-    """Exit 0: something was written; 1: all stands already."""
+    """Return 0 where a checkpoint was written, 1 where all existed already."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", required=True, help="the engine that writes")
     options = parser.parse_args()

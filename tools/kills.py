@@ -1,13 +1,14 @@
-"""Kill training runs at random moments, start them again, and compare how they end with runs that were left alone.
+"""Kill training runs at random moments, restart them, and compare them with unbroken runs.
 
-``python tools/kills.py --count 500 --lanes 8`` makes a tiny model and data, runs ``engine-train sft`` and ``rl`` on one process
-and on two (torchrun), each once unbroken, and then again and again with SIGKILL to a rank, to all processes or to torchrun
-itself, a third of them while something is saved. The same command then goes on (``run.resume=auto``) and is killed again,
-until the run ends. Its ``hf/``, its step folders and ``latest`` must be those of the unbroken run, bit for bit, and no process
-may be left after a kill.
+``python tools/kills.py --count 500 --lanes 8`` makes a tiny model and data and runs ``engine-train
+sft`` and ``rl`` on one process and on two (torchrun). Each runs once unbroken. Then it runs
+repeatedly with SIGKILL to a rank, to all processes or to torchrun itself, a third of the kills
+during a save. The same command then continues (``run.resume=auto``) and is killed again, until
+the run ends. Its ``hf/``, its step folders and ``latest`` must be those of the unbroken run, bit
+for bit, and no process may be left after a kill.
 
-Exit 0: all were. It needs neither network nor GPU; from a tree that is not installed:
-``PYTHONPATH=$(python tools/from_source.py /tmp/site) python tools/kills.py …``
+It ends with 0 where all of this held. It needs neither network nor GPU; from a tree that is not
+installed: ``PYTHONPATH=$(python tools/from_source.py /tmp/site) python tools/kills.py …``
 """
 
 from __future__ import annotations
@@ -39,24 +40,30 @@ STEPS = 16
 KEEP = 2
 TASKS = ("sft", "rl")
 WORLDS = (1, 2)
-MARK = "ENGINE_KILLS_LIFE"  # in the environment of every process of a life
-GONE_S = (
-    90.0  # until all processes of a killed life must be gone: torchrun gives its ranks 30 s to end
-)
-LIFE_S = 600.0  # until a life that nobody kills must have ended
+# This variable is in the environment of every process of a life.
+MARK = "ENGINE_KILLS_LIFE"
+# All processes of a killed life must be gone after this time: torchrun gives its ranks 30 s to end.
+GONE_S = 90.0
+# A life that is not killed must have ended after this time.
+LIFE_S = 600.0
 LOOK_S = 0.01
 SAVE_LOOK_S = 0.0005
-SAVE_S = 0.01  # about what a save of so small a model takes
+# A save of so small a model takes about this long.
+SAVE_S = 0.01
 CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
 RUN = {"steps": STEPS, "save_every": 1, "keep": KEEP, "seed": 3, "output_dir": "out"}
 QUIET = {"progress": False, "tensorboard": False, "report": False}
 
 
-# --- what is trained -----------------------------------------------------------------------------
+# --- the training runs ----------------------------------------------------------------------------
 
 
 def make_inputs(root: Path) -> None:
-    """Write a random model of two layers with its tokenizer, sums to complete, and a configuration a task."""
+    """Write the inputs of the runs.
+
+    They are a random model of two layers with its tokenizer, sums to complete, and a configuration
+    per task.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -93,9 +100,12 @@ def make_inputs(root: Path) -> None:
 
 
 def configuration(task: str) -> dict[str, Any]:
-    """Return the configuration of a task, with paths relative to a run's folder: it stands in every checkpoint."""
+    """Return the configuration of a task.
+
+    Its paths are relative to a run's folder, because it stands in every checkpoint.
+    """
     engine = {
-        # Weights from the seed; an adapter with dropout, so that a generator that is lost shows.
+        # The weights come from the seed. The adapter has dropout, so that a lost generator shows.
         "model": {"path": "../model", "init": "random"},
         "backend": "fsdp2",
         "device": "cpu",
@@ -118,12 +128,12 @@ def configuration(task: str) -> dict[str, Any]:
     }
 
 
-# --- one process, or one launcher with its ranks ---------------------------------------------------
+# --- one process, or one launcher with its ranks --------------------------------------------------
 
 
 @dataclass
 class Life:
-    """One start of a run's command, with all processes that came of it."""
+    """One start of a run's command, with all processes that it started."""
 
     folder: Path
     task: str
@@ -171,7 +181,8 @@ class Life:
                 continue
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended meanwhile, or belongs to somebody else
+            # The process has ended meanwhile, or belongs to a different user.
+            except OSError:
                 continue
             if wanted in environment:
                 found[int(entry.name)] = self.world == 1 or any(
@@ -199,7 +210,10 @@ class Life:
         return bool(victims)
 
     def gone(self) -> list[int]:
-        """Wait until no process is left, and kill what does not end; return those that had to be killed."""
+        """Wait until no process is left, and kill processes that do not end.
+
+        Returns the processes that had to be killed.
+        """
         deadline = time.monotonic() + GONE_S
         while time.monotonic() < deadline:
             self.process.poll()
@@ -217,12 +231,12 @@ class Life:
         return self.process.poll() is not None
 
     def in_loop(self) -> bool:
-        """Return whether this life has begun to train: it has written to its log of metrics."""
+        """Return whether this life has begun to train, that is, to write its log of metrics."""
         log = self.folder / "out/metrics.jsonl"
         return log.is_file() and log.stat().st_mtime > self.began
 
     def to_do(self) -> float:
-        """Return which part of the run's steps is not saved yet."""
+        """Return the share of the run's steps that is not saved yet."""
         saved = (
             int(path.name.removeprefix("step-"))
             for path in (self.folder / "out/checkpoints").glob("step-??????")
@@ -230,15 +244,19 @@ class Life:
         return 1 - max(saved, default=0) / STEPS
 
     def is_saving(self) -> bool:
-        """Return whether a save, or a removal, stands unfinished right now."""
+        """Return whether a save or a removal is unfinished at this moment."""
         return any(True for _ in unfinished(self.folder / "out"))
 
 
-LIVES: list[Life] = []  # all that were started
+LIVES: list[Life] = []
+"""All lives that were started."""
 
 
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yield what a save leaves that is killed: folders under provisional names, and a pointer that has not moved."""
+    """Yield the remains of a killed save.
+
+    These are folders under provisional names, and a pointer that has not moved.
+    """
     for path in (*_inside(out / "checkpoints"), *_inside(out)):
         if path.suffix == ".partial" or path.name.startswith("hf."):
             yield path
@@ -252,12 +270,12 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-# --- a run of several lives ------------------------------------------------------------------------
+# --- a run of several lives -----------------------------------------------------------------------
 
 
 @dataclass
 class Unbroken:
-    """How a run ends that is left alone, and how long it takes."""
+    """The end of a run that is not killed, and its duration."""
 
     digests: Mapping[str, str]
     rows: Sequence[Any]
@@ -276,14 +294,14 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def rows(out: Path) -> list[Any]:
-    """Return what the log of metrics says of each step, without what a clock says."""
+    """Return the rows of the log of metrics, without the values that a clock gives."""
     kept = ("step", "train/loss", "train/grad_norm", "reward/mean")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [[row.get(name) for name in kept] for row in map(json.loads, lines)]
 
 
 def unbroken(root: Path, task: str, world: int) -> Unbroken:
-    """Run a task to its end."""
+    """Run a task to its end without a kill."""
     folder = root / f"{task}-{world}-unbroken"
     folder.mkdir()
     life = Life(folder, task, world)
@@ -302,7 +320,7 @@ def unbroken(root: Path, task: str, world: int) -> Unbroken:
 def wait(
     life: Life, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S
 ) -> float:
-    """Wait for a condition, the life's end, or so many seconds; return the time."""
+    """Wait for a condition, the life's end, or ``seconds``, and return the time waited."""
     deadline = time.monotonic() + seconds
     while not until() and not life.is_over() and time.monotonic() < deadline:
         time.sleep(every)
@@ -310,7 +328,7 @@ def wait(
 
 
 class Campaign:
-    """The kills that are left to do, and what came of those that were done."""
+    """The kills that are left to do, and the results of the kills so far."""
 
     def __init__(self, root: Path, count: int, seed: int, deadline: float) -> None:
         self.root, self.left, self.seed, self.deadline = root, count, seed, deadline
@@ -322,7 +340,7 @@ class Campaign:
         self._runs = 0
 
     def next_run(self) -> int | None:
-        """Return the number of a new run; None where no kill is left or the time is up."""
+        """Return the number of a new run, or None where no kill is left or the time is up."""
         with self._lock:
             if self.left <= 0 or time.monotonic() > self.deadline:
                 return None
@@ -330,7 +348,7 @@ class Campaign:
             return self._runs - 1
 
     def note(self, task: str, world: int, *names: str) -> None:
-        """Count something."""
+        """Count an event of each name."""
         with self._lock:
             self.counts[task, world].update(names)
             if "kills" in names:
@@ -343,7 +361,7 @@ class Campaign:
             return 3 * total["in a save"] <= total["kills"]
 
     def run(self, number: int, references: Mapping[tuple[str, int], Unbroken]) -> None:
-        """Kill and go on with one run until it ends, then compare it."""
+        """Kill and continue one run until it ends, then compare it."""
         chance = random.Random(f"{self.seed}:{number}")
         task, world = TASKS[number % 2], WORLDS[number // 2 % 2]
         reference = references[task, world]
@@ -370,7 +388,7 @@ class Campaign:
         self.compare(folder, life, reference)
 
     def strike(self, life: Life, reference: Unbroken, chance: random.Random) -> bool:
-        """Kill at a random moment; return whether the life was killed, rather than at its end."""
+        """Kill at a random moment, and return whether the life was killed before its end."""
         target = chance.choice(["rank", "all", "launcher"] if life.world > 1 else ["all"])
         moment = "save" if self.wants_a_save() else chance.choice(["start", "loop", "loop"])
         if moment == "start":
@@ -382,7 +400,8 @@ class Campaign:
                 lambda: False,
                 seconds=chance.uniform(0.0, 0.6 * life.to_do() * reference.loop_s),
             )
-        victims = life.victims(target, chance)  # a look at all processes lasts longer than a save
+        # The victims are chosen first: a look at all processes lasts longer than a save.
+        victims = life.victims(target, chance)
         if moment == "save":
             wait(life, lambda: not life.is_saving(), every=SAVE_LOOK_S)
             wait(life, life.is_saving, every=SAVE_LOOK_S)
@@ -394,7 +413,7 @@ class Campaign:
             self.fail(
                 life.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}"
             )
-        # Before it trains it removes what an earlier kill has left: only then remains are its own.
+        # Before it trains, a life removes the remains of earlier kills: later remains are its own.
         inside = (
             "while starting"
             if not trained
@@ -406,7 +425,7 @@ class Campaign:
         return True
 
     def compare(self, folder: Path, life: Life, reference: Unbroken) -> None:
-        """Compare a run that has come to its end with the unbroken one."""
+        """Compare a run that has ended with the unbroken run."""
         if life.process.returncode:
             self.fail(folder, f"exit {life.process.returncode}")
             return
@@ -428,7 +447,7 @@ class Campaign:
         self.note(life.task, life.world, "runs")
 
     def fail(self, folder: Path, what: str) -> None:
-        """Note what is wrong, with the end of the run's log."""
+        """Note a failure, with the end of the run's log."""
         log = (folder / "log.txt").read_text(errors="replace")
         with self._lock:
             self.problems.append(f"{folder.name}: {what}\n{log[-3000:]}")
@@ -436,7 +455,7 @@ class Campaign:
 
 @contextmanager
 def ended_with(campaign: Campaign) -> Iterator[None]:
-    """Kill all lives when the campaign is interrupted: nothing of it may go on without it."""
+    """Kill all lives when the campaign is interrupted, so that none outlives it."""
     try:
         yield
     except BaseException:
@@ -463,7 +482,7 @@ COLUMNS = (
 
 
 def table(counts: Mapping[tuple[str, int], Counter[str]]) -> str:
-    """Return the counts, a line for each task and world and one for all."""
+    """Return the counts, one line for each task and world and one for all."""
     lines = [["task", "world", *COLUMNS]]
     lines += [
         [task, str(world), *(str(own[name]) for name in COLUMNS)]
@@ -479,7 +498,10 @@ def table(counts: Mapping[tuple[str, int], Counter[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign; return 0 where runs were killed and each ended as the unbroken one."""
+    """Run the campaign.
+
+    Returns 0 where runs were killed and each ended as the unbroken one.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

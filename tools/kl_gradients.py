@@ -1,4 +1,6 @@
-"""Write the table of KL gradients in docs/algorithms.md, or check that it is current (``--check``).
+"""Write the table of KL gradients in docs/algorithms.md.
+
+With ``--check``, check that the table is current instead.
 
 Every expected gradient is computed exactly: a tabular policy over a few tokens, all sequences of
 ``LENGTH`` tokens in one batch, each weighted with the probability that the sampler draws it, and
@@ -36,7 +38,7 @@ WITHOUT_BOUNDS = CorrectionSection(weight="token", cap=math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A policy that is trained, a policy that its samples are drawn from, and a reference.
+    """A policy to train, a policy that draws its samples, and a reference.
 
     Attributes:
         logits: ``[PREFIXES, TOKENS]`` of the policy; requires a gradient.
@@ -50,7 +52,10 @@ class Problem:
 
     @staticmethod
     def of(distance: float, *, drift: float = 0.0) -> Problem:
-        """Build a problem: ``distance`` scales how far policy and reference are apart, ``drift`` policy and sampler."""
+        """Build a problem.
+
+        ``distance`` scales how far policy and reference are apart, ``drift`` policy and sampler.
+        """
         shape = (len(PREFIXES), TOKENS)
         reference, step, moved = (
             torch.sin(
@@ -66,7 +71,7 @@ class Problem:
         )
 
     def batch(self, old: torch.Tensor | None = None, **fields: torch.Tensor) -> Batch:
-        """Return all sequences, a document each, weighted by the sampler's probabilities.
+        """Return all sequences, one document each, weighted by the sampler's probabilities.
 
         ``old`` are the logits of the policy that the ratio is taken against; by default the
         sampler's.
@@ -90,15 +95,15 @@ class Problem:
         )
 
     def gradient(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the gradient of a function of the log-probs ``[T]`` by the policy's logits, flat."""
+        """Return the flat gradient of a function of the log-probs ``[T]`` by the logits."""
         return torch.autograd.grad(loss(token_log_probs(self.logits)), self.logits)[0].flatten()
 
     # --- the gradients that a penalty may have ----------------------------------------------------
 
     def tokens_kl(self, *, reverse: bool = False) -> torch.Tensor:
-        """Return the gradient of the tokens' KL(policy ‖ reference), each at the prefixes that the sampler draws.
+        """Return the gradient of the tokens' KL(policy ‖ reference), at the sampler's prefixes.
 
-        ``reverse``: of KL(reference ‖ policy).
+        With ``reverse``, it is the gradient of KL(reference ‖ policy).
         """
         before = torch.stack([_prefix_probability(self.sampler, prefix) for prefix in PREFIXES])
         policy, reference = self.logits.log_softmax(-1), self.reference.log_softmax(-1)
@@ -107,11 +112,11 @@ class Problem:
         return torch.autograd.grad(whole, self.logits)[0].flatten()
 
     def sequence_kl(self) -> torch.Tensor:
-        """Return the gradient of KL(policy ‖ reference) of whole sequences, in nats a completion."""
+        """Return the gradient of KL(policy ‖ reference) of sequences, in nats per completion."""
         return torch.autograd.grad(self.divergence(), self.logits)[0].flatten()
 
     def divergence(self) -> torch.Tensor:
-        """Return KL(policy ‖ reference) of whole sequences, nats."""
+        """Return KL(policy ‖ reference) of whole sequences, in nats."""
         own = _by_sequence(token_log_probs(self.logits)).sum(-1)
         other = _by_sequence(token_log_probs(self.reference)).sum(-1)
         return (own.exp() * (own - other)).sum()
@@ -126,7 +131,7 @@ class Problem:
         old: torch.Tensor | None = None,
         corrected: bool = False,
     ) -> torch.Tensor:
-        """Return the expected gradient of a KL in the loss; ``old`` as in ``batch``."""
+        """Return the expected gradient of a KL in the loss, with ``old`` as in ``batch``."""
         batch = self.batch(old)
         if corrected:
             given = ratios(
@@ -144,10 +149,11 @@ class Problem:
         return self.gradient(lambda log_probs: loss(TokenOutputs(log_probs=log_probs), batch).loss)
 
     def in_reward(self, estimator: Estimator, *, by_token: bool = True) -> torch.Tensor:
-        """Return the expected gradient of a KL that is taken from the reward, without a discount.
+        """Return the expected gradient of a KL that is subtracted from the reward, undiscounted.
 
-        ``by_token``: from each token's reward, so that a token is blamed for what comes from it on;
-        else the sum over the completion is taken from the completion's reward.
+        With ``by_token``, it is subtracted from each token's reward, so that a token is blamed for
+        its own KL and that of later tokens. Without, the completion's sum is subtracted from the
+        completion's reward.
         """
         batch = self.batch()
         kl = kl_divergence(batch["old_log_probs"], batch["ref_log_probs"], estimator)
@@ -163,14 +169,14 @@ class Problem:
 
 
 def token_log_probs(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of every token of every sequence, packed; 0 at each document's first."""
+    """Return the packed log-prob of every token of every sequence, 0 at each document's first."""
     log_probs = logits.log_softmax(-1)
     rows = [[log_probs[PREFIXES.index(s[:t]), s[t]] for t in range(LENGTH)] for s in SEQUENCES]
     return _packed(torch.stack([torch.stack(row) for row in rows]))
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """Return ``[SEQUENCES, LENGTH]`` with a 0 before each row, flat."""
+    """Return ``[SEQUENCES, LENGTH]`` flat, with a 0 before each row."""
     return torch.cat([values.new_zeros(len(values), 1), values], dim=1).flatten()
 
 
@@ -185,7 +191,7 @@ def _prefix_probability(logits: torch.Tensor, prefix: tuple[int, ...]) -> torch.
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the cosine of the angle between two vectors; NaN where one of them is 0."""
+    """Return the cosine of the angle between two vectors, NaN where one of them is 0."""
     sizes = one.norm() * other.norm()
     return float(one @ other / sizes) if sizes > 1e-15 else math.nan
 
@@ -194,7 +200,8 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 Where = Literal["reward", "loss"]
 DISTANCES: Mapping[str, float] = {"near": 0.035, "far": 0.85}
-DRIFT = 0.5  # of the distance to the reference: how far an update has carried the policy off its sampler
+DRIFT = 0.5
+"""Distance of the policy from its sampler after an update, as a share of that to the reference."""
 
 
 def problems() -> dict[tuple[str, str], Problem]:
@@ -207,7 +214,10 @@ def problems() -> dict[tuple[str, str], Problem]:
 
 
 def settings() -> list[tuple[Where, Estimator, bool]]:
-    """Return the rows: where the KL is, its estimator, and whether it is multiplied by the importance ratio."""
+    """Return the rows of the table.
+
+    A row is the place of the KL, its estimator, and whether the importance ratio multiplies it.
+    """
     return [
         *[("reward", estimator, False) for estimator in ESTIMATORS],
         *[
@@ -238,13 +248,14 @@ def render() -> str:
         for name in DISTANCES
     )
     return (
-        f"KL(π ‖ reference) of a completion of {LENGTH} tokens: {sizes}. Cosine of the tokens' and the completion's gradients:"
+        f"KL(π ‖ reference) of a completion of {LENGTH} tokens: {sizes}. "
+        "Cosine of the tokens' and the completion's gradients:"
         f" {angles}.\n\n{table(head, rows)}"
     )
 
 
 def _accepted(where: Where, estimator: Estimator, importance: bool) -> bool:
-    """Return whether a configuration takes the row."""
+    """Return whether the configuration accepts the row."""
     try:
         KLSection(where=where, estimator=estimator, importance=importance or where == "reward")
     except ConfigError:
@@ -253,7 +264,7 @@ def _accepted(where: Where, estimator: Estimator, importance: bool) -> bool:
 
 
 def _cell(problem: Problem, where: Where, estimator: Estimator, importance: bool) -> str:
-    """Return cosine and relative length against the gradient that the row's place wants."""
+    """Return cosine and relative length against the gradient that the row's place asks for."""
     if where == "reward":
         given, wanted = problem.in_reward(estimator), problem.sequence_kl()
     else:
@@ -265,7 +276,7 @@ def _cell(problem: Problem, where: Where, estimator: Estimator, importance: bool
 
 
 def main() -> int:
-    """Write the table into the page, or compare."""
+    """Write the table into the page, or compare it."""
     return write_or_check(
         PAGE, replace_section(PAGE.read_text(), "KL gradients", render()), "kl_gradients.py"
     )

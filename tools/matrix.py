@@ -22,9 +22,11 @@ INTRODUCTION = """\
 
 
 def load() -> dict[str, Any]:
-    """The matrix; raises ``ValueError`` for a status, an environment or a partner that it does not define.
+    """Return the matrix.
 
-    And for a backend whose runs on one device are partly shimmed: a command has one answer for all of them.
+    Raises ``ValueError`` for a status, an environment or a partner that the matrix does not define,
+    and for a backend with only some of its runs on a device shimmed: one command has to serve all
+    of them.
     """
     matrix = tomllib.loads((ROOT / "matrix.toml").read_text())
     for part in [*matrix["engines"], *matrix["rollouts"]]:
@@ -56,7 +58,7 @@ def _check_engine(engine: dict[str, Any], matrix: dict[str, Any]) -> None:
 
 
 def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
+    """Return every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
     environments = matrix["environments"]
     pairs = [
         (e["backend"], environments[r["environment"]]["device"])
@@ -67,12 +69,15 @@ def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def engine_of(matrix: dict[str, Any], backend: str) -> dict[str, Any]:
-    """The row of a backend."""
+    """Return the row of a backend."""
     return next(e for e in matrix["engines"] if e["backend"] == backend)
 
 
 def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
-    """The package that offers a backend on a device: the run's own where it says one, else the backend's."""
+    """Return the package that offers a backend on a device.
+
+    It is the run's own package where the run names one, and the backend's package if not.
+    """
     engine, environments = engine_of(matrix, backend), matrix["environments"]
     own = [
         r["package"]
@@ -83,7 +88,10 @@ def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
 
 
 def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
-    """Every number of ranks at which a backend was seen to work on a device; where nobody ran it yet, those to begin with."""
+    """Return every number of ranks at which a backend was seen to work on a device.
+
+    Where the backend has not run on the device yet, these are the numbers to begin with.
+    """
     environments = matrix["environments"]
     runs = [
         r
@@ -97,7 +105,10 @@ def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
 def run_arguments(
     matrix: dict[str, Any], backend: str, device: str, sizes: Sequence[int] = ()
 ) -> list[str]:
-    """What ``engine-conformance run`` is told of a backend on a device: ranks (or ``sizes``), partner, simulated or not."""
+    """Return the arguments of ``engine-conformance run`` for a backend on a device.
+
+    They name the ranks (or ``sizes``), the partner, and whether CUDA is simulated.
+    """
     engine = engine_of(matrix, backend)
     worlds = ",".join(map(str, sizes or world_sizes(matrix, backend, device)))
     partner = ["--partner", engine["partner"]] if "partner" in engine else []
@@ -114,7 +125,7 @@ def run_arguments(
 
 
 def is_shimmed(matrix: dict[str, Any], backend: str, device: str) -> bool:
-    """Whether a backend runs on a device with CUDA simulated only."""
+    """Return whether a backend runs on a device only with simulated CUDA."""
     found = [
         matrix["environments"][run["environment"]] for run in engine_of(matrix, backend)["runs"]
     ]
@@ -122,13 +133,16 @@ def is_shimmed(matrix: dict[str, Any], backend: str, device: str) -> bool:
 
 
 def render(matrix: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     environments, engines, rollouts = (
         _environments(matrix["environments"]),
         _engines(matrix),
         _rollouts(matrix),
     )
-    return f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}\n## Environments\n\n{environments}"
+    return (
+        f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}"
+        f"\n## Environments\n\n{environments}"
+    )
 
 
 def _engines(matrix: dict[str, Any]) -> str:
@@ -179,13 +193,13 @@ def _environments(environments: dict[str, Any]) -> str:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def replace_section(page: str, name: str, body: str) -> str:
-    """``page`` with the text between the markers of ``name`` replaced."""
+    """Return ``page`` with the text between the markers of ``name`` replaced."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     if begin not in page:
         page = f"{page.rstrip()}\n\n## {name}\n\n{begin}\n{end}\n"
@@ -195,7 +209,10 @@ def replace_section(page: str, name: str, body: str) -> str:
 
 
 def write_or_check(page: Path, text: str, tool: str) -> int:
-    """Write a generated page, or with ``--check`` compare it; exit 0: written, or current; 1: out of date."""
+    """Write a generated page, or compare it with ``--check``.
+
+    Returns the exit status: 0 for a page that was written or is current, 1 for one out of date.
+    """
     if "--check" not in sys.argv[1:]:
         page.parent.mkdir(exist_ok=True)
         page.write_text(text)

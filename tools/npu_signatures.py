@@ -1,8 +1,9 @@
-"""Write packages/engine-npu/tests/signatures.json: what engine-npu calls, as its publishers define it. Imports none of it.
+"""Write packages/engine-npu/tests/signatures.json, the publishers' signatures of its calls.
 
-``python tools/npu_signatures.py --mindspeed REPOSITORY WHEEL …``: the torch_npu wheels of ``engine_npu.versions``
-(``pip download --no-deps torch_npu==…``), and a clone of MindSpeed. A symbol whose parameters differ between two of the
-wheels ends in an error: then engine-npu has to know of both.
+``python tools/npu_signatures.py --mindspeed REPOSITORY WHEEL …`` reads the torch_npu wheels of
+``engine_npu.versions`` (``pip download --no-deps torch_npu==…``) and a clone of MindSpeed. It
+imports none of them. A symbol whose parameters differ between two of the wheels is an error:
+engine-npu then has to know both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LIBRARY = "torch_npu/lib/libtorch_npu.so"  # operators register their schemas as
 OPERATORS = ("npu_fusion_attention",)
 GROUP_HEADER = "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
 GROUP_HELPER = "torch_npu/_init/registry/distributed.py"
-# In torch.npu: where each is defined. A class is its constructor.
+# The module that defines each name of torch.npu. A class stands for its constructor.
 MODULE = {
     "set_device": "utils",
     "current_device": "utils",
@@ -50,12 +51,13 @@ MODULE = {
     "Event.synchronize": "streams",
     "Event.elapsed_time": "streams",
 }
-# What is told to `repatch`; read by its features, or by Megatron's configuration that MindSpeed fills from the same names.
+# The arguments of `repatch` are read by MindSpeed's features, or by Megatron's configuration, which
+# MindSpeed fills from the same names.
 FEATURES = "mindspeed/features_manager"
 
 
 def of_wheel(wheel: Path) -> dict[str, Any]:
-    """Symbol → parameters, of one torch_npu."""
+    """Return the parameters by symbol of one torch_npu wheel."""
     with zipfile.ZipFile(wheel) as archive:
         found = {f"torch_npu.{name}": _operator(archive.read(LIBRARY), name) for name in OPERATORS}
         for name, file in MODULE.items():
@@ -92,7 +94,7 @@ def _parameter(name: str, *, required: bool, keyword_only: bool = False) -> list
 
 
 def _python(source: str, name: str) -> dict[str, Any]:
-    """The parameters of ``function``, ``Class`` or ``Class.method``, without self."""
+    """Return the parameters of ``function``, ``Class`` or ``Class.method``, without self."""
     owner, _, method = name.partition(".")
     tree: Any = ast.parse(source)
     node = next(
@@ -119,7 +121,10 @@ def _python(source: str, name: str) -> dict[str, Any]:
 
 
 def _group(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """HCCL's process group: the constructor from its header, the options' attributes from torch_npu's own helper."""
+    """Return the signatures of HCCL's process group.
+
+    The constructor comes from its header, the options' attributes from torch_npu's own helper.
+    """
     header, helper = archive.read(GROUP_HEADER).decode(), archive.read(GROUP_HELPER).decode()
     text = re.search(r"\n +ProcessGroupHCCL\(([^)]*?options = [^;]*)\);", header)
     if text is None:
@@ -137,7 +142,7 @@ def _group(archive: zipfile.ZipFile) -> dict[str, Any]:
 
 
 def of_mindspeed(repository: Path) -> dict[str, Any]:
-    """Symbol → parameters or attributes, of the branch that `engine_npu.versions` names."""
+    """Return parameters or attributes by symbol, of the branch that `engine_npu.versions` names."""
 
     def read(path: str) -> str:
         return _git(repository, "show", f"{MINDSPEED.branch}:{path}")
@@ -147,7 +152,7 @@ def of_mindspeed(repository: Path) -> dict[str, Any]:
         raise SystemExit(f"branch {MINDSPEED.branch} is not version {MINDSPEED.version}")
     source = f"{MINDSPEED.branch}@{_git(repository, 'rev-parse', MINDSPEED.branch).strip()[:12]}"
     adaptor, patches = "mindspeed/megatron_adaptor.py", read("mindspeed/patch_utils.py")
-    # Every name that a feature reads of its arguments.
+    # The table holds every name that a feature reads from its arguments.
     files = _git(repository, "ls-tree", "-r", "--name-only", MINDSPEED.branch, FEATURES).split()
     text = "\n".join(read(file) for file in files if file.endswith(".py"))
     arguments = set(re.findall(r"\bargs\.(\w+)|getattr\((?:self|args), ['\"](\w+)", text))
@@ -178,7 +183,7 @@ def of_mindspeed(repository: Path) -> dict[str, Any]:
 
 
 def _feature_names(text: str) -> set[str]:
-    """A feature is switched by an argument of its own name."""
+    """Return the names of features, each switched by an argument of its own name."""
     return {
         name.replace("-", "_")
         for name in re.findall(r"super\([^)]*\).__init__\(\s*['\"]([\w-]+)", text)
@@ -211,7 +216,7 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 def merge(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One table of several wheels that agree."""
+    """Return one table for several wheels that agree."""
     (_, first), *others = tables.items()
     for version, other in others:
         if odd := [name for name in first if first[name] != other[name]]:

@@ -1,4 +1,7 @@
-"""Write the README's table of certificates from conformance/reports/, or check that it is current (``--check``)."""
+"""Write the README's table of certificates from conformance/reports/.
+
+With ``--check``, check that the table is current instead.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ HEAD = (
 
 
 def render() -> str:
-    """One row a report and model type, of the ``engine`` profile and the ``rollout`` profile."""
+    """Return one row per report and model type, of the ``engine`` and the ``rollout`` profile."""
     rows = [
         row
         for path in sorted(REPORTS.glob("**/report.json"))

@@ -1,4 +1,7 @@
-"""Write the tables of docs/scaling.md from ``engine_trainer.scaling``, or check that they are current (``--check``)."""
+"""Write the tables of docs/scaling.md from ``engine_trainer.scaling``.
+
+With ``--check``, check that they are current instead.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-32b")
 GPUS = (8, 64, 512, 4096)
 RESPONSES = (2048, 8192, 32768)
-# A row of each of the page's tables of measurements.
+# Each pattern matches a row of one of the page's tables of measurements.
 TRAINING = re.compile(
     r"^\| ([\d.]+B) \| (\d) \| ([\d,]+) \| ([\d,]+) \| cuDNN \|.* ([\d.]+) ms \|$", re.MULTILINE
 )
@@ -35,12 +38,18 @@ RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each
 
 
 def job(response: int, prompts: int = 512) -> Job:
-    """The step of the tables: 16 completions a prompt, evenly spread up to ``response`` tokens."""
+    """Return the step of the tables.
+
+    It has 16 completions per prompt, evenly spread up to ``response`` tokens.
+    """
     return Job(prompts=prompts, lengths=Lengths(prompt=512, mean=response / 2, longest=response))
 
 
 def measured() -> list[tuple[str, float, float]]:
-    """(what, measured seconds, calculated seconds) of every row of docs/benchmarks.md that the calculation speaks of."""
+    """Return each row of docs/benchmarks.md that the calculation covers.
+
+    A row is its name, the measured seconds and the calculated seconds.
+    """
     page = BENCHMARKS.read_text()
     return [*_training(page), *_syncs(page), *_generation(page), *_steps(page)]
 
@@ -112,7 +121,7 @@ def _steps(page: str) -> Iterator[tuple[str, float, float]]:
 
 
 def render(page: str) -> str:
-    """The page with its generated sections."""
+    """Return the page with its generated sections."""
     page = replace_section(page, "assumptions", _assumptions())
     page = replace_section(page, "check", _check())
     for response in RESPONSES:
