@@ -1,4 +1,4 @@
-"""Data: files and generated problems to examples, examples to tokens, tokens to an exact order."""
+"""Data pipeline from files and generated problems to examples, tokens and an exact order."""
 
 from __future__ import annotations
 

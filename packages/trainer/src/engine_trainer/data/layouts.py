@@ -1,16 +1,17 @@
-"""From rows with the field's usual columns to examples.
+"""Conversion of rows with the field's usual columns to examples.
 
 | layout | columns |
 |---|---|
 | chat | ``messages``: list of {role, content} |
-| prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` (text, or the messages that follow) |
+| prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` (same) |
 | GSM8K | ``question``, ``answer`` with the result after ``####`` |
 | verl, DAPO-17k, AIME-2024 | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
 | MATH, AIME | ``problem``, ``solution``, ``answer`` |
-| Alpaca | ``instruction``, ``input`` (text, may be empty), ``output``: the input follows the instruction after a blank line |
+| Alpaca | ``instruction``, ``input`` (text, may be empty), ``output`` |
 
-``data.columns`` names others; a dot reaches into a nested column. A column ``tools`` (JSON schemas, or their JSON text) goes
-to the chat template.
+The messages of a ``response`` are those that follow the prompt. Alpaca's input follows the
+instruction after a blank line. ``data.columns`` names other columns; a dot reaches into a nested
+column. A column ``tools`` (JSON schemas, or their JSON text) goes to the chat template.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from engine_trainer.data.readers import Row
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
-Need = Literal["response", "prompt"]  # SFT: rows with a response; RL: rows with a prompt
+# SFT needs rows with a response, RL needs rows with a prompt.
+Need = Literal["response", "prompt"]
 Messages = list[dict[str, Any]]
 
 PROMPTS = ("prompt", "question", "problem", "Problem", "instruction", "Question")
@@ -35,20 +37,24 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 GSM8K_MARK = "####"
 TOOLS = "tools"
 CALLS = "tool_calls"
-INSTRUCTION, INPUT = "instruction", "input"  # Alpaca's prompt is the two of them
+# Alpaca's prompt consists of these two columns.
+INSTRUCTION, INPUT = "instruction", "input"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One conversation; in SFT its assistant turns are learned, in RL it ends before the answer.
+    """One conversation.
+
+    SFT learns its assistant turns. In RL it ends before the assistant's response.
 
     Attributes:
         messages: ``{role, content}`` turns, as chat templates take them.
-        answer: what a reward compares with, or None.
+        answer: ground truth that a reward compares with, or None.
         tools: schemas of a ``tools`` column, as chat templates take them.
-        given: how many of the first messages are not learned whatever they are: those of a prompt column.
-        metadata: the row's other columns, ``data_source`` among them where there is one.
-        file, number: where the row stands.
+        given: number of leading messages that are never learned, namely those of a prompt column.
+        metadata: the row's other columns, including ``data_source`` if there is one.
+        file: file that the row comes from.
+        number: 1-based line (JSONL) or row in ``file``; 0 if unknown.
     """
 
     messages: Messages
@@ -60,7 +66,7 @@ class Example:
     number: int = 0
 
     def error(self, what: str, *, why: str = "", remedy: str = "") -> DataError:
-        """A ``DataError`` that names this example's row."""
+        """Return a ``DataError`` that names this example's row."""
         return DataError(what, file=self.file, row=self.number or None, why=why, remedy=remedy)
 
     @property
@@ -74,7 +80,11 @@ class Example:
 
 
 def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
-    """Every row as an example. Raises ``DataError`` that names file, row and column."""
+    """Convert every row to an example.
+
+    Raises:
+        DataError: a row cannot be converted; the error names file, row and column.
+    """
     files: dict[str, list[Row]] = {}
     for row in rows:
         files.setdefault(row.file, []).append(row)
@@ -84,7 +94,10 @@ def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> lis
 
 
 def _require_alike(layouts: Mapping[str, _Layout], need: Need) -> None:
-    """Raise ``DataError`` for a file that is read in another way than the first: one of them is not what was meant."""
+    """Raise ``DataError`` if a file is read from different columns than the first file.
+
+    In that case one of the two files is probably not the intended one.
+    """
     said = {file: layout.said(need) for file, layout in layouts.items()}
     first = next(iter(said))
     for file, columns in said.items():
@@ -103,7 +116,8 @@ class _Layout:
     prompt: str | None
     response: str | None
     answer: str | None
-    needs_answer: bool  # else a null is none
+    needs_answer: bool
+    """True if a null in the answer column is an error; False if it means that there is none."""
 
     @staticmethod
     def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
@@ -136,7 +150,7 @@ class _Layout:
         )
 
     def said(self, need: Need) -> str:
-        """Which columns are read, in words."""
+        """Return the columns that are read, in words."""
         names = {"messages": self.messages, "prompt": self.prompt, "response": self.response}
         names |= {"answer": self.answer} if need == "prompt" else {}
         return ", ".join(f"{part} {name}" for part, name in names.items() if name)
@@ -169,7 +183,8 @@ class _Layout:
                     "the prompt ends with the assistant's turn",
                     column=self.prompt,
                     why="it would be left out: a rollout makes that turn",
-                    remedy=f"end it with a question; of whole conversations set data.columns.messages={self.prompt}",
+                    remedy="end it with a question; "
+                    f"of whole conversations set data.columns.messages={self.prompt}",
                 )
             return turns
         return [_turn("user", _asked(row, self.prompt))]
@@ -184,7 +199,8 @@ class _Layout:
                 f"begins with a turn of the {turns[0]['role']}",
                 column=self.response,
                 why="it follows the prompt, and the assistant answers that",
-                remedy="begin it with the assistant's turn; a whole conversation goes into a messages column",
+                remedy="begin it with the assistant's turn; "
+                "a whole conversation goes into a messages column",
             )
         return turns
 
@@ -206,13 +222,16 @@ class _Layout:
                 column=self.answer,
                 remedy="complete the row, or remove it",
             )
-        # Where a column has nulls, whole numbers come as floats: 42.0 is the answer 42.
+        # In a column with nulls, whole numbers arrive as floats: 42.0 is the answer 42.
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
 
 
 class _Present:
-    """Which columns some row fills. The first row alone would choose for all of them, by what happens to be null in it."""
+    """The columns that at least one row fills.
+
+    The first row alone does not decide, because it may have a null where other rows have a value.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -221,7 +240,7 @@ class _Present:
         }
 
     def first(self, names: Sequence[str]) -> str | None:
-        """The first of ``names`` that is filled, None for none; dots reach into nested columns."""
+        """Return the first of ``names`` that is filled, or None; dots reach into nested columns."""
         return next((name for name in names if self._has(name)), None)
 
     def _has(self, name: str) -> bool:
@@ -299,7 +318,10 @@ def _messages(row: Row, name: str) -> Messages:
 
 
 def _calls(row: Row, name: str, value: Any) -> list[Any]:
-    """Calls of tools; as JSON text too, for arguments differ from row to row."""
+    """Return the tool calls of a message, parsed if they are JSON text.
+
+    JSON text is accepted because arguments differ from row to row.
+    """
     value = _parsed(row, value, name) or []
     calls: list[Any] = (
         [_parsed(row, call, name) for call in value] if isinstance(value, list) else [value]
@@ -326,7 +348,8 @@ def _tools(row: Row) -> list[dict[str, Any]]:
             "not a list of tools",
             column=TOOLS,
             why=f"it is {str(value)[:120]}",
-            remedy="write their JSON schemas as a list, or as JSON text; rename a column that means something else",
+            remedy="write their JSON schemas as a list, or as JSON text; "
+            "rename a column that means something else",
         )
     return tools if _as_written(row) else [_filled(tool) for tool in tools]
 
@@ -346,12 +369,16 @@ def _parsed(row: Row, value: Any, column: str = TOOLS) -> Any:
 
 
 def _as_written(row: Row) -> bool:
-    """Whether a null is the author's. Parquet and arrow give every message the keys of all; a template would print those nulls."""
+    """Return whether the author wrote the nulls in a row.
+
+    Parquet and arrow give every message the keys of all messages, with nulls that a template would
+    print.
+    """
     return row.file.endswith(".jsonl")
 
 
 def _filled(value: Any) -> Any:
-    """Without the keys that are null, at every depth."""
+    """Return the value without keys that are null, at every depth."""
     if isinstance(value, Mapping):
         return {k: _filled(v) for k, v in value.items() if v is not None}
     return [_filled(v) for v in value] if isinstance(value, list) else value

@@ -1,10 +1,12 @@
-"""Pairs of preferences: a chosen and a rejected answer to one prompt.
+"""Preference pairs, each a chosen and a rejected response to one prompt.
 
 | layout | columns |
 |---|---|
-| prompt and answers | ``prompt`` (text or messages), ``chosen`` and ``rejected``: text, or the messages that follow the prompt |
-| conversations | ``chosen`` and ``rejected``: whole conversations (UltraFeedback's, TRL's implicit prompt); ``prompt`` is not read |
+| prompt and responses | ``prompt`` (text or messages), ``chosen`` and ``rejected`` (same) |
+| conversations | ``chosen`` and ``rejected``: whole conversations |
 
+In the first layout the messages of ``chosen`` and ``rejected`` are those that follow the prompt.
+The second layout is that of UltraFeedback and of TRL's implicit prompt; ``prompt`` is not read.
 ``data.columns.prompt`` names another prompt column.
 """
 
@@ -30,7 +32,10 @@ ANSWER_COLUMNS = ("chosen", "rejected")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two documents; in both the assistant's tokens carry loss, up to and with the one that ends the turn."""
+    """The documents of a chosen and a rejected response to one prompt.
+
+    In both, the assistant's tokens carry loss, up to and including the one that ends the turn.
+    """
 
     chosen: Document
     rejected: Document
@@ -40,12 +45,12 @@ class Pair:
 
     @property
     def documents(self) -> tuple[Document, Document]:
-        """Chosen, rejected."""
+        """The chosen and the rejected document, in this order."""
         return self.chosen, self.rejected
 
 
 class PairDataset:
-    """Tokenized pairs. ``dropped`` counts those of which a document was too long."""
+    """Tokenized pairs, with the count ``dropped`` of those in which a document was too long."""
 
     def __init__(self, pairs: Sequence[Pair], dropped: int = 0) -> None:
         self.pairs, self.dropped = list(pairs), dropped
@@ -61,9 +66,19 @@ class PairDataset:
         room: int | None = None,
         name: str = "",
     ) -> PairDataset:
-        """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column.
+        """Read and tokenize the rows of ``source``.
 
-        ``room``: tokens of the model's context (``context.positions_of``); ``name``: of held-out pairs, in messages.
+        Args:
+            source: file, folder or hub name, or several (``readers.read_rows``).
+            split: split to read from a folder; None: all of it.
+            tokenizer: the tokenizer with its chat template.
+            section: the ``data`` section.
+            limit: largest number of rows; None: all.
+            room: tokens of the model's context (``context.positions_of``); None: unknown.
+            name: name of the held-out set in messages; empty for training rows.
+
+        Raises:
+            DataError: a row cannot be read; the error names file, row and column.
         """
         bound = Bound.of(section, room)
         rows = read_rows(source, split)[:limit]
@@ -95,14 +110,15 @@ def _documents(
 
 
 def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
-    """The conversation that ends with the answer in column ``name``."""
+    """Return the conversation that ends with the response in column ``name``."""
     answer = row.values.get(name)
     if answer is None:
         raise row.error(
             "the column is missing or null",
             column=name,
             why=f"this row has: {', '.join(map(str, row.values))}",
-            remedy="give every row prompt, chosen and rejected; see engine_trainer.data.preferences",
+            remedy="give every row prompt, chosen and rejected; "
+            "see engine_trainer.data.preferences",
         )
     if not isinstance(answer, str | list) or not answer:
         raise row.error(
@@ -127,7 +143,7 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
 
 
 def _is_whole(answer: list[Any]) -> bool:
-    """Whether messages begin with what somebody asked, not with the assistant's turn."""
+    """Return whether messages begin with another turn than the assistant's."""
     first = answer[0]
     return isinstance(first, dict) and first.get("role") != "assistant"
 
@@ -162,7 +178,10 @@ def _document(example: Example, name: str, ids: list[int], weights: list[float])
 def _fitting(
     rows: Sequence[Row], pairs: Sequence[Pair], section: DataSection, bound: Bound, of: str
 ) -> list[Pair]:
-    """The pairs of which both documents fit; never cut, for an answer without its end is not the one that was preferred."""
+    """Return the pairs of which both documents fit.
+
+    Documents are never cut, because a response without its end is not the one that was preferred.
+    """
     sizes = [max(map(len, pair.documents)) for pair in pairs]
     long = [i for i, size in enumerate(sizes) if bound.tokens is not None and size > bound.tokens]
     if long and section.on_too_long != "drop":

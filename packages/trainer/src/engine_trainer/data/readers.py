@@ -1,4 +1,4 @@
-"""Rows of JSONL, parquet and arrow files, each with the place that it came from."""
+"""Rows of JSONL, parquet and arrow files, each with its file and number."""
 
 from __future__ import annotations
 
@@ -26,27 +26,31 @@ SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One record, and where it stands; ``number`` is the 1-based line (JSONL) or row."""
+    """One record with its location."""
 
     values: Mapping[str, Any]
+    """Values by column."""
     file: str
     number: int
+    """1-based line (JSONL) or row."""
 
     def error(
         self, what: str, *, column: str | None = None, why: str = "", remedy: str = ""
     ) -> DataError:
-        """A ``DataError`` that names this row."""
+        """Return a ``DataError`` that names this row."""
         return DataError(
             what, file=self.file, row=self.number, column=column, why=why, remedy=remedy
         )
 
 
 def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row]:
-    """All rows of the files, or of the folders' files, in the order of their names.
+    """Return all rows of the files, or of the folders' files, in the order of their names.
 
-    A source is a file, a folder of files, a folder of ``datasets``' ``save_to_disk``, or a name on the hub (``hub``).
+    A source is a file, a folder of files, a folder that ``save_to_disk`` of ``datasets`` wrote, or
+    a name on the hub (``hub``).
 
-    Raises ``DataError``: no such file, no file of a known kind, a broken line, an empty file.
+    Raises:
+        DataError: there is no such file, no file of a known kind, a broken line, or an empty file.
     """
     given = [source] if isinstance(source, str) else source
     paths = [from_hub(s, SUFFIXES) if s.startswith(PREFIX) else Path(s) for s in given]
@@ -63,7 +67,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
             file=str(path),
             remedy=_nearest(path)
             or hint(path)
-            or "check data.source and eval.source, relative to the working directory; a recipe's comments say how to get its data",
+            or "check data.source and eval.source, relative to the working directory; "
+            "a recipe's comments say how to get its data",
         )
     if path.suffix not in SUFFIXES:
         raise DataError(
@@ -78,12 +83,14 @@ def _files(path: Path, split: str | None) -> list[Path]:
 
 
 def _require_path(path: Path) -> None:
-    """Raise ``DataError`` for a path that the system cannot even look for."""
+    """Raise ``DataError`` for a path that the system cannot look up."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # the caller says what is there instead
-    except (OSError, ValueError) as error:  # too long, a NUL in it, no permission, a loop of links
+        # The caller reports the missing path, with its neighbours.
+        pass
+    # The path is too long, has a NUL, is not permitted, or is a loop of links.
+    except (OSError, ValueError) as error:
         raise DataError(
             "the path cannot be looked at",
             file=f"{str(path)!r:.200}",
@@ -93,7 +100,7 @@ def _require_path(path: Path) -> None:
 
 
 def _nearest(path: Path) -> str:
-    """A remedy that names what lies in the folder under nearly that name; empty where nothing does."""
+    """Return a remedy that names files with a similar name, or an empty text if there are none."""
     there = (
         [f.name for f in path.parent.iterdir() if f.is_dir() or f.suffix in SUFFIXES]
         if path.parent.is_dir()
@@ -133,7 +140,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
         value = loads(line)
-    except ValueError as error:  # bad UTF-8 too, and an integer of more digits than Python converts
+    # Bad UTF-8, and an integer with more digits than Python converts, are ValueErrors too.
+    except ValueError as error:
         raise DataError(
             "the line is not JSON",
             file=file,
@@ -155,13 +163,10 @@ def _table(path: Path) -> Iterator[Row]:
     kind = path.suffix.removeprefix(".")
     try:
         table = pq.read_table(path) if kind == "parquet" else _arrow(path)
-        names = table.column_names  # raises for bad UTF-8
-    except (
-        pa.ArrowException,
-        OSError,
-        MemoryError,
-        ValueError,
-    ) as error:  # a damaged file may claim any size
+        # This raises a ValueError for bad UTF-8.
+        names = table.column_names
+    # A damaged file may claim any size, hence MemoryError.
+    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         raise DataError(
             f"the file is not readable {kind}",
             file=str(path),
@@ -176,6 +181,8 @@ def _table(path: Path) -> Iterator[Row]:
 def _arrow(path: Path) -> pa.Table:
     with pa.memory_map(str(path)) as source:
         try:
-            return pa.ipc.open_stream(source).read_all()  # what datasets writes
+            # The datasets package writes this format.
+            return pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
-            return pa.ipc.open_file(source).read_all()  # Feather
+            # The remaining format is Feather.
+            return pa.ipc.open_file(source).read_all()

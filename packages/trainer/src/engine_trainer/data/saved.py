@@ -1,6 +1,6 @@
-"""Folders of Hugging Face ``datasets``' ``save_to_disk``, read without that package: arrow streams and two JSON files.
+"""Folders that ``save_to_disk`` of Hugging Face ``datasets`` wrote, read without that package.
 
-::
+They hold arrow streams and two kinds of JSON file::
 
     folder/                       a DatasetDict
       dataset_dict.json           {"splits": ["train", "test"]}
@@ -22,14 +22,16 @@ DICT, STATE = "dataset_dict.json", "state.json"
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote this folder."""
+    """Return whether ``save_to_disk`` wrote this folder."""
     return (folder / DICT).is_file() or (folder / STATE).is_file()
 
 
 def saved_files(folder: Path, split: str | None) -> list[Path]:
-    """The arrow files of one split, in their order.
+    """Return the arrow files of one split, in their order.
 
-    Raises ``DataError``: no such split, several and none named, a file that is missing.
+    Raises:
+        DataError: there is no such split, there are several and none is named, or a file is
+            missing.
     """
     if (folder / DICT).is_file():
         return _shards(folder / _split(folder, split))
@@ -81,7 +83,7 @@ def _shards(folder: Path) -> list[Path]:
         else parts
     )
     files = [folder / name for name in _texts(folder / STATE, "_data_files", names)]
-    absent = [f.name for f in files if not os.path.isfile(f)]  # noqa: PTH113 - False for a name that cannot be one, too
+    absent = [f.name for f in files if not os.path.isfile(f)]  # noqa: PTH113 - os.path returns False for an impossible name, too
     if absent or not files:
         raise DataError(
             "a data file is missing",
@@ -93,7 +95,11 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _texts(path: Path, key: str, names: Any) -> list[str]:
-    """Return a list of names. Raises ``DataError`` for what is none."""
+    """Return ``names`` after checking that it is a list of texts.
+
+    Raises:
+        DataError: it is not.
+    """
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
             f"{key}: expected a list of names, got {names!r:.100}",

@@ -1,7 +1,7 @@
-"""JSON as people's files have it, without what Python's parser lets pass or breaks on.
+"""A JSON parser that also refuses what Python's parser accepts or breaks on.
 
-Deep nesting ends recursive parsers and writers, the first of two equal keys would be lost, and no tokenizer takes half of
-a surrogate pair.
+Deep nesting breaks recursive parsers and writers, the first of two equal keys would be lost, and no
+tokenizer accepts half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
-MAX_DEPTH = 100  # levels of lists and objects
+# Largest number of nested lists and objects.
+MAX_DEPTH = 100
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON escapes one; UTF-8 has none
+# A surrogate as JSON escapes it. UTF-8 has no surrogates.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def loads(text: bytes) -> Any:
     """Return the value of a JSON text in UTF-8.
 
-    Raises ``ValueError`` also for nesting beyond ``MAX_DEPTH``, a key that an object has twice, and half of a surrogate pair.
+    Raises:
+        ValueError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, has an object with
+            the same key twice, or has half of a surrogate pair.
     """
     if _is_deep(text):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -33,7 +37,8 @@ def loads(text: bytes) -> Any:
 
 def _is_deep(text: bytes) -> bool:
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return False  # as good as always
+        # Almost every text takes this shortcut.
+        return False
     brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
     return (
         max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
@@ -55,5 +60,6 @@ def _require_text(value: Any) -> None:
             json.dumps([key, part], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{key!r:.100} has half of a surrogate pair ({error.object[error.start]!r}), no character"
+                f"{key!r:.100} has half of a surrogate pair ({error.object[error.start]!r}), "
+                "no character"
             ) from error

@@ -1,7 +1,10 @@
-"""A process that renders chat templates: ``python -P template_worker.py SECONDS BYTES CHARACTERS``, started by ``templates``.
+"""A process that renders chat templates, started by ``templates``.
 
-A template is a program of whoever published the model: it may loop, recurse and multiply, and nothing in Python stops
-one operation of C. Here the kernel does: a rendering has so much processor time and memory. Requests and answers are lines of JSON.
+Usage: ``python -P template_worker.py SECONDS BYTES CHARACTERS``.
+
+A template is a program written by the publisher of the model. It may loop, recurse and multiply,
+and nothing in Python can stop a single operation in C. The kernel can: it limits the processor time
+and the memory of a rendering. Requests and replies are lines of JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +17,18 @@ import sys
 
 
 def main(seconds: float, memory: int, longest: int) -> None:
-    """Serve until standard input closes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches it too; its parent decides
+    """Serve until standard input closes.
+
+    Args:
+        seconds: processor time of one rendering.
+        memory: bytes of the process's data segment.
+        longest: characters that one rendering may produce.
+    """
+    # A terminal's Ctrl-C reaches this process too, but its parent decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # what a library prints is no answer
+    # Prints of a library go to standard error, so that they do not mix with the replies.
+    os.dup2(2, 1)
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -29,9 +38,9 @@ def main(seconds: float, memory: int, longest: int) -> None:
         (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard),
     )
     for line in sys.stdin:
-        signal.setitimer(
-            signal.ITIMER_PROF, seconds
-        )  # processor time: a busy machine is no defect. It ends the process.
+        # The timer counts processor time, because a busy machine is not the template's fault. Its
+        # signal ends this process.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             (text,), _ = render_jinja_template(**json.loads(line))
             text.encode("utf-8")
@@ -42,7 +51,7 @@ def main(seconds: float, memory: int, longest: int) -> None:
             )
         except MemoryError:
             answer = {"error": f"it needs more than {memory >> 20} MiB of memory"}
-        except Exception as error:  # noqa: BLE001 - a template may raise anything; the parent says it with the row
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; the parent reports it with the row
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)

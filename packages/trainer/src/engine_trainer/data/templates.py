@@ -1,4 +1,7 @@
-"""Chat templates rendered within limits of time, memory and size, in one process beside this one (``template_worker``)."""
+"""Chat templates rendered in a second process with limits on time, memory and size.
+
+The second process runs ``template_worker``.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SECONDS = 10.0  # of processor time, a rendering
-MEMORY = 1 << 30  # bytes, of the process
-LONGEST = 20_000_000  # characters that one rendering makes
+# Processor time of one rendering, in seconds.
+SECONDS = 10.0
+# Memory of the rendering process, in bytes.
+MEMORY = 1 << 30
+# Largest number of characters that one rendering may produce.
+LONGEST = 20_000_000
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateError(Exception):
-    """A template could not be rendered within its limits; the text says why."""
+    """Failure to render a template within its limits, with the reason as its text."""
 
 
 class Renderer:
-    """A process that renders, started at the first template and again after one that had to be ended."""
+    """A client of the rendering process.
+
+    The process is started at the first rendering, and again after one during which it ended.
+    """
 
     def __init__(
         self, seconds: float = SECONDS, memory: int = MEMORY, longest: int = LONGEST
@@ -34,18 +43,23 @@ class Renderer:
         self._seconds = seconds
         self._limits = [str(seconds), str(memory), str(longest)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # an agent's trajectories render side by side
+        # An agent's trajectories are rendered concurrently.
+        self._lock = threading.Lock()
 
     def render(
         self, template: str, messages: list[dict[str, Any]], *, ask: bool, given: Mapping[str, Any]
     ) -> str:
-        """Return the text of a conversation. Raises ``TemplateError``, also for what is no JSON.
+        """Return the text of a conversation.
 
         Args:
             template: Jinja text.
             messages: the conversation.
-            ask: whether the assistant's turn is begun at the end.
-            given: other variables of the template, ``tools`` and special tokens among them.
+            ask: whether the text ends with the opening of the assistant's turn.
+            given: other variables of the template, including ``tools`` and special tokens.
+
+        Raises:
+            TemplateError: the template fails or exceeds a limit, or a value cannot be written as
+                JSON.
         """
         asked = {
             **given,
@@ -54,9 +68,8 @@ class Renderer:
             "add_generation_prompt": ask,
         }
         try:
-            request = (
-                json.dumps(asked, default=str).encode("ascii") + b"\n"
-            )  # tokens of their own class have a text
+            # Special tokens may be objects of a class of their own; str gives their text.
+            request = json.dumps(asked, default=str).encode("ascii") + b"\n"
         except (TypeError, ValueError) as error:
             raise TemplateError(f"a value cannot be given to a template: {error}") from error
         with self._lock:
@@ -66,24 +79,21 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process; the next rendering starts another."""
+        """End the process; the next rendering starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with suppress(BrokenPipeError):  # of a request that it did not read
+                    # Closing flushes a request that the process has not read.
+                    with suppress(BrokenPipeError):
                         pipe.close()
 
     def _ask(self, request: bytes) -> dict[str, str]:
         if self._process is None:
-            command = [
-                sys.executable,
-                "-P",
-                str(_WORKER),
-                *self._limits,
-            ]  # -P: files beside it are no modules of their own
+            # With -P, the worker cannot import the other files of its folder as top-level modules.
+            command = [sys.executable, "-P", str(_WORKER), *self._limits]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
         assert process.stdin is not None
@@ -94,10 +104,10 @@ class Renderer:
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
-            pass  # it has ended: told by its status
-        except (
-            BaseException
-        ):  # Ctrl-C too: an answer that comes later must not be taken for the next one's
+            # The process has ended; its status is reported below.
+            pass
+        # This includes Ctrl-C: a late reply must not be taken for the reply to the next request.
+        except BaseException:
             self.close()
             raise
         if line.endswith(b"\n"):
@@ -107,13 +117,15 @@ class Renderer:
         if status == -signal.SIGPROF:
             return {"error": f"it takes more than {self._seconds} s of processor time"}
         return {
-            "error": f"the process that renders ended with status {status}; its last words are above"
+            "error": f"the process that renders ended with status {status}; "
+            "its last words are above"
         }
 
 
 @cache
 def _renderer_of(pid: int) -> Renderer:
-    # By process: one that was forked must not speak into its parent's pipes.
+    # There is one renderer per process, because a forked process must not write to its parent's
+    # pipes.
     renderer = Renderer()
     atexit.register(lambda: renderer.close() if os.getpid() == pid else None)
     return renderer

@@ -1,6 +1,6 @@
-"""How the SFT response to a generated problem is written: the answer alone, or the steps that lead to it.
+"""SFT responses to generated problems, as the answer alone or with the steps that lead to it.
 
-Every form ends in a line ``#### answer``, as GSM8K does.
+Every form ends in a line ``#### answer``, as in GSM8K.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ Entry = Mapping[str, Any]
 
 
 def write_response(form: str, entry: Entry) -> str:
-    """The response to a reasoning-gym entry in a form: ``answer``, or ``worked`` (steps, for the tasks in ``WORKED``).
+    """Return the response to a reasoning-gym entry in a given form.
 
-    Raises ``ConfigError`` for an unknown form, or a task that nobody wrote the steps for.
+    The form is ``answer``, or ``worked`` (with steps, for the tasks in ``WORKED``).
+
+    Raises:
+        ConfigError: the form is unknown, or no steps exist for the task.
     """
     if form == "answer":
         return _closing(entry["answer"])
