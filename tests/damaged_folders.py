@@ -1,4 +1,4 @@
-"""Folders of models with something wrong in them: hypothesis' strategies of damages, and how one is done."""
+"""Model folders with damages: hypothesis' strategies of damages, and functions that apply them."""
 
 from __future__ import annotations
 
@@ -218,21 +218,19 @@ DAMAGES = st.lists(
 
 
 def whole_folder(folder: Path, model_type: str) -> Path:
-    """Write a tiny model that nothing is wrong with."""
+    """Write a tiny model without any damage."""
     tiny_model(model_type, num_hidden_layers=2).save_pretrained(folder)
     return folder
 
 
 def damaged(whole: Path, folder: Path, damages: list[Damage]) -> Path:
-    """Copy a folder, and damage the copy."""
+    """Copy a folder and damage the copy."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     for damage in damages:
         try:
             damage(folder)
-        except (
-            OSError,
-            ValueError,
-        ):  # an earlier damage has left no such file, or nothing to be changed
+        # An earlier damage may have removed the file, or left nothing to change in it.
+        except (OSError, ValueError):
             continue
     return folder

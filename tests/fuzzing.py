@@ -1,7 +1,8 @@
 """Settings that every fuzzer of the repository shares.
 
-A fuzzer is a hypothesis test in a file called ``test_fuzz_*.py``. CI runs ``DEFAULT_EXAMPLES`` of each, always the same
-ones; ``nox -s fuzz -- --examples 20000`` runs as many as asked for, different ones each time.
+A fuzzer is a hypothesis test in a file called ``test_fuzz_*.py``. CI runs ``DEFAULT_EXAMPLES`` of
+each, always the same ones; ``nox -s fuzz -- --examples 20000`` runs as many as asked for, different
+ones each time.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ def fuzz(*, cost: int = 1) -> Callable[[Test], Test]:
     """Return the decorator of a fuzzer: ``@fuzz()`` above ``@given(…)``.
 
     Args:
-        cost: How many times fewer examples than asked for are run, for a fuzzer whose examples are slow (a process each).
+        cost: Divisor of the number of examples, for a fuzzer whose examples are slow (a process
+            each).
     """
     return settings(
         max_examples=max(1, EXAMPLES // cost),
-        deadline=None,  # a busy machine is no defect
+        # A deadline would fail on a busy machine without a defect.
+        deadline=None,
         derandomize=EXAMPLES == DEFAULT_EXAMPLES,
         database=None,
         print_blob=True,

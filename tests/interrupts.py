@@ -1,7 +1,8 @@
-"""Interrupts at chosen places of a function: at each line of given files, and at each return from their functions.
+"""Interrupts at chosen places of a function: lines of given files and returns of their functions.
 
-A user presses Ctrl-C whenever they like. What starts processes must leave none behind wherever that is, so a test has to
-try every place; a signal at some time of a busy machine tries one of them, a different one each time.
+A user presses Ctrl-C at any time, and code that starts processes must leave none behind at any
+place. So a test has to try every place; a signal at some time of a busy machine tries one of them,
+a different one each time.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A line of a file that is about to run, or the return from a function to one that is watched too.
+    """A line of a file that is about to run, or the return to a function that is watched too.
 
-    What returns to a caller outside is complete and the caller's: whether that one loses it is not looked at.
+    A value that is returned to a caller outside is complete and belongs to the caller: whether that
+    caller loses it is not checked.
     """
 
     file: str
@@ -48,7 +50,10 @@ def _watching(modules: tuple[ModuleType, ...], seen: Callable[[Place], None]) ->
 
 
 def places_of(function: Callable[[], object], *modules: ModuleType) -> list[Place]:
-    """Run ``function`` and return the distinct places of ``modules`` that this thread passed, in the order of the first pass."""
+    """Run ``function`` and return the distinct places of ``modules`` that this thread passed.
+
+    The places are in the order of the first pass.
+    """
     found: dict[Place, None] = {}
     with _watching(modules, found.setdefault):
         function()
@@ -56,7 +61,10 @@ def places_of(function: Callable[[], object], *modules: ModuleType) -> list[Plac
 
 
 def interrupted_at(place: Place, function: Callable[[], object], *modules: ModuleType) -> bool:
-    """Run ``function`` and raise ``KeyboardInterrupt`` where it passes ``place`` first; return whether it ended by that."""
+    """Run ``function`` and raise ``KeyboardInterrupt`` where it passes ``place`` first.
+
+    Returns whether the interrupt ended the function.
+    """
     reached = False
 
     def interrupt(passed: Place) -> None:

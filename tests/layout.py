@@ -1,4 +1,4 @@
-"""Where the packages are."""
+"""The folders of the packages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PACKAGES = sorted(
 
 
 def project(package: Path) -> dict[str, Any]:
-    """The ``[project]`` table of a package."""
+    """Return the ``[project]`` table of a package."""
     return tomllib.loads((package / "pyproject.toml").read_text())["project"]
 
 
 def module_folder(package: Path) -> Path:
-    """``src/<import name>`` of a package."""
+    """Return ``src/<import name>`` of a package."""
     return next(path.parent for path in sorted((package / "src").glob("*/__init__.py")))
 
 
 def is_engine(package: Path) -> bool:
-    """Whether the package offers engines."""
+    """Return whether the package offers engines."""
     return "engine_api.engines" in project(package).get("entry-points", {})

@@ -1,4 +1,7 @@
-"""Few files of a package name a vendor's devices, and each for a reason; everything else asks `engine_api.devices.Device`."""
+"""A few files of a package name a vendor's devices, each for a reason.
+
+Everything else asks `engine_api.devices.Device`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import pytest
 from layout import ROOT
 
 NAMES = ("cuda", "npu")
-# The files that may: the interface and the probes; descriptors and tables, whose rows are about devices; what knows Ascend's
-# names; and what is CUDA's by its nature, for which there is nothing to ask: Triton's kernels, IPC, servers that are built for it.
+# These files may name them: the interface and the probes; descriptors and tables, whose rows are
+# about devices; the file that knows Ascend's names; and code that is specific to CUDA by nature and
+# has nothing to ask: Triton's kernels, IPC, servers that are built for CUDA.
 ALLOWED = {
     "engine-api/src/engine_api": ["devices.py"],
     "engine-fsdp/src/engine_fsdp": ["plugin.py"],

@@ -1,4 +1,4 @@
-"""docs/first-hour.md, run as it stands: its files are written, its commands executed, one after the other."""
+"""docs/first-hour.md, executed: its files are written, its commands run one after the other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from layout import PACKAGES, ROOT
 from waiting import DEADLINE_S
 
 PAGE = ROOT / "docs" / "first-hour.md"
-# Either a fence that follows a line with a file's name, or a fence of shell commands.
+# A block is a fence that follows a line with a file's name, or a fence of shell commands.
 BLOCK = re.compile(
     r"(?:^`(?P<file>[\w.]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 
 
 def run(command: str, folder: Path) -> str:
-    """One line of the page, with this interpreter and the repository's own sources."""
+    """Run one line of the page with this interpreter and the repository's own sources."""
     words = shlex.split(command)
     start = {"python": [sys.executable], "engine-train": [sys.executable, "-m", "engine_trainer"]}[
         words[0]
@@ -65,7 +65,8 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
         elif block["kind"] == "sh":
             for command in block["text"].splitlines():
                 said = run(command, tmp_path)
-    assert re.fullmatch(r"#### \d\d", said.strip()), said  # what use.py prints
+    # The last command is use.py, which prints an answer.
+    assert re.fullmatch(r"#### \d\d", said.strip()), said
     learned = rows(tmp_path / "runs" / "rl")
     assert learned[-1]["eval/accuracy"] > learned[0]["eval/accuracy"] > 0.2
     measured = json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())

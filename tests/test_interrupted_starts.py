@@ -1,4 +1,4 @@
-"""A start that is interrupted, at whichever line, leaves no process, no thread and no signal handler behind."""
+"""A start that is interrupted, at any line, leaves no process, no thread and no signal handler."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from rollout_fp8.remote import client, endpoint
 from rollout_fp8.remote.client import RemoteRollout
 from rollout_fp8.sglang import host, rollout
 
-engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
+# pytest finds these fixtures by their names in this module.
+engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    # A folder whose owner is interrupted before it can be: it is removed when its owner is.
+    # A folder whose owner is interrupted while it starts is removed when the owner is collected.
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
-    # A connection of this process that no one else has seen: it is closed when it is collected.
+    # A connection that only this process has seen is closed when it is collected.
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    # A process that was lost within the very statement that starts it: it ends when its pipe is collected.
+    # A process that was lost within the statement that starts it ends when its pipe is collected.
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
 ]
 
 
-# Servers and ranks that are up as soon as they run: what is tried here is what starts them, dozens of times.
+# These servers and ranks are ready as soon as they run: the tests are about the code that starts
+# them, and start them dozens of times.
 SERVER = """#!{python} -S
 import http.server, json, sys
 
@@ -89,7 +91,7 @@ except EOFError:
 
 
 def program(path: Path, text: str) -> SimpleNamespace:
-    """Write a program; returns what takes the place of ``sys`` where it is to be run instead of Python."""
+    """Write a program and return a replacement of ``sys`` that runs it instead of Python."""
     path.write_text(text)
     path.chmod(0o700)
     return SimpleNamespace(executable=str(path), path=[])
@@ -100,7 +102,11 @@ def check(
     *modules: ModuleType,
     pids: Callable[[], set[int]] = children,
 ) -> None:
-    """Interrupt ``start`` at each of its places; it returns what ends what it has started, and ``pids`` what runs."""
+    """Interrupt ``start`` at each of its places.
+
+    ``start`` returns the function that ends everything it has started, and ``pids`` returns the
+    running processes.
+    """
     signals = (signal.SIGQUIT, signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in signals]
     before, threads = pids(), set(threading.enumerate())
@@ -114,7 +120,8 @@ def check(
     ends.pop()()
     for place in places:
         if not interrupted_at(place, whole, *modules):
-            ends.pop()()  # a place that it does not pass each time, as in a loop that waits
+            # Some places are not passed each time, such as those in a loop that waits.
+            ends.pop()()
         gc.collect()
         until(
             lambda: pids() <= before, missing=lambda place=place: f"{place}: left {pids() - before}"
@@ -190,7 +197,8 @@ def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         try:
             assert len(list(made.run(0, [sample]))) == 1
         except KeyboardInterrupt:
-            made.close()  # as whoever holds it does: it finds whatever had begun
+            # The owner closes it as well in this case, and close() finds everything that had begun.
+            made.close()
             raise
         return made.close
 

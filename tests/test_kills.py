@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments and started again end as those that were left alone."""
+"""Runs that are killed at random moments and started again end like unbroken runs."""
 
 from __future__ import annotations
 

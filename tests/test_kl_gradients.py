@@ -1,4 +1,4 @@
-"""Gradients of the KL penalties by exact enumeration of a small policy: what docs/algorithms.md says."""
+"""Gradients of KL penalties by exact enumeration of a small policy, as docs/algorithms.md says."""
 
 from __future__ import annotations
 
@@ -96,13 +96,15 @@ def test_the_bare_k1_in_the_loss_has_no_gradient_and_is_refused(tool) -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_rollout_that_is_another_policy_is_made_up_for_by_the_correction(tool, estimator) -> None:
-    """Samples of q, old log-probs of p, and the gradient at π: the ratio is π / p, the correction p / q."""
+    """Samples come from q, old log-probs from p, the gradient is at π.
+
+    The ratio is π / p, the correction p / q.
+    """
     problem = tool.Problem.of(0.85, drift=FAR_OFF)
     old = (problem.sampler + problem.logits.detach()) / 2
     corrected = problem.in_loss(estimator, importance=True, old=old, corrected=True)
-    torch.testing.assert_close(
-        corrected, problem.tokens_kl(), rtol=1e-5, atol=1e-7
-    )  # weights are float32
+    # The tolerance is that of the weights, which are float32.
+    torch.testing.assert_close(corrected, problem.tokens_kl(), rtol=1e-5, atol=1e-7)
     alone = problem.in_loss(estimator, importance=True, old=old)
     assert tool.cosine(alone, problem.tokens_kl()) < 0.999
 

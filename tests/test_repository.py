@@ -1,4 +1,4 @@
-"""Every package has the same parts, every option a reader, and light modules stay light."""
+"""Every package has the same parts, every option is read, and light modules stay light."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINE_FILES = (
 )
 API = ROOT / "packages/engine-api"
 ENGINES = [p for p in PACKAGES if is_engine(p)]
-# An engine that derives from another package's has the files in which something differs.
+# An engine that derives from another package's engine has only the files that differ.
 DERIVED = [
     p
     for p in ENGINES
@@ -94,7 +94,10 @@ def test_the_contract_and_the_descriptors_import_no_torch() -> None:
         f"engine_api.{p.stem}" for p in api.glob("*.py") if p.stem not in ("__init__", "__main__")
     ]
     names += ["engine_api.__main__", *(f"{module_folder(p).name}.plugin" for p in ENGINES)]
-    code = f"import sys, importlib\nfor n in {names!r}:\n    importlib.import_module(n)\n    assert 'torch' not in sys.modules, n"
+    code = (
+        f"import sys, importlib\nfor n in {names!r}:\n    importlib.import_module(n)\n"
+        "    assert 'torch' not in sys.modules, n"
+    )
     path = [str(package / "src") for package in PACKAGES]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"],
@@ -105,9 +108,15 @@ def test_the_contract_and_the_descriptors_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-ENGINE = '[[engines]]\nbackend = "a"\n{partner}[[engines.runs]]\nenvironment = "plain"\nstatus = "seen"\n{more}'
+ENGINE = (
+    '[[engines]]\nbackend = "a"\n{partner}'
+    '[[engines.runs]]\nenvironment = "plain"\nstatus = "seen"\n{more}'
+)
 SHIMMED = '[[engines.runs]]\nenvironment = "shimmed"\nstatus = "seen"\n'
-ENVIRONMENTS = 'rollouts = []\n[environments.plain]\ndevice = "cpu"\n[environments.shimmed]\ndevice = "cpu"\nshim = true\n'
+ENVIRONMENTS = (
+    'rollouts = []\n[environments.plain]\ndevice = "cpu"\n'
+    '[environments.shimmed]\ndevice = "cpu"\nshim = true\n'
+)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The calculation of docs/scaling.md: against measurements, by hand, and against the trainer's own count of FLOP."""
+"""The calculation of docs/scaling.md, compared with measurements and with results by hand.
+
+It is also compared with the trainer's own count of FLOP.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from engine_trainer.scaling.__main__ import main
 from engine_trainer.scaling.phases import Lengths
 from engine_trainer.telemetry.throughput import Throughput
 
-TOLERANCE = 0.25  # of each measured row; said in docs/scaling.md
+TOLERANCE = 0.25
+"""Relative error that each measured row may have, as docs/scaling.md says."""
 
 
 @pytest.fixture
@@ -68,14 +72,14 @@ ONE = Shape(
 
 
 def test_a_shape_by_hand() -> None:
-    # q and o 2·100·100, k and v 2·100·50, MLP 3·100·200; the tied head once
+    # q and o have 2·100·100, k and v 2·100·50, the MLP 3·100·200, and the tied head counts once.
     assert ONE.parameters == ONE.active == 20_000 + 10_000 + 60_000 + 100_000
     assert ONE.kv_bytes == 2 * 2 * 50
     assert ONE.forward_flop(7) == 2 * 190_000 + 4 * 100 * 7
 
 
 def test_a_decoding_by_hand() -> None:
-    """Two sequences of one length: weights are read each step, keys and values of half the context on average."""
+    """Two sequences of one length: each step reads weights, and on average half the KV."""
     lengths = Lengths(prompt=0, mean=64, longest=64)
     found = phases.generate(ONE, H200, lengths, sequences=2, tensor_parallel=1)
     read = 4.8e12 * 0.8
@@ -92,7 +96,10 @@ def test_spread_lengths_keep_their_mean() -> None:
 
 
 def test_an_update_by_hand() -> None:
-    """16 GPUs are two copies of a node's shards: gradients cross the network, eight shards at a time."""
+    """16 GPUs are two copies of a node's shards.
+
+    Gradients cross the network, eight shards at a time.
+    """
     shape = SHAPES["qwen3-8b"]
     found = phases.update(shape, H200, gpus=16, tokens=16 * 65536, length=4096, micro_batch=32768)
     assert found.parts["computing"] == pytest.approx(
@@ -102,9 +109,8 @@ def test_an_update_by_hand() -> None:
     assert found.parts["host"] == pytest.approx(2 * 0.025)
     assert found.bottleneck == "computing"
     thin = phases.update(shape, H200, gpus=16, tokens=16 * 512, length=512, micro_batch=32768)
-    assert thin.parts["NVLink"] == pytest.approx(
-        8 * shape.parameters * 7 / 8 / 270e9
-    )  # gathering takes longer than computing
+    # Gathering takes longer than computing.
+    assert thin.parts["NVLink"] == pytest.approx(8 * shape.parameters * 7 / 8 / 270e9)
 
 
 def test_what_does_not_fit_and_what_needs_several_gpus() -> None:

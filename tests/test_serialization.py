@@ -1,4 +1,4 @@
-"""Nothing is unpickled from a socket: who may use a pickle, and why."""
+"""Nothing is unpickled from a socket: the modules that may use a pickle are listed with reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from layout import ROOT
 
-# Modules whose use can end in unpickling, and names of torch's that do it inside.
+# The use of these modules can end in unpickling, and these names of torch unpickle internally.
 MODULES = {
     "pickle",
     "cPickle",
@@ -42,21 +42,46 @@ TORCH = {
     "np.load",
 }
 
-# Where it is used all the same, and why nothing of it comes from a socket that somebody else could reach.
+# These modules use it all the same: the reason says why no pickle comes from a socket that a
+# stranger could reach.
 EXCEPTIONS = {
-    "packages/trainer/src/engine_trainer/rewards/calls.py": "asks whether an error could travel to the trainer; nothing is read",
-    "packages/trainer/src/engine_trainer/rewards/worker_pool.py": "the trainer and the reward workers that it started, over a pipe",
-    "packages/trainer/src/engine_trainer/rewards/worker_main.py": "the trainer and the reward workers that it started, over a pipe",
-    "packages/engine-megatron/src/engine_megatron/native.py": "Megatron's index, by an unpickler that knows its classes alone",
-    "packages/rollout-fp8/src/rollout_fp8/transports/channel.py": "Connection frames messages (send_bytes, recv_bytes) and proves the "
-    "secret; the messages are engine_api.codec's",
-    "packages/rollout-fp8/src/rollout_fp8/transports/ipc.py": "torch's functions that share CUDA memory, without its pickler",
-    "packages/rollout-fp8/src/rollout_fp8/install/trace.py": "the name of a storage's weak reference, without the pickler",
-    "conformance/src/engine_conformance/ranks.py": "the suite and the ranks that it started, over a pipe",
-    "conformance/src/engine_conformance/_rank_worker.py": "the suite and the ranks that it started, over a pipe",
-    "conformance/src/engine_conformance/cases/plugin.py": "a descriptor is pickled, and read by nobody",
-    "conformance/src/engine_conformance/cases/faults.py": "writes the pickle that an engine must refuse",
-    "conformance/src/engine_conformance/cases/export.py": "the suite's own file of tensors, read with weights_only",
+    "packages/trainer/src/engine_trainer/rewards/calls.py": (
+        "asks whether an error could travel to the trainer; nothing is read"
+    ),
+    "packages/trainer/src/engine_trainer/rewards/worker_pool.py": (
+        "the trainer and the reward workers that it started, over a pipe"
+    ),
+    "packages/trainer/src/engine_trainer/rewards/worker_main.py": (
+        "the trainer and the reward workers that it started, over a pipe"
+    ),
+    "packages/engine-megatron/src/engine_megatron/native.py": (
+        "Megatron's index, by an unpickler that knows its classes alone"
+    ),
+    "packages/rollout-fp8/src/rollout_fp8/transports/channel.py": (
+        "Connection frames messages (send_bytes, recv_bytes) and proves the "
+        "secret; the messages are engine_api.codec's"
+    ),
+    "packages/rollout-fp8/src/rollout_fp8/transports/ipc.py": (
+        "torch's functions that share CUDA memory, without its pickler"
+    ),
+    "packages/rollout-fp8/src/rollout_fp8/install/trace.py": (
+        "the name of a storage's weak reference, without the pickler"
+    ),
+    "conformance/src/engine_conformance/ranks.py": (
+        "the suite and the ranks that it started, over a pipe"
+    ),
+    "conformance/src/engine_conformance/_rank_worker.py": (
+        "the suite and the ranks that it started, over a pipe"
+    ),
+    "conformance/src/engine_conformance/cases/plugin.py": (
+        "a descriptor is pickled, and read by nobody"
+    ),
+    "conformance/src/engine_conformance/cases/faults.py": (
+        "writes the pickle that an engine must refuse"
+    ),
+    "conformance/src/engine_conformance/cases/export.py": (
+        "the suite's own file of tensors, read with weights_only"
+    ),
     "conformance/mutants/engine_mutants/checkpoint.py": "the defect of a mutant",
 }
 SOURCES = sorted(
@@ -83,7 +108,7 @@ def name_of(node: ast.AST) -> str:
 
 
 def uses(source: str) -> Iterator[str]:
-    """Yield what of a module may unpickle."""
+    """Yield the names in a module that may unpickle."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import():

@@ -1,6 +1,7 @@
-"""No test's outcome depends on an idle machine: tests wait for conditions (``waiting.until``), never for a time.
+"""Tests wait for conditions (``waiting.until``), never for a time.
 
-Looked for in the sources of all tests, by shape. Where a shape is right all the same, it is named here with its reason.
+No test's outcome depends on an idle machine. The sources of all tests are searched by shape. A
+shape that is right all the same is listed below with its reason.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "perf_counter", "time", "process_time"}
-SHORT_S = 60.0  # what imports torch takes 13 s on a busy machine, and there are several of it
+SHORT_S = 60.0
+"""Seconds below which a wait is too short: importing torch takes 13 s on a busy machine."""
 
-# Function (file::name) -> shape -> why it is right there.
+# The keys are a function (file::name) and a shape, the value is why the shape is right there.
 EXCEPTIONS = {
     "packages/rollout-fp8/tests/sglang_fakes.py::_one": {
         "sleep": "a request that the scheduler does not know yet"
     },
-    "packages/rollout-fp8/tests/test_collective.py::test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at": {
+    "packages/rollout-fp8/tests/test_collective.py::test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at": {  # noqa: E501 - a test's whole name
         "port": "the socket that has it is held to the end, so that no other process takes it"
     },
     "packages/rollout-fp8/tests/test_transports.py::close": {
@@ -37,7 +39,7 @@ EXCEPTIONS = {
     "packages/trainer/tests/test_logs.py::test_phases_add_up_and_begin_anew": {
         "sleep": "a phase that takes at least so long, which is all that is asserted"
     },
-    "packages/trainer/tests/test_ray_agent_rollouts.py::test_a_turn_that_nobody_waits_for_any_more_is_dropped": {
+    "packages/trainer/tests/test_ray_agent_rollouts.py::test_a_turn_that_nobody_waits_for_any_more_is_dropped": {  # noqa: E501 - a test's whole name
         "sleep": "a model that takes longer than its caller waits"
     },
     "packages/trainer/tests/test_stream.py::ready": {"sleep": "a pool that waits for its replicas"},
@@ -46,7 +48,7 @@ EXCEPTIONS = {
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield each function with its name; what stands outside of functions as ``module``."""
+    """Yield each function with its name, and the code outside of functions as ``module``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node
@@ -60,7 +62,10 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def own(node: ast.AST, *, without: tuple[type[ast.AST], ...] = ()) -> Iterator[ast.AST]:
-    """Yield what stands in ``node``, but not in the functions and classes inside it, nor in nodes of the kinds ``without``."""
+    """Yield the nodes in ``node``, without functions and classes inside it and their contents.
+
+    Nodes of the kinds ``without`` and their contents are left out as well.
+    """
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, DEFINITIONS) and not isinstance(child, without or ()):
             yield child
@@ -76,14 +81,14 @@ def called(node: ast.AST, *names: str) -> bool:
 
 
 def takes_no_time_or_for_ever(seconds: ast.expr) -> bool:
-    """Whether a sleep only lets others run, or is one that something else has to end."""
+    """Return whether a sleep only yields to other threads, or has to be ended from outside."""
     if isinstance(seconds, ast.Constant) and isinstance(seconds.value, int | float):
         return seconds.value == 0 or seconds.value >= 600
     return isinstance(seconds, ast.Name) and seconds.id == "NEVER_S"
 
 
 def sleeps(function: ast.AST) -> Iterator[ast.AST]:
-    """Sleeps outside of a loop that looks for a condition: whatever is looked at afterwards may not be there yet."""
+    """Yield sleeps outside of a loop that looks for a condition: it may not hold yet afterwards."""
     for node in own(function, without=(ast.While,)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "asyncio.sleep"):
             if takes_no_time_or_for_ever(node.args[0]):
@@ -105,7 +110,7 @@ def is_elapsed(node: ast.AST, names: set[str]) -> bool:
 
 
 def bounds(function: ast.AST) -> Iterator[ast.AST]:
-    """Assertions that something took less than some time."""
+    """Yield assertions that something took less than some time."""
     names: set[str] = set()
     for node in own(function):
         if (
@@ -127,7 +132,7 @@ def bounds(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def lives(function: ast.AST) -> Iterator[ast.AST]:
-    """Assertions that a thread or process has ended, without waiting for its end just before."""
+    """Yield assertions that a thread or process has ended, without a wait just before."""
     for block in (
         node for node in [function, *own(function)] if isinstance(getattr(node, "body", None), list)
     ):
@@ -144,7 +149,7 @@ def lives(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def seconds_of(call: ast.Call) -> float | None:
-    """The time that a call waits at most, where it is written there as a number."""
+    """Return the longest time that a call waits, where it is written there as a number."""
     assert isinstance(call.func, ast.Attribute)
     given = [
         keyword.value for keyword in call.keywords if keyword.arg in ("timeout", "start_timeout_s")
@@ -160,7 +165,7 @@ def seconds_of(call: ast.Call) -> float | None:
 
 
 def waits(function: ast.AST) -> Iterator[ast.AST]:
-    """Short waits for what must come; where it must not (``pytest.raises``) they may be."""
+    """Yield short waits for an event that must come, outside of ``pytest.raises``."""
     refused: set[int] = set()
     for node in own(function):
         if isinstance(node, ast.With) and any(
@@ -179,7 +184,7 @@ def waits(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def ports(function: ast.AST) -> Iterator[ast.AST]:
-    """Ports that are looked for here and bound by another process later: something else may take them meanwhile."""
+    """Yield searches for a free port that is bound later: another process may take it meanwhile."""
     for node in own(function):
         if (
             called(node, "bind")
@@ -207,7 +212,7 @@ def sources() -> list[Path]:
 
 
 def found_in(text: str) -> set[tuple[str, str, int]]:
-    """Each shape in a source: (function, shape, line)."""
+    """Return each shape in a source as (function, shape, line)."""
     return {
         (name, shape, getattr(node, "lineno", 0))
         for name, function in functions(ast.parse(text))
@@ -229,7 +234,10 @@ def found_in(text: str) -> set[tuple[str, str, int]]:
         ("def test():\n    took = time.monotonic() - begin\n    assert 1 < took < 5", "bound"),
         ("def test():\n    process.kill()\n    assert not process.is_alive()", "is_alive"),
         (
-            "def test():\n    process.send_signal(9)\n    assert [p.is_alive() for p in processes] == [False]",
+            (
+                "def test():\n    process.send_signal(9)\n    assert [p.is_alive() for p in processes] "
+                "== [False]"
+            ),
             "is_alive",
         ),
         ("def test():\n    process.wait(timeout=5)", "wait"),
@@ -249,7 +257,10 @@ def test_each_shape_is_found(text: str, shape: str) -> None:
     "text",
     [
         "def test():\n    while not done():\n        time.sleep(0.1)",
-        "def test():\n    end = time.monotonic() + 60\n    while time.monotonic() < end:\n        pass",
+        (
+            "def test():\n    end = time.monotonic() + 60\n    while time.monotonic() < end:\n        "
+            "pass"
+        ),
         "def test():\n    assert time.monotonic() - begin >= 0.3",
         "def test():\n    thread.join()\n    assert not thread.is_alive()",
         "def test():\n    with pytest.raises(TimeoutError):\n        running.result(0.1)",

@@ -1,7 +1,7 @@
 """Tiny random models of every causal language model that transformers knows.
 
-A configuration is made from the family's own defaults, with the keys that say how large it is replaced. Nothing of a
-family stands here but the few keys whose values depend on each other.
+A configuration is made from the family's own defaults, with the keys for sizes replaced. The only
+keys of a family listed here are the few whose values depend on each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 VOCABULARY = 64
-WINDOW = 12  # of sliding windows and chunks: shorter than most documents
+WINDOW = 12
+"""Tokens in sliding windows and chunks, fewer than in most documents."""
 DOCUMENTS = (23, 37, 14)
 
 _SIZES: dict[str, Any] = {
@@ -110,10 +111,10 @@ _SIZES: dict[str, Any] = {
 }
 
 
-# Sizes that families leave open, and work out from others or not at all.
+# Families leave these sizes open, and derive them from other sizes or not at all.
 _ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
-# Where sizes depend on each other.
+# The sizes of these families depend on each other.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": {
         "n_group": 1,
@@ -127,7 +128,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-# The families of which there are tiny ones, and which compute in float64.
+# These families have tiny models and compute in float64.
 _MODEL_TYPES = """
 afmoe apertus arcee aria_text axk1 axk2 bamba bert bert-generation big_bird biogpt bitnet
 blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cwm data2vec-text deepseek_v2
@@ -148,7 +149,10 @@ MODEL_TYPES = tuple(_MODEL_TYPES.split())
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """Return a tiny configuration of a family; raises whatever transformers does where it has no such sizes."""
+    """Return a tiny configuration of a family.
+
+    Raises the error of transformers where the family has no such sizes.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[model_type]
@@ -158,13 +162,17 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         for key, value in _SIZES.items()
         if key in defaults and (defaults[key] is not None or key in _ALSO_OPEN)
     }
-    if "kv_lora_rank" in known:  # latent attention: each head has keys of its own
+    # In latent attention each head has keys of its own.
+    if "kv_lora_rank" in known:
         known["num_key_value_heads"] = known["num_attention_heads"]
     return made(**(known | _FAMILIES.get(model_type, {}) | changes))
 
 
 def tiny_model(model_type: str, **changes: Any) -> Any:
-    """Return a model of a family with random weights, none of them at a value that would hide it (0, 1)."""
+    """Return a model of a family with random weights.
+
+    No weight has a value that would hide it, such as 0 or 1.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -183,7 +191,10 @@ def documents() -> list[torch.Tensor]:
 
 
 def oracle(folder: str) -> Any:
-    """Return the model of a folder as transformers computes it in float64, attention and experts in plain PyTorch."""
+    """Return the model of a folder in float64, as transformers computes it.
+
+    Attention and experts are in plain PyTorch.
+    """
     from transformers import AutoModelForCausalLM
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -191,7 +202,10 @@ def oracle(folder: str) -> Any:
 
 
 def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return ``[L]`` log-probs of a document's tokens, 0 for the first one; alone in its batch."""
+    """Return ``[L]`` log-probs of a document's tokens, 0 for the first one.
+
+    The document is alone in its batch.
+    """
     with torch.no_grad():
         scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
     return torch.cat([scores.new_zeros(1), scores[:-1].gather(-1, ids[1:, None])[:, 0]])

@@ -1,8 +1,8 @@
-"""Waiting in tests: for a condition, never for a time.
+"""Functions that let tests wait for a condition, never for a time.
 
-A test that sleeps and then looks, or that looks right after a signal, passes on an idle machine and fails on a busy one.
-Here it looks until what it waits for is there. ``DEADLINE_S`` only ends a test whose condition never comes: it is no
-statement about how long anything takes.
+A test that sleeps and then looks, or that looks right after a signal, passes on an idle machine and
+fails on a busy one. These functions look until the condition is true. ``DEADLINE_S`` only ends a
+test whose condition never comes: it is no statement about how long anything takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 DEADLINE_S = 600.0
-# Longer than any test may take (pyproject.toml): what ends at all ends before, and by what the test is about.
+# This is longer than any test may take (pyproject.toml): a wait that ends before was ended by the
+# code under test.
 NEVER_S = 3600.0
 T = TypeVar("T")
 
@@ -23,8 +24,8 @@ def until(condition: Callable[[], T], *, missing: str | Callable[[], object] = "
     """Call ``condition`` until its result is true, and return that result.
 
     Args:
-        condition: What to wait for; it may raise, to give up.
-        missing: What the failure says after ``DEADLINE_S``, or makes it.
+        condition: The condition to wait for; it may raise, to give up.
+        missing: The text of the failure after ``DEADLINE_S``, or a function that makes it.
     """
     end = time.monotonic() + DEADLINE_S
     while not (found := condition()):
@@ -36,7 +37,7 @@ def until(condition: Callable[[], T], *, missing: str | Callable[[], object] = "
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process is there and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
