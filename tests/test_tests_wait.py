@@ -22,9 +22,10 @@ EXCEPTIONS = {
     "packages/rollout-fp8/tests/sglang_fakes.py::_one": {
         "sleep": "a request that the scheduler does not know yet"
     },
-    "packages/rollout-fp8/tests/test_collective.py::test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at": {  # noqa: E501 - a test's whole name
-        "port": "the socket that has it is held to the end, so that no other process takes it"
-    },
+    (
+        "packages/rollout-fp8/tests/test_collective.py::"
+        "test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at"
+    ): {"port": "the socket that has it is held to the end, so that no other process takes it"},
     "packages/rollout-fp8/tests/test_transports.py::close": {
         "wait": "who does not end within it is killed"
     },
@@ -39,9 +40,10 @@ EXCEPTIONS = {
     "packages/trainer/tests/test_logs.py::test_phases_add_up_and_begin_anew": {
         "sleep": "a phase that takes at least so long, which is all that is asserted"
     },
-    "packages/trainer/tests/test_ray_agent_rollouts.py::test_a_turn_that_nobody_waits_for_any_more_is_dropped": {  # noqa: E501 - a test's whole name
-        "sleep": "a model that takes longer than its caller waits"
-    },
+    (
+        "packages/trainer/tests/test_ray_agent_rollouts.py::"
+        "test_a_turn_that_nobody_waits_for_any_more_is_dropped"
+    ): {"sleep": "a model that takes longer than its caller waits"},
     "packages/trainer/tests/test_stream.py::ready": {"sleep": "a pool that waits for its replicas"},
     "packages/trainer/tests/test_stream.py::unfinished": {"sleep": "a replica that takes its time"},
 }
@@ -235,8 +237,8 @@ def found_in(text: str) -> set[tuple[str, str, int]]:
         ("def test():\n    process.kill()\n    assert not process.is_alive()", "is_alive"),
         (
             (
-                "def test():\n    process.send_signal(9)\n    assert [p.is_alive() for p in processes] "
-                "== [False]"
+                "def test():\n    process.send_signal(9)\n"
+                "    assert [p.is_alive() for p in processes] == [False]"
             ),
             "is_alive",
         ),
@@ -258,8 +260,8 @@ def test_each_shape_is_found(text: str, shape: str) -> None:
     [
         "def test():\n    while not done():\n        time.sleep(0.1)",
         (
-            "def test():\n    end = time.monotonic() + 60\n    while time.monotonic() < end:\n        "
-            "pass"
+            "def test():\n    end = time.monotonic() + 60\n"
+            "    while time.monotonic() < end:\n        pass"
         ),
         "def test():\n    assert time.monotonic() - begin >= 0.3",
         "def test():\n    thread.join()\n    assert not thread.is_alive()",
