@@ -5,7 +5,8 @@
 | chat | ``messages``: list of {role, content} |
 | prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` (same) |
 | GSM8K | ``question``, ``answer`` with the result after ``####`` |
-| verl, DAPO-17k, AIME-2024 | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
+| verl, DAPO-17k | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
+| AIME-2024 | the same as verl |
 | MATH, AIME | ``problem``, ``solution``, ``answer`` |
 | Alpaca | ``instruction``, ``input`` (text, may be empty), ``output`` |
 

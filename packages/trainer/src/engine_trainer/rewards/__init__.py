@@ -1,9 +1,9 @@
-"""Rewards: functions by name that judge a completion.
+"""Reward functions that score a completion, by name.
 
-``registry`` finds them (entry-point group ``engine_trainer.rewards``, or ``register`` in
-process), ``scorer`` runs and combines them, ``calls`` keeps the time, ``workers`` are processes that judge. A reward's name
-stands for a factory: ``factory(**kwargs)`` returns a function of one ``Sample``. One's own function (``file.py:name``) is that
-function itself.
+``registry`` finds them (entry-point group ``engine_trainer.rewards``, or ``register`` in process),
+``scorer`` runs and combines them, ``calls`` keeps their time limits, and ``worker_pool`` runs them
+in other processes. A reward's name refers to a factory: ``factory(**kwargs)`` returns a function of
+one ``Sample``. A user's own function (``file.py:name``) is called directly, without a factory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls one reward function for many completions; what goes wrong is an outcome, not an end."""
+"""Calls of one reward function for many completions, where a failure is an outcome, not an end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from engine_trainer.rewards.sample import SHOWN, RewardFn, Sample, Verdict
 from engine_trainer.utils.functions import is_async, run_past_exits
 from engine_trainer.utils.threads import event_loop
 
-GRACE_S = 2.0  # beyond its own limit, before a coroutine that holds its event loop is interrupted from outside
-KNOWN = ("engine_api", "engine_trainer")  # packages whose errors every process can read
+# Seconds beyond its own limit before a coroutine that blocks its event loop is interrupted from
+# outside.
+GRACE_S = 2.0
+# Packages whose errors every process can unpickle.
+KNOWN = ("engine_api", "engine_trainer")
 Interrupts = tuple[type[BaseException], ...]
-OURS: Interrupts = (
-    KeyboardInterrupt,
-)  # of the person who runs this process; no failure of a reward
+# Exceptions caused by the person who runs this process, and not by a reward.
+OURS: Interrupts = (KeyboardInterrupt,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one call came to; ``value`` is None unless it gave a finite number.
+    """The outcome of one call.
 
     Attributes:
-        problem: What it raised or returned instead; empty for a number and for a call that took too long.
-        error: An error of the contract, which names its own remedy: data without an answer, say.
+        value: The reward; None unless the call returned a finite number.
+        problem: Description of what it raised or returned instead; empty for a number and for a
+            call that took too long.
+        error: An error of the contract, which names its own remedy (for data without an answer, for
+            example).
         cause: The exception itself, in the process where it was raised.
     """
 
@@ -44,7 +49,7 @@ class Outcome:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it took too long."""
+        """True if the call took too long."""
         return self.value is None and not self.problem and self.error is None
 
 
@@ -56,15 +61,17 @@ def call_all(
     timeout_s: float | None = None,
     interrupts: Interrupts = OURS,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yield (place in ``samples``, outcome) of ``function`` for every sample, in the order in which they end.
+    """Yield (index in ``samples``, outcome) for every sample, in the order in which calls end.
 
     Args:
-        function: A plain one is called for one sample after the other.
-        samples: What to judge.
-        concurrency: Calls of a coroutine function that run at once.
-        timeout_s: Limit of a call of a coroutine function. That of a plain function is kept by the process that
-            started this one: nothing inside a process can end a call for sure.
-        interrupts: Exceptions that end this loop too. Any other is an outcome, whatever it derives from.
+        function: The reward function. A plain one is called for one sample after the other.
+        samples: The completions to score.
+        concurrency: Number of calls of a coroutine function that run at once.
+        timeout_s: Time limit of a call of a coroutine function. The limit of a plain function is
+            kept by the process that started this one, because nothing inside a process can end a
+            call for sure.
+        interrupts: Exceptions that also end this loop. Any other exception is an outcome, whatever
+            it derives from.
     """
     if is_async(function):
         return _side_by_side(function, samples, concurrency, timeout_s, interrupts)
@@ -72,7 +79,10 @@ def call_all(
 
 
 def shown(form: Callable[[Any], str], value: object) -> str:
-    """Return what ``str`` or ``repr`` makes of a stranger's object, short and printable, whatever that raises."""
+    """Return the short, printable text of an unknown object, even if its own methods raise.
+
+    ``form`` is ``str`` or ``repr``.
+    """
     try:
         text = form(value)
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
@@ -84,7 +94,10 @@ def shown(form: Callable[[Any], str], value: object) -> str:
 
 
 def plain(error: EngineError) -> EngineError:
-    """Return the error as every process can read and show it, also where it is of a stranger's class."""
+    """Return the error in a form that every process can unpickle and show.
+
+    An error of an unknown class becomes an ``EngineError`` with the same texts.
+    """
     parts = {name: getattr(error, name, "") for name in ("what", "where", "why", "remedy")}
     ours = type(error).__module__.partition(".")[0] in KNOWN and all(
         type(part) is str for part in parts.values()
@@ -122,7 +135,8 @@ def _side_by_side(
 ) -> Iterator[tuple[int, Outcome]]:
     waiting = list(enumerate(samples))[::-1]
     running: dict[asyncio.Task[Outcome], int] = {}
-    # A coroutine that never awaits holds the loop, whose own limits then do not come: an alarm interrupts it.
+    # A coroutine that never awaits blocks the event loop, so that the loop's own time limits do not
+    # work. An alarm interrupts it.
     main = threading.current_thread() is threading.main_thread()
     limit = timeout_s + GRACE_S if timeout_s is not None and main else None
     exits = tuple(kind for kind in (SystemExit, KeyboardInterrupt) if kind not in interrupts)
@@ -146,7 +160,7 @@ async def _await(
     function: RewardFn, sample: Sample, timeout_s: float | None, interrupts: Interrupts
 ) -> Outcome:
     call = asyncio.create_task(_judge(function, sample, interrupts))
-    # Not wait_for: after the cancellation it waits for the call, which may pay no heed.
+    # After cancelling a call, wait_for would wait for it, and the call may ignore the cancellation.
     done, _ = await asyncio.wait([call], timeout=timeout_s)
     if not done:
         call.cancel()
@@ -155,12 +169,14 @@ async def _await(
 
 
 async def _judge(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome:
-    """Await one call within its task: an exit that leaves a task ends the event loop."""
+    """Await one call within its task, because an exit that leaves a task ends the event loop."""
     try:
         value = await cast("Awaitable[float]", function(sample))
     except (TimeoutError, DeadlineExceeded):
         return Outcome()
-    except asyncio.CancelledError:  # its own: what ``_await`` has cancelled nobody reads
+    # The function itself has cancelled the call. The outcome of a call that ``_await`` has
+    # cancelled is not read.
+    except asyncio.CancelledError:
         return Outcome(problem="it was cancelled from inside")
     except interrupts:
         raise
@@ -180,11 +196,12 @@ def _failed(error: BaseException) -> Outcome:
 
 
 def _checked(value: object, interrupts: Interrupts) -> Outcome:
-    """Return the outcome of what a function returned, with nothing of the function's own types in it."""
+    """Return the outcome for a function's return value, free of the function's own types."""
     if inspect.iscoroutine(value):
         value.close()
         return Outcome(problem="it returned a coroutine, not a number: write it with async def")
-    if isinstance(value, str | bytes | bytearray):  # float() would read digits in it
+    # float() would convert a text of digits.
+    if isinstance(value, str | bytes | bytearray):
         return Outcome(problem=f"it returned {shown(repr, value)}, not a number")
     try:
         return _number(value)

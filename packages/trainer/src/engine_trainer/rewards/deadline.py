@@ -11,28 +11,34 @@ from types import FrameType
 
 from engine_api.errors import ConfigError
 
-RETRY_S = 0.1  # until the next look whether what the alarm must not interrupt has ended
-IMPORTING = "<frozen importlib"  # how the file names of the import system's own frames begin
+# Seconds until the alarm checks again whether the code that it must not interrupt has ended.
+RETRY_S = 0.1
+# Prefix of the file names of the import system's own frames.
+IMPORTING = "<frozen importlib"
 
 
 class DeadlineExceeded(BaseException):
-    """The time is up. Not an ``Exception``: a checker's own ``except Exception`` must not eat it."""
+    """The exception for a time limit that has passed.
+
+    It does not derive from ``Exception``, so that a checker's own ``except Exception`` does not
+    catch it.
+    """
 
 
 class Alarm:
-    """The clock of ``alarm``; ``seconds``: after which it raises, unless it is put off."""
+    """The clock of ``alarm``, which raises after ``seconds`` unless it is restarted."""
 
     def __init__(self, seconds: float, *, again: bool) -> None:
         self.seconds = seconds
         self._again = again
 
     def restart(self) -> None:
-        """Give the body all of the time again."""
+        """Give the body the full time again."""
         signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds if self._again else 0.0)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Lift the limit in the body, and give all of the time again after it."""
+        """Lift the limit in the body, and give the full time again after it."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         try:
             yield
@@ -40,10 +46,11 @@ class Alarm:
             self.restart()
 
     def ring(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``DeadlineExceeded``, or ring again soon where that would be wrong.
+        """Raise ``DeadlineExceeded``, or ring again soon if raising would be wrong.
 
-        In the middle of an import an exception out of nowhere leaves a module in C half made, and the next use of it ends
-        the process. While an event loop waits, none of its functions holds it: it was the process that came late.
+        An exception in the middle of an import can leave a C module half initialized, and its next
+        use would end the process. While an event loop waits, none of its functions blocks it, so
+        the delay is the process's own.
         """
         del number
         if _imports(frame) or _event_loop_waits():
@@ -56,14 +63,17 @@ class Alarm:
 def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
     """Raise ``DeadlineExceeded`` in the body after ``seconds`` of wall time.
 
-    It comes by ``SIGALRM``, which interrupts Python code and neither an import nor a call that stays inside C. It is
-    therefore no bound by itself: what must end is in a process of its own, which another one kills (``workers``).
+    The alarm uses ``SIGALRM``, which interrupts Python code but neither an import nor a call that
+    stays inside C. It is therefore not a strict limit. Code that must end runs in a process of its
+    own, which another process kills (``worker_pool``).
 
     Args:
-        seconds: Until it raises.
-        again: Raise after as many seconds again, for a body that goes on with something else.
+        seconds: Time until it raises.
+        again: Raise again each time the same number of seconds has passed, for a body that
+            continues with something else.
 
-    Raises ``ConfigError`` outside the main thread, where no signal arrives.
+    Raises:
+        ConfigError: the caller is not in the main thread, where alone signals arrive.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
@@ -83,7 +93,7 @@ def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
 
 
 def _event_loop_waits() -> bool:
-    """Return whether an event loop runs in this thread, and none of its tasks does."""
+    """Return whether an event loop runs in this thread and none of its tasks is running."""
     try:
         return asyncio.current_task() is None
     except RuntimeError:  # no event loop runs

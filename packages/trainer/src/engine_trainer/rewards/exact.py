@@ -1,4 +1,4 @@
-"""Answers compared as text."""
+"""The reward that compares answers as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from engine_trainer.rewards.text import EXTRACTORS, check_extractor, expected
 
 
 def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
-    """1 when the extracted answer is the expected one, character for character (outer blanks aside), else 0.
+    """Return a reward of 1 if the extracted answer equals the expected one, else 0.
+
+    The two are compared character for character, without outer blanks.
 
     Args:
-        extract: ``none`` (the whole completion), ``marker`` (after ``####``), ``boxed``, ``tags`` (``<answer>``), ``number``.
-        ignore_case: compare in lower case.
+        extract: method that extracts the answer: ``none`` (the whole completion), ``marker`` (after
+            ``####``), ``boxed``, ``tags`` (``<answer>``), ``number``.
+        ignore_case: compare without regard to case.
     """
     check_extractor(extract)
 

@@ -1,4 +1,4 @@
-"""GSM8K's answers: the number after ``####``."""
+"""The reward for GSM8K, whose answer is the number after ``####``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from engine_trainer.rewards.text import (
 
 
 def gsm8k(*, flexible: bool = False) -> RewardFn:
-    """1 when the first number after the last ``####`` is the expected one, else 0 (Cobbe et al. 2021, arXiv:2110.14168).
+    """Return a reward of 1 if the number after ``####`` is the expected one, else 0.
 
-    So ``#### 42 apples in 3 boxes`` says 42. The expected answer may be a whole GSM8K solution: the first number after its
-    own ``####`` counts. Numbers are compared as such: ``1,200``, ``$1200`` and ``1200.0`` are equal.
+    The first number after the last ``####`` counts (Cobbe et al. 2021, arXiv:2110.14168), so the
+    answer of ``#### 42 apples in 3 boxes`` is 42. The expected answer may be a whole GSM8K
+    solution, in which the first number after its own ``####`` counts. Numbers are compared by
+    value: ``1,200``, ``$1200`` and ``1200.0`` are equal.
 
     Args:
-        flexible: without a ``####`` the last number of the completion counts (verl's "flexible" method).
+        flexible: in a completion without ``####``, take the last number (verl's "flexible" method).
     """
 
     def judge(sample: Sample) -> float:
@@ -34,13 +36,17 @@ def gsm8k(*, flexible: bool = False) -> RewardFn:
 
 
 def _wanted(sample: Sample) -> str:
-    """The expected number. Raises ``RewardError`` where there is none, or where it could be one of several."""
+    """Return the expected number.
+
+    Raises:
+        RewardError: there is none, or it could be one of several.
+    """
     text = expected(sample, "gsm8k")
     marked = after_marker(text)
     found = numbers(marked or text)
     if not found:
         raise RewardError("gsm8k", sample, f"the expected answer {text[-80:]!r} is not a number")
-    # The data's layout has taken a #### away already: then the answer stands first.
+    # If the data layout has already removed the ####, the answer comes first.
     if not marked and len(found) > 1 and not text.lstrip(" $-.")[:1].isdecimal():
         raise RewardError(
             "gsm8k",

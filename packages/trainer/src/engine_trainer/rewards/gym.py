@@ -1,4 +1,7 @@
-"""Procedural tasks, judged by reasoning-gym's own scorers (https://github.com/open-thought/reasoning-gym)."""
+"""The reward for procedural tasks, which uses reasoning-gym's own scorers.
+
+See https://github.com/open-thought/reasoning-gym.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,28 @@ from engine_trainer.rewards.text import EXTRACTORS, check_extractor
 
 
 def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> RewardFn:
-    """What the task's own scorer gives for the extracted answer.
+    """Return a reward that the task's own scorer computes for the extracted answer.
 
-    The entry is ``metadata["entry"]``, as ``data.reasoning_gym`` puts it there; it names its own task.
+    The entry is ``metadata["entry"]``, which ``data.reasoning_gym`` stores there. It names its own
+    task.
 
     Args:
-        extract: where the answer stands: ``marker`` (after ``####``), ``boxed``, ``tags`` (``<answer>``), ``number``,
-            ``none`` (the whole completion). A completion without one gets 0.
-        full_match: 1 or 0 only: the scorers give part of a point to an answer that contains the right one.
+        extract: method that extracts the answer: ``marker`` (after ``####``), ``boxed``, ``tags``
+            (``<answer>``), ``number``, ``none`` (the whole completion). A completion without an
+            answer gets 0.
+        full_match: give only 1 or 0. The scorers themselves give part of a point to an answer that
+            contains the right one.
 
-    Raises ``ConfigError`` when reasoning-gym is not installed.
+    Raises:
+        ConfigError: reasoning-gym is not installed.
     """
     check_extractor(extract)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError(
             "reward.name", "'reasoning_gym' needs reasoning-gym", remedy="pip install reasoning-gym"
         )
-    importlib.import_module("reasoning_gym")  # now: in the first call the time limit would count it
+    # An import in the first call would count against the call's time limit.
+    importlib.import_module("reasoning_gym")
 
     def judge(sample: Sample) -> float:
         answer = EXTRACTORS[extract](sample.completion)
@@ -59,5 +67,5 @@ def _entry(sample: Sample) -> dict[str, Any]:
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     from reasoning_gym import get_score_answer_fn
 
-    # Its annotation says ``() -> float``.
+    # The library's annotation is ``() -> float``, which is wrong.
     return cast("Callable[[str, dict[str, Any]], float]", get_score_answer_fn(task))

@@ -1,4 +1,7 @@
-"""Mathematical answers, compared by math-verify (https://github.com/huggingface/Math-Verify)."""
+"""The reward that compares mathematical answers with math-verify.
+
+See https://github.com/huggingface/Math-Verify.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import after_marker, expected, last_boxed
 
-# Largest exponents, and arguments of factorials, of what is worked out to vote and to compare.
+# Largest exponents, and arguments of factorials, in formulas that are evaluated for the vote and
+# for the comparison.
 VOTED, COMPARED = 64, 10_000
 
 
 def math(*, boxed_only: bool = False) -> RewardFn:
-    r"""1 when the completion's answer equals the expected one as mathematics, else 0.
+    r"""Return a reward of 1 if the answer is mathematically equal to the expected one, else 0.
 
-    The last ``\boxed{…}`` of a completion is its answer; without one, the last number or formula that math-verify
-    finds. The expected answer may be LaTeX, plain (``1/2``), or a solution that ends in ``\boxed{…}`` or ``#### …``.
+    The last ``\boxed{…}`` of a completion is its answer, or without one, the last number or formula
+    that math-verify finds. The expected answer may be LaTeX, plain (``1/2``), or a solution that
+    ends in ``\boxed{…}`` or ``#### …``.
 
     Args:
-        boxed_only: a completion without a whole ``\boxed{…}`` gets 0.
+        boxed_only: give 0 to a completion without a whole ``\boxed{…}``.
 
-    Raises ``ConfigError`` when math-verify is not installed.
+    Raises:
+        ConfigError: math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
@@ -31,7 +37,8 @@ def math(*, boxed_only: bool = False) -> RewardFn:
             "'math' needs math-verify",
             remedy="pip install 'math-verify[antlr4_13_2]'",
         )
-    importlib.import_module("math_verify")  # now: in the first call the time limit would count it
+    # An import in the first call would count against the call's time limit.
+    importlib.import_module("math_verify")
 
     def judge(sample: Sample) -> float:
         answer = last_boxed(sample.completion)
@@ -55,15 +62,17 @@ def _gold(sample: Sample) -> list[Any]:
 
 
 def _vote(given: list[Any]) -> str | None:
-    """One text for an answer however it is written: numbers as fractions, formulas as sympy writes them."""
+    """Return a normal form of the answer's text, for the majority vote.
+
+    Numbers are written as fractions, formulas as sympy writes them.
+    """
     if not given:
         return None
     from sympy import Eq, Expr, Integral, Limit, Product, Sum, nsimplify
 
     first = given[0]
-    if (
-        isinstance(first, Eq) and first.lhs.is_Symbol
-    ):  # x = 3 says 3, as it does where answers are compared
+    # The answer of x = 3 is 3, as in the comparison of answers.
+    if isinstance(first, Eq) and first.lhs.is_Symbol:
         first = first.rhs
     if (
         isinstance(first, Expr)
@@ -71,19 +80,20 @@ def _vote(given: list[Any]) -> str | None:
         and _is_bounded(first, VOTED)
         and not first.has(Integral, Limit, Product, Sum)
     ):
-        first = nsimplify(
-            first.doit(), rational=True
-        )  # doit: a percentage and a product come as they were written
+        # A percentage and a product arrive unevaluated, hence doit.
+        first = nsimplify(first.doit(), rational=True)
     try:
         return str(first)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    # Python does not write integers of more than 4,300 digits.
+    except ValueError:
         return None
 
 
 def _is_bounded(value: Any, largest: int) -> bool:
-    """Whether no power in ``value`` has an exponent, and no factorial an argument, above ``largest``.
+    """Return whether every exponent and every argument of a factorial is at most ``largest``.
 
-    What has would be worked out for longer than a run lasts (2^(2^(2^100))), in one operation that no alarm interrupts.
+    Evaluation of a larger one could take longer than a run (2^(2^(2^100))), in a single operation
+    that no alarm interrupts.
     """
     from sympy import Basic, Pow, binomial, factorial
 
@@ -113,7 +123,8 @@ def _box(text: str) -> str:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    # math-verify's own alarm would end the scorer's (there is one alarm a process): the scorer keeps the time.
+    # The scorer keeps the time limit. math-verify's own alarm would cancel the scorer's, because a
+    # process has only one alarm.
     return parse(text, parsing_timeout=0)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions by name: entry points, and what is registered in process."""
+"""The registry of reward functions by name, from entry points and from this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _in_process: dict[str, Factory] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: offer a factory under ``name`` in this process; it takes the place of an installed one."""
+    """Return a decorator that registers a factory under ``name`` in this process.
+
+    It takes precedence over an installed one.
+    """
 
     def add(factory: Factory) -> Factory:
         _in_process[name] = factory
@@ -32,7 +35,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def known() -> list[str]:
-    """Every name that ``create`` serves."""
+    """Return every name that ``create`` accepts, sorted."""
     return sorted(
         {entry.name for entry in importlib.metadata.entry_points(group=REWARD_GROUP)}
         | set(_in_process)
@@ -40,7 +43,7 @@ def known() -> list[str]:
 
 
 def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
-    """The reward function ``name``, made with ``kwargs``.
+    """Create the reward function ``name`` with ``kwargs``.
 
     Raises:
         ConfigError: unknown name, or arguments that the factory does not take.
@@ -52,7 +55,8 @@ def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
         return factory(**(kwargs or {}))
     except EngineError:
         raise
-    except (Exception, SystemExit) as error:  # a stranger's factory may raise anything
+    # A third-party factory may raise anything.
+    except (Exception, SystemExit) as error:
         place = f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)}"
         raise ConfigError(
             "reward.kwargs",
@@ -70,27 +74,32 @@ def module_of(name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSpec:
-    """A reward as a configuration names it: by ``name``, or as one's own ``function`` (``file.py:name``); one of the two.
+    """A reward as a configuration names it, either by ``name`` or by ``function``.
 
-    One's own function is called as ``function(sample, **kwargs)``; nothing makes it first.
-
-    Attributes:
-        module: What another process imports first, for a name that this process has registered itself.
+    A function is called as ``function(sample, **kwargs)``, without a factory.
     """
 
     name: str | None = None
+    """Registered name of the reward's factory."""
     function: str | None = None
+    """The user's own function, as ``file.py:name``."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    timeout_s: float | None = 10.0  # a call
+    """Arguments of the factory, or of the function."""
+    timeout_s: float | None = 10.0
+    """Time limit of a call, in seconds; None: no limit."""
     module: str | None = None
+    """Module that another process imports first, for a name registered in this process only."""
 
     @property
     def title(self) -> str:
-        """What metrics and errors call it."""
+        """The reward's name in metrics and errors."""
         return self.name or (self.function or "").rpartition(":")[2]
 
     def make(self) -> RewardFn:
-        """Return the function. Raises what ``create`` and ``load_function`` raise."""
+        """Return the reward function.
+
+        Errors of ``create`` and ``load_function`` propagate.
+        """
         if self.function is None:
             if self.module is not None:
                 self._register()
@@ -100,26 +109,31 @@ class RewardSpec:
         return functools.partial(loaded, **self.kwargs) if self.kwargs else loaded
 
     def _register(self) -> None:
-        """Import the module that registers the name. Raises ``ConfigError`` where that does not do it."""
+        """Import the module that registers the name.
+
+        Raises:
+            ConfigError: the name is still not registered after the import.
+        """
         problem = f"{self.module} does not register it when it is imported"
         if self.name not in _in_process and self.module != "__main__":
             try:
                 importlib.import_module(self.module or "")
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may raise anything
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a third-party module may raise anything
                 problem = f"{type(error).__name__}: {error}"
         if self.name not in _in_process:
             raise ConfigError(
                 "reward.name",
-                f"a reward process cannot make {self.name!r}, which was registered in the process that started it",
+                f"a reward process cannot make {self.name!r}, "
+                "which was registered in the process that started it",
                 why=problem,
-                remedy="register it at the top of a module that can be imported, name it as reward.function, "
-                "or set reward.workers: 0 and reward.timeout_s: null",
+                remedy="register it at the top of a module that can be imported, "
+                "name it as reward.function, or set reward.workers: 0 and reward.timeout_s: null",
             )
 
 
 def _installed(name: str) -> Factory:
     entries = [e for e in importlib.metadata.entry_points(group=REWARD_GROUP) if e.name == name]
-    # An editable install beside a stale copy lists the same entry twice.
+    # An editable install in addition to a stale copy lists the same entry twice.
     values = sorted({entry.value for entry in entries})
     if not entries:
         raise ConfigError(
@@ -136,7 +150,8 @@ def _installed(name: str) -> Factory:
         )
     try:
         return entries[0].load()
-    except Exception as error:  # a stranger's module may raise anything
+    # A third-party module may raise anything.
+    except Exception as error:
         raise PluginLoadError(
             f"reward {name!r} could not be imported",
             where=values[0],

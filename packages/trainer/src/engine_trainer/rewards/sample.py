@@ -1,4 +1,4 @@
-"""What a reward function sees and gives, and the error for one that fails."""
+"""The input and output of a reward function, and the error for one that fails."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any, Protocol, Self
 
 from engine_api.errors import EngineError
 
-SHOWN = 400  # characters of a prompt or completion in an error
+# Largest number of characters of a prompt or completion in an error.
+SHOWN = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One completion to be judged.
+    """One completion to be scored.
 
     Attributes:
         prompt: the prompt's text, as the model saw it.
-        completion: the completion's text, without special tokens. Of a conversation with tools: what the model said in
-            all its turns, without the tools' results.
-        answer: the expected answer, where the data has one.
-        metadata: what else the data says about the problem (its other columns; reasoning-gym's ``entry``).
-        finished: false when the completion ran into the token limit.
+        completion: the completion's text, without special tokens. In a conversation with tools, the
+            text of all the model's turns, without the tools' results.
+        answer: the expected answer; None if the data has none.
+        metadata: the data's other columns for the problem (reasoning-gym's record is ``entry``).
+        finished: false if the completion reached the token limit.
     """
 
     prompt: str
@@ -32,33 +33,37 @@ class Sample:
 
 
 class Verdict(float):
-    """A reward that also says which answer it found in the completion, for the majority vote of an evaluation.
+    """A reward with the answer found in the completion, for an evaluation's majority vote.
 
-    Two completions vote for the same answer when ``answer`` is the same text; None does not vote.
+    Two completions vote for the same answer if ``answer`` is the same text. None does not vote.
     """
 
     answer: str | None
 
     def __new__(cls, value: float, answer: str | None = None) -> Self:
-        """``value`` with ``answer``."""
+        """Return ``value`` with ``answer``."""
         made = super().__new__(cls, value)
         made.answer = answer
         return made
 
 
 class RewardFn(Protocol):
-    """A number that says how good a completion is; rewards that verify an answer give 1 or 0, as a ``Verdict``.
+    """A function that returns how good a completion is.
 
-    It may be ``async def``: calls then run side by side on one event loop.
+    Rewards that verify an answer return 1 or 0, as a ``Verdict``. The function may be
+    ``async def``; its calls then run concurrently on one event loop.
     """
 
     def __call__(self, sample: Sample, /) -> float | Awaitable[float]:
-        """Judge one completion."""
+        """Score one completion."""
         ...
 
 
 class RewardError(EngineError):
-    """A reward function raised, returned no number or did not answer; ``__cause__`` is what it raised, where it was here."""
+    """The error for a reward function that raised, returned no number or did not reply.
+
+    ``__cause__`` is the exception of the function, if it was raised in this process.
+    """
 
     def __init__(self, function: str, sample: Sample, what: str, *, remedy: str = "") -> None:
         self.function, self.prompt, self.completion = function, sample.prompt, sample.completion
@@ -75,12 +80,13 @@ class RewardError(EngineError):
 
     @classmethod
     def failed(cls, function: str, sample: Sample, problem: str, count: int, most: int) -> Self:
-        """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
+        """Build the error for failure number ``count``, where a run allows ``most``."""
         return cls(
             function,
             sample,
             problem + (f"; failed calls: {count}" if most else ""),
-            remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some calls count 0",
+            remedy="mend the function, or the data that it cannot judge; "
+            "reward.max_failures lets some calls count 0",
         )
 
 

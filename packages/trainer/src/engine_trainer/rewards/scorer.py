@@ -1,4 +1,4 @@
-"""Runs reward functions over completions and adds them up."""
+"""The scorer, which runs reward functions on completions and adds up their results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class WeightedReward:
     """A reward with its name and its weight in the sum.
 
     Attributes:
-        function: What judges; None where ``Workers`` do.
-        timeout_s: Of a call; only ``Workers`` can keep it.
+        name: Name in metrics and errors.
+        function: Reward function; None if ``Workers`` run it.
+        weight: Factor of the reward in the sum.
+        timeout_s: Time limit of a call, in seconds, which only ``Workers`` can keep; None: no
+            limit.
     """
 
     name: str
@@ -38,28 +41,35 @@ class WeightedReward:
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What one completion got."""
+    """The score of one completion."""
 
-    total: float  # Σ weight · part
-    parts: dict[str, float]  # by reward name, unweighted
-    correct: bool  # the first reward function gave at least 1
-    answer: str | None = (
-        None  # what the first reward function found in the completion, where it says so
-    )
-    timed_out: tuple[str, ...] = ()  # rewards that took too long, and count 0
-    failed: tuple[str, ...] = ()  # rewards that raised or gave no finite number, and count 0
-    problems: tuple[str, ...] = ()  # what each of them did
+    total: float
+    """Weighted sum of the parts, Σ weight · part."""
+    parts: dict[str, float]
+    """Unweighted rewards by name."""
+    correct: bool
+    """True if the first reward function returned at least 1."""
+    answer: str | None = None
+    """Answer that the first reward function found in the completion; None without a ``Verdict``."""
+    timed_out: tuple[str, ...] = ()
+    """Names of the rewards that took too long and count 0."""
+    failed: tuple[str, ...] = ()
+    """Names of the rewards that raised or returned no finite number and count 0."""
+    problems: tuple[str, ...] = ()
+    """Descriptions of the failures, in the order of ``failed``."""
 
 
 class Scorer:
-    """Several rewards as one: their weighted sum.
+    """The weighted sum of several rewards.
 
     Args:
-        rewards: each with another name.
-        workers: processes that judge; None: this one.
-        concurrency: calls of a coroutine function at once, in this process.
-        max_failures: calls that may raise or give no finite number, in this scorer's life, and count 0 (``Failures``: in the run's).
-        max_timeouts: calls of one reward in a row that may take too long, and count 0; None: any number.
+        rewards: the rewards, each with a different name.
+        workers: processes that run the rewards; None: this process runs them.
+        concurrency: concurrent calls of a coroutine function in this process.
+        max_failures: number of calls in this scorer's life that may raise or return no finite
+            number, and count 0 (``Failures`` limits their number in the run).
+        max_timeouts: number of consecutive calls of one reward that may take too long, and count 0;
+            None: any number.
     """
 
     def __init__(
@@ -85,13 +95,19 @@ class Scorer:
         self.max_failures = max_failures
         self.max_timeouts = max_timeouts
         self._failures = 0
-        self._silent = dict.fromkeys((r.name for r in rewards), 0)  # timeouts in a row
+        # Number of consecutive timeouts of each reward.
+        self._silent = dict.fromkeys((r.name for r in rewards), 0)
 
     @staticmethod
     def from_section(section: RewardSection) -> Scorer:
-        """As ``reward`` says: one reward, or, as ``combine``, the weighted sum of ``kwargs["rewards"]``.
+        """Build the scorer of a ``reward`` section.
 
-        Each of those is an ``engine_trainer.config.combined_reward.RewardPart``. Raises ``ConfigError``, ``PluginError``.
+        It has one reward, or for ``combine`` the weighted sum of ``kwargs["rewards"]``, each of
+        which is an ``engine_trainer.config.combined_reward.RewardPart``.
+
+        Raises:
+            ConfigError: the section is invalid, or a reward cannot be created.
+            PluginError: an installed reward cannot be loaded.
         """
         parts = _parts(section)
         workers = None
@@ -117,14 +133,15 @@ class Scorer:
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One ``Score`` a sample, in order.
+        """Return one ``Score`` per sample, in order.
 
-        A call that takes longer than its limit counts 0: a policy can write what keeps any checker busy, and that is no
-        reason to end a run. Nor is a failed call, up to ``max_failures``. Both are named in the ``Score``.
+        A call that takes longer than its limit counts 0, because a policy can write a text that
+        keeps any checker busy, and that is no reason to end a run. A failed call counts 0 too, up
+        to ``max_failures``. The ``Score`` names both.
 
         Raises:
-            RewardError: one failure or one timeout in a row too many.
-            EngineError: what a reward raises on purpose: data without an answer.
+            RewardError: there are more failures, or more consecutive timeouts, than allowed.
+            EngineError: a reward raised it on purpose, for example for data without an answer.
         """
         outcomes = [self._judge(place, samples) for place in range(len(self.rewards))]
         return [
@@ -154,7 +171,7 @@ class Scorer:
         return call_all(function, samples, concurrency=self.concurrency)
 
     def _watch(self, reward: WeightedReward, sample: Sample, outcome: Outcome) -> None:
-        """Count what went wrong; raise when it is too much."""
+        """Count failures and timeouts, and raise if there are too many."""
         if outcome.error is not None:
             raise _named(reward, sample, outcome.error) from outcome.cause
         self._silent[reward.name] = self._silent[reward.name] + 1 if outcome.timed_out else 0
@@ -169,8 +186,10 @@ class Scorer:
                 raise RewardError(
                     reward.name,
                     sample,
-                    f"{self._silent[reward.name]} calls in a row took longer than {reward.timeout_s} s",
-                    remedy="see whether what it calls still answers, and whether it imports at the top of its file, "
+                    f"{self._silent[reward.name]} calls in a row "
+                    f"took longer than {reward.timeout_s} s",
+                    remedy="see whether what it calls still answers, "
+                    "and whether it imports at the top of its file, "
                     "where no clock runs; reward.max_timeouts allows more",
                 )
         if outcome.problem:
@@ -209,7 +228,7 @@ class Scorer:
 
 
 def _named(reward: WeightedReward, sample: Sample, error: EngineError) -> EngineError:
-    """Return an error that names the function and what it judged."""
+    """Return an error that names the reward function and the sample."""
     if isinstance(error, RewardError):
         return error
     return RewardError(
@@ -218,7 +237,10 @@ def _named(reward: WeightedReward, sample: Sample, error: EngineError) -> Engine
 
 
 def failure_figures(scores: Sequence[Score]) -> dict[str, float]:
-    """``reward/timeouts`` and ``reward/failures`` of these completions; with several rewards also of each that had some."""
+    """Return the counts ``reward/timeouts`` and ``reward/failures`` of these completions.
+
+    Each reward that had any has a count of its own, too.
+    """
     figures: dict[str, float] = {}
     for kind, named in (
         ("timeouts", [s.timed_out for s in scores]),

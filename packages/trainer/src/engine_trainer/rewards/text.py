@@ -1,4 +1,4 @@
-"""Finding the answer in a text."""
+"""Functions that extract the answer from a text."""
 
 from __future__ import annotations
 
@@ -10,28 +10,35 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards.sample import RewardError, Sample
 
 MARKER = "####"
-# A minus after a word or a bracket takes away from it: 12-5 are two numbers. A comma ends a number unless a digit follows.
+# A minus after a word or a bracket is a subtraction: 12-5 is two numbers. A comma ends a number
+# unless a digit follows.
 _NUMBER = re.compile(r"(?P<sign>(?<![\w)])-(?=\$?[\d.]))?\$?(?P<size>\d+(?:,\d+)*(?:\.\d+)?|\.\d+)")
 
 
 def after_marker(text: str, marker: str = MARKER) -> str | None:
-    """What follows the last ``marker`` up to the end of its line; None without one."""
+    """Return the text from the last ``marker`` to the end of its line, or None without a marker."""
     _, found, rest = text.rpartition(marker)
     return rest.split("\n", 1)[0].strip() if found else None
 
 
 def numbers(text: str) -> list[str]:
-    """Every number in ``text``, as it is written but for a dollar sign: ``-$1,200`` is ``-1,200``."""
+    """Return every number in ``text`` as written, without a dollar sign.
+
+    ``-$1,200`` becomes ``-1,200``.
+    """
     return [(found["sign"] or "") + found["size"] for found in _NUMBER.finditer(text)]
 
 
 def last_number(text: str) -> str | None:
-    """The last number in ``text``, as ``numbers`` writes it."""
+    """Return the last number in ``text``, as ``numbers`` writes it, or None without one."""
     return next(reversed(numbers(text)), None)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{…}``, braces matched; None without a whole one."""
+    r"""Return the contents of the last ``\boxed{…}``, or None without a whole one.
+
+    Inner braces are matched.
+    """
     start = text.rfind("\\boxed{")
     depth = 0
     for at in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
@@ -42,7 +49,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def inside_answer_tags(text: str) -> str | None:
-    """The contents of the last ``<answer>…</answer>``."""
+    """Return the contents of the last ``<answer>…</answer>``, or None without one."""
     found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     return found[-1].strip() if found else None
 
@@ -67,7 +74,11 @@ def check_extractor(how: str) -> None:
 
 
 def expected(sample: Sample, function: str) -> str:
-    """The sample's answer; raises ``RewardError`` when the data has none."""
+    """Return the sample's expected answer.
+
+    Raises:
+        RewardError: the data has none.
+    """
     if sample.answer is None:
         raise RewardError(
             function,
@@ -79,12 +90,15 @@ def expected(sample: Sample, function: str) -> str:
 
 
 def exactly(number: str | None) -> Decimal | None:
-    """A number that ``numbers`` gave; None for none."""
+    """Return the exact value of a number that ``numbers`` found, or None for None."""
     return None if number is None else Decimal(number.replace(",", ""))
 
 
 def written(number: Decimal) -> str:
-    """The one way to write ``number`` here, with all of its digits: ``1,200.0`` as ``1200``, ``-0`` as ``0``."""
+    """Return the normal form of ``number``, with all of its digits.
+
+    ``1200.0`` becomes ``1200``, and ``-0`` becomes ``0``.
+    """
     text = f"{number:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text

@@ -1,8 +1,12 @@
-"""A process that judges: ``python -m engine_trainer.rewards.worker_main FD``, started by ``workers``.
+"""A process that runs reward functions, started by ``worker_pool``.
 
-It reads ``(sys.path, rewards, concurrency)`` and writes for each reward whether it is a coroutine function. Then it reads
-``(reward's number, samples)`` and writes ``(place, value, problem, error)`` rows and None. When its parent ends, however it ends, the
-pipes close and it ends too, in the middle of a call as well, with whatever the rewards have started.
+Usage: ``python -m engine_trainer.rewards.worker_main FD``.
+
+The process reads ``(sys.path, rewards, concurrency)`` and writes for each reward whether it is a
+coroutine function. Then it reads ``(reward's index, samples)`` messages and writes for each of them
+the rows ``(index, value, problem, error)`` and None. When its parent ends in any way, the pipes
+close and this process ends too, even in the middle of a call, with all processes that the rewards
+have started.
 """
 
 from __future__ import annotations
@@ -24,16 +28,14 @@ from engine_trainer.utils.functions import is_async
 
 def main(descriptor: int) -> None:
     """Serve until the pipe closes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches it too; its parent decides
+    # A terminal's Ctrl-C reaches this process too, but its parent decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_group_with(0)
     parent = Connection(descriptor)
     try:
         path, specs, concurrency = parent.recv()
-        sys.path += [
-            place for place in path if place not in sys.path
-        ]  # after this process's own places
+        # The parent's entries come after this process's own.
+        sys.path += [place for place in path if place not in sys.path]
         functions = _make(parent, specs)
         while functions:
             work = _read(parent)
@@ -53,25 +55,29 @@ def _judge(
     concurrency: int,
 ) -> None:
     here = os.getpid()
-    # A KeyboardInterrupt is a function's own here: no signal makes one.
+    # A KeyboardInterrupt here comes from the function itself, because SIGINT is ignored.
     calls = call_all(
         function, samples, timeout_s=spec.timeout_s, concurrency=concurrency, interrupts=()
     )
     for place, outcome in calls:
-        if os.getpid() != here:  # a function has forked and both have come back: one of them speaks
+        # If a function has forked and both processes return, only the original one may write.
+        if os.getpid() != here:
             os._exit(0)
-        # Not its cause: an exception of the function's own, which only this process knows.
+        # The cause is not sent, because only this process may know the exception's class.
         parent.send((place, outcome.value, outcome.problem, outcome.error))
     parent.send(None)
 
 
 def _read(parent: Connection) -> Any:
-    """Return the next message; None where it holds what cannot be made here, which the parent is told."""
+    """Return the next message, or None for one that cannot be unpickled here.
+
+    In the second case the parent receives the error.
+    """
     try:
         return parent.recv()
     except (EOFError, OSError):
         raise
-    except Exception as error:  # noqa: BLE001 - what a stranger's object does when it is unpickled
+    except Exception as error:  # noqa: BLE001 - unpickling a third-party object may raise anything
         why = f"{type(error).__name__}: {shown(str, error)}"
         parent.send(_unreadable(why))
         return None
@@ -83,7 +89,7 @@ def _make(parent: Connection, specs: Sequence[RewardSpec]) -> list[RewardFn]:
     except EngineError as error:
         parent.send(plain(error))
         return []
-    except BaseException as error:  # noqa: BLE001 - of a module that raises what nobody catches, as it is imported
+    except BaseException as error:  # noqa: BLE001 - the import of a third-party module may raise anything
         said = f"{type(error).__name__}: {shown(str, error)}"
         parent.send(
             ConfigError(

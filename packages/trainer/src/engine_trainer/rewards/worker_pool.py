@@ -1,4 +1,7 @@
-"""Several processes that judge side by side. One that does not answer in time is killed, and replaced."""
+"""A pool of processes that run reward functions in parallel.
+
+A process that does not reply in time is killed and replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,33 @@ from engine_trainer.rewards.calls import GRACE_S, Outcome
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import Sample
 
-START_S = 120.0  # until a process has imported its reward functions
-END_S = 2.0  # for a process to end by itself after its pipe was closed
-LOOK_S = 0.25  # between two looks whether a process still lives: what it has started may hold its end of the pipe
-STALL_S = 30.0  # of one read or write in the middle of a message
-LINGER_S = 0.0005  # for more outcomes to come before they are read: waking for each costs more than a fast function
-CHUNK = 256  # samples that a process is given at once, at most
+# Seconds for a process to import its reward functions.
+START_S = 120.0
+# Seconds for a process to end by itself after its pipe was closed.
+END_S = 2.0
+# Seconds between two checks that a process is alive. A closed pipe does not show it, because a
+# program that the process has started may hold its end of the pipe.
+LOOK_S = 0.25
+# Time limit of one read or write in the middle of a message, in seconds.
+STALL_S = 30.0
+# Seconds to wait for more outcomes before reading them, because waking up for each one costs more
+# than a fast function.
+LINGER_S = 0.0005
+# Largest number of samples that a process receives at once.
+CHUNK = 256
 log = logging.getLogger("engine_trainer")
 
 
 @dataclass(kw_only=True)
 class _Task:
-    """Samples of one reward in one process; ``left`` are their numbers in the whole that have no outcome yet."""
+    """The samples of one reward that one process has received."""
 
     numbers: list[int]
+    """Indices of the samples in the whole batch."""
     left: set[int]
-    deadline: float  # of time.monotonic(), until the next outcome
+    """Those of ``numbers`` that have no outcome yet."""
+    deadline: float
+    """Time limit of the next outcome, on the clock of ``time.monotonic()``."""
 
 
 @dataclass(kw_only=True)
@@ -52,28 +66,32 @@ class _Worker:
 
 @dataclass(kw_only=True)
 class _Queue:
-    """What is not handed out yet: numbers of samples, and groups of them that go to one process as they are."""
+    """The samples that no process has received yet."""
 
     numbers: deque[int]
+    """Indices of single samples."""
     groups: list[list[int]] = field(default_factory=list[list[int]])
+    """Groups of indices, each of which goes to one process as a whole."""
 
     def __len__(self) -> int:
         return len(self.numbers) + len(self.groups)
 
     def take(self, size: int) -> list[int]:
-        """Return the next group, or the next ``size`` numbers."""
+        """Remove and return the next group, or the next ``size`` numbers if there is no group."""
         if self.groups:
             return self.groups.pop()
         return [self.numbers.popleft() for _ in range(min(size, len(self.numbers)))]
 
 
 class Workers:
-    """``count`` processes, started when they are needed; each imports the reward functions once.
+    """Processes that run reward functions, started when they are needed.
+
+    Each of them imports the reward functions once.
 
     Args:
-        specs: what to judge by; ``run`` names one by its place.
-        count: processes.
-        concurrency: calls of a coroutine function at once in one process.
+        specs: the rewards; ``run`` names one by its index.
+        count: largest number of processes.
+        concurrency: concurrent calls of a coroutine function in one process.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], *, count: int, concurrency: int) -> None:
@@ -81,27 +99,35 @@ class Workers:
         self.count = count
         self.concurrency = concurrency
         self._workers: list[_Worker] = []
-        self._async: list[bool] = []  # by reward; known when the first process has started
+        # For each reward, True for a coroutine function; known after the first process has started.
+        self._async: list[bool] = []
 
     def start(self) -> None:
-        """Start the first process. Raises ``ConfigError`` when it cannot make the functions."""
+        """Start the first process.
+
+        Raises:
+            ConfigError: the process cannot create the reward functions.
+        """
         if self._workers:
             return
         try:
             self._start()
-        except BaseException:  # an interrupt too: no process is left behind
+        # This includes an interrupt, so that no process is left behind.
+        except BaseException:
             self.close()
             raise
 
     def run(self, reward: int, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
-        """Yield as ``calls.call_all``, from all processes.
+        """Yield (index, outcome) pairs from all processes, as ``calls.call_all`` does.
 
-        A process whose call of a plain function takes longer than its limit is killed: that call counts as timed out, as failed
-        where the process ended by itself, and the calls behind it go to another one. Several coroutines that one process had
-        are called again, in halves, until the one that holds or ends it is alone. A caller that stops in the middle,
-        and an error, end all processes.
+        A process whose call of a plain function takes longer than its limit is killed. That call
+        counts as timed out, or as failed if the process ended by itself, and the calls behind it go
+        to another process. Coroutines that one process had concurrently are called again, in
+        halves, until the one that blocks or ends the process is alone. All processes end if the
+        caller stops in the middle, and after an error.
 
-        Raises ``ConfigError`` when a process cannot make the functions, or be given the samples.
+        Raises:
+            ConfigError: a process cannot create the functions or receive the samples.
         """
         self.start()
         waiting = _Queue(numbers=deque(range(len(samples))))
@@ -112,7 +138,8 @@ class Workers:
                 yield from self._collect(reward, waiting)
             finished = True
         finally:
-            if not finished:  # answers are under way that nobody will read
+            # The processes may still send outcomes that are never read.
+            if not finished:
                 self.close()
 
     def close(self) -> None:
@@ -127,7 +154,8 @@ class Workers:
 
     def _hand_out(self, reward: int, samples: Sequence[Sample], waiting: _Queue) -> None:
         self._forget_dead()
-        # The fewer are left the fewer at once, so that all processes end at about the same time.
+        # The chunks shrink with the number of remaining samples, so that all processes finish at
+        # about the same time.
         size = max(1, min(CHUNK, len(waiting.numbers) // (2 * self.count)))
         if self._async[reward]:
             size = self.concurrency
@@ -147,7 +175,7 @@ class Workers:
                     waiting.groups.append(numbers)
 
     def _forget_dead(self) -> None:
-        """Processes that something ended while they had nothing to do."""
+        """Remove processes that ended while they were idle."""
         for worker in [w for w in self._workers if w.task is None and w.process.poll() is not None]:
             log.warning(
                 "a reward process ended with status %s: it is replaced", worker.process.returncode
@@ -160,15 +188,16 @@ class Workers:
         timeout = self.specs[reward].timeout_s
         if timeout is None:
             return math.inf
-        # The limit of a coroutine is its event loop's; this one is for code that holds the loop.
+        # The event loop keeps the limit of a coroutine. This limit is for code that blocks the
+        # loop.
         return time.monotonic() + timeout + (2 * GRACE_S if self._async[reward] else 0.0)
 
     def _collect(self, reward: int, waiting: _Queue) -> Iterator[tuple[int, Outcome]]:
         busy = [w for w in self._workers if w.task]
         until = min((w.task.deadline for w in busy if w.task), default=0.0)
-        ended = {
-            id(w) for w in busy if w.process.poll() is not None
-        }  # before the look for their last words
+        # This check comes before the wait for messages, so that the last messages of an ended
+        # process are read.
+        ended = {id(w) for w in busy if w.process.poll() is not None}
         ready = wait(
             [w.pipe for w in busy], timeout=max(0.0, min(LOOK_S, until - time.monotonic()))
         )
@@ -183,14 +212,15 @@ class Workers:
                 yield from self._replace(worker, reward, waiting, "")
 
     def _read(self, worker: _Worker, reward: int, waiting: _Queue) -> Iterator[tuple[int, Outcome]]:
-        """Yield the outcomes that have come."""
+        """Yield the outcomes that have arrived."""
         while worker.task is not None and select.select([worker.pipe], [], [], 0)[0]:
             try:
                 message = worker.pipe.recv()
-            except (EOFError, OSError):  # OSError: in the middle of a message
+            # An OSError means that the process ended in the middle of a message.
+            except (EOFError, OSError):
                 yield from self._replace(worker, reward, waiting, _how_it_ended(worker))
                 return
-            except Exception as error:  # noqa: BLE001 - a function may write what it likes into the pipe
+            except Exception as error:  # noqa: BLE001 - a function may write anything into the pipe
                 yield from self._replace(
                     worker, reward, waiting, f"sent what cannot be read ({type(error).__name__})"
                 )
@@ -209,7 +239,10 @@ class Workers:
     def _replace(
         self, worker: _Worker, reward: int, waiting: _Queue, ended: str
     ) -> Iterator[tuple[int, Outcome]]:
-        """End a process; ``ended`` says how it did so itself, and is empty for one that is silent."""
+        """End a process, requeue its samples and yield the outcome of the one at fault, if known.
+
+        ``ended`` describes how the process ended by itself, and is empty for one that is silent.
+        """
         assert worker.task is not None
         left = [number for number in worker.task.numbers if number in worker.task.left]
         self._workers.remove(worker)
@@ -220,7 +253,9 @@ class Workers:
             half = len(left) // 2
             waiting.groups += [left[half:], left[:half]]
             left = []
-        else:  # a plain function is called for one after the other: for the first of those that are left
+        # A plain function is called for one sample after the other, so the first remaining sample
+        # is the one at fault.
+        else:
             then = ", its completion counts 0" if left else ""
             waiting.numbers.extendleft(left[:0:-1])
         log.warning("a reward process %s: it is replaced%s", ended or "does not answer", then)
@@ -228,12 +263,18 @@ class Workers:
             yield left[0], Outcome(problem=f"its process {ended}") if ended else Outcome()
 
     def _start(self) -> None:
-        """Start one more. ``close`` ends it from its first moment on: an interrupt while it starts leaves no process."""
+        """Start one more process.
+
+        ``close`` can end it from its first moment on, so that an interrupt during its start leaves
+        no process behind.
+        """
         ours, theirs = Pipe()
         _limit(ours)
-        # A program of its own: forking a process that holds threads and a device is not safe, and multiprocessing's
-        # spawn would run the user's main script again. -P: a file called random.py in the working directory is not
-        # Python's. In the list by the same statement: an interrupt after it finds the process there.
+        # The worker is a separate program, because forking a process that holds threads and a
+        # device is not safe, and multiprocessing's spawn would run the user's main script again.
+        # With -P, a file called random.py in the working directory does not replace Python's own.
+        # The statement that starts the process also appends it to the list, so that ``close`` finds
+        # it after an interrupt.
         self._workers.append(
             _Worker(
                 process=subprocess.Popen(
@@ -265,7 +306,10 @@ class Workers:
             ) from error
 
     def _first_word(self, worker: _Worker) -> list[bool]:
-        """Return for each reward whether it is a coroutine function. Raises what kept the process from making them."""
+        """Return for each reward whether it is a coroutine function.
+
+        An error that kept the process from creating the functions is raised here.
+        """
         end = time.monotonic() + START_S
         while not worker.pipe.poll(LOOK_S):
             if worker.process.poll() is not None and not worker.pipe.poll():
@@ -282,12 +326,13 @@ class Workers:
             "reward.workers",
             f"a reward process did not start within {START_S:.0f} s",
             why="importing its functions' modules takes that long",
-            remedy="make the import faster; what waits for something else belongs into the function",
+            remedy="make the import faster; "
+            "what waits for something else belongs into the function",
         )
 
 
 def _limit(pipe: Connection) -> None:
-    """Bound a read or write in the middle of a message, at whose other end a stranger's code runs."""
+    """Set a time limit for one read or write, because third-party code runs at the other end."""
     limit = struct.pack("@ll", int(STALL_S), 0)
     with socket.socket(fileno=os.dup(pipe.fileno())) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -295,14 +340,16 @@ def _limit(pipe: Connection) -> None:
 
 
 def _send(worker: _Worker, reward: int, samples: list[Sample]) -> bool:
-    """Hand out samples; returns False where the process has ended meanwhile, or reads nothing."""
+    """Send samples, and return False if the process has ended meanwhile or does not read."""
     try:
         worker.pipe.send((reward, samples))
     except OSError:
-        worker.process.kill()  # whatever closed its pipe: it is of no use, and is replaced
+        # A process without a working pipe is useless, whatever the cause. It is replaced.
+        worker.process.kill()
         worker.process.wait()
         return False
-    except Exception as error:  # what a stranger's object in the data does when it is pickled
+    # Pickling a third-party object in the data may raise anything.
+    except Exception as error:
         raise ConfigError(
             "reward.workers",
             "a sample cannot be sent to another process",
@@ -323,7 +370,10 @@ def _how_it_ended(worker: _Worker) -> str:
 
 
 def _end(worker: _Worker, seconds: float) -> None:
-    """End a process that has ``seconds`` to do so by itself, with what its rewards have started."""
+    """End a process and all processes that its rewards have started.
+
+    The process has ``seconds`` to end by itself.
+    """
     with suppress(subprocess.TimeoutExpired):
         worker.process.wait(seconds)
     with suppress(ProcessLookupError):
