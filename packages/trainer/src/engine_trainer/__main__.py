@@ -1,4 +1,4 @@
-"""``python -m engine_trainer``."""
+"""The entry point of ``python -m engine_trainer``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``.
+"""The command line ``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``.
 
-Exit status: 0 done (or stopped by Ctrl-C and saved), 1 the run failed, 2 wrong usage or input, 130 aborted by a second Ctrl-C.
+Exit status: 0 for a run that is done (or was stopped by Ctrl-C and saved), 1 for a run that
+failed, 2 for wrong usage or input, 130 for a run that a second Ctrl-C aborted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine_trainer.run.run import Outcome, global_rank, world_size
 from engine_trainer.run.torchrun import end_with_torchrun
 
 DONE, FAILED, USAGE = 0, 1, 2
-ABORTED = 130  # as a shell has it for SIGINT
+ABORTED = 130  # the status that a shell reports for SIGINT
 CONFIGS: dict[str, type[Config]] = {
     "sft": SFTConfig,
     "rl": RLConfig,
@@ -33,8 +34,12 @@ CONFIGS: dict[str, type[Config]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; errors that the contract knows are printed without a traceback (``--debug`` shows it)."""
-    end_with_torchrun()  # before anything slow: until then a rank would outlive its launcher
+    """Run the command and return its exit status.
+
+    Errors of the contract are printed without a traceback, which ``--debug`` shows.
+    """
+    # This comes before anything slow: until here a rank would outlive its launcher.
+    end_with_torchrun()
     options = _parser().parse_intermixed_args(argv)
     _set_up_logging()
     config: Config | None = None
@@ -66,7 +71,7 @@ def _run(options: argparse.Namespace, config: Config) -> int:
 
 
 def _train(config: Config) -> Outcome:
-    # Imported here: --print-config and a wrong key answer at once, without loading torch.
+    # The imports stand here so that --print-config and a wrong key answer without loading torch.
     match config:
         case SFTConfig():
             from engine_trainer.sft import train_sft
@@ -109,7 +114,7 @@ def _require_ray() -> None:
 
 
 def _aborted(task: str, config: Config | None) -> str:
-    """What an interrupted command leaves."""
+    """Return the message that says which checkpoint an interrupted command leaves."""
     if config is None or task == "eval":
         return "aborted"
     steps = Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps()
@@ -149,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _set_up_logging() -> None:
-    # Every rank says its warnings; what is the same on all of them is said by rank 0.
+    # Every rank logs its own warnings; messages that are equal on all ranks come from rank 0.
     level = logging.INFO if global_rank() == 0 else logging.WARNING
     logging.basicConfig(stream=sys.stderr, format=f"{_prefix()}%(message)s", level=logging.WARNING)
     for name in ("engine_api", "engine_trainer"):
@@ -164,7 +169,7 @@ def _report(error: EngineError, *, debug: bool) -> None:
 
 
 def _say(text: str) -> None:
-    # One write a message: lines of several ranks do not run into each other.
+    # Each message is one write, so that lines of several ranks do not run into each other.
     prefix = _prefix()
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
     sys.stderr.flush()

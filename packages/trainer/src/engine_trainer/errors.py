@@ -1,4 +1,7 @@
-"""Errors of the trainer that the contract does not know; they belong to its tree."""
+"""Errors of the trainer that the contract does not know.
+
+They derive from the contract's ``EngineError``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from engine_api.errors import EngineError
 
 
 class DataError(EngineError):
-    """A data file or a row of it cannot be used; ``file``, ``row`` (1-based line or row) and ``column`` say where."""
+    """The error of a data file, or of a row in it, that cannot be used.
+
+    ``file``, ``row`` (line or row, counted from 1) and ``column`` say where.
+    """
 
     def __init__(
         self,

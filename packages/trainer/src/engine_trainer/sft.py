@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop."""
+"""The training loop of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ SHOW = (
     "eval/loss",
     "eval/accuracy",
 )
-EVAL_DOCUMENTS = 256  # documents in one inference call, over all ranks
+# Number of documents in one inference call, over all ranks.
+EVAL_DOCUMENTS = 256
 
 Metrics = dict[str, float]
 
@@ -86,9 +87,19 @@ def train_sft(config: SFTConfig) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
+    """The training documents, the held-out documents and the held-out problems of a run."""
+
     train: SFTDataset
-    heldout: SFTDataset | None  # of the set without a name; the others are only answered
-    problems: list[Heldout]  # of every set, where there is a reward
+    """Documents to train on."""
+
+    heldout: SFTDataset | None
+    """Held-out documents of the set without a name, whose loss is measured; None without that set.
+
+    For sets with a name only completions are generated.
+    """
+
+    problems: list[Heldout]
+    """Problems of every held-out set; empty without a reward."""
 
     @staticmethod
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
@@ -109,7 +120,10 @@ class _Data:
 
 
 class _Evaluation:
-    """What measures the held-out loss, and the accuracy where there is a reward; nothing without ``eval``."""
+    """The measurement of the held-out loss, and of the accuracy where there is a reward.
+
+    Without ``eval`` it measures nothing.
+    """
 
     def __init__(self, run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> None:
         self._run, self._heldout = run, data.heldout
@@ -117,16 +131,16 @@ class _Evaluation:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, JSON."""
+        """State that a resumed run needs, as JSON."""
         return {"failures": self._accuracy.sampler.failures.state} if self._accuracy else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The run's state, as it was saved."""
+        """Restore the failure counts from the saved state of the run."""
         if self._accuracy is not None:
             self._accuracy.sampler.failures.restore(state.get("failures", {}))
 
     def measure(self, step: int) -> Metrics:
-        """``eval/…`` after ``step``."""
+        """Return the figures ``eval/…`` after ``step``."""
         figures: Metrics = {}
         if self._heldout is not None:
             with self._run.timers.phase("eval"):
@@ -144,7 +158,7 @@ def _accuracy(
 ) -> Evaluator | None:
     if not sets or config.reward is None:
         return None
-    # Imported here: SFT without a reward needs no rollout.
+    # The imports stand here because SFT without a reward needs no rollout.
     from engine_trainer.sampling.evaluate import Evaluator
     from engine_trainer.sampling.sampler import Sampler
 
@@ -152,7 +166,10 @@ def _accuracy(
 
 
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
-    """``eval/loss`` (mean NLL of the learned tokens, nats) and ``eval/perplexity``; the same on all ranks."""
+    """Return ``eval/loss`` and ``eval/perplexity`` of a dataset, the same on all ranks.
+
+    The loss is the mean negative log-likelihood of the learned tokens, in nats.
+    """
     nll = tokens = 0.0
     for start in range(0, len(dataset), EVAL_DOCUMENTS):
         batch = run.pack_local(

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which it goes on from, which it keeps."""
+"""The checkpoints of a run: saving, choosing the one to continue from, and removing old ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from engine_trainer.config.secrets import Referred
 from engine_trainer.placement.groups import EngineGroup
 
 _STEP = re.compile(r"step-(\d{6,})$")
-# What a run may not change between its parts; everything else may, and is named when it does.
+# Settings that a resumed run may not change. Every other setting may change, and a change is
+# named unless the key begins with one of FREE.
 FIXED = (
     "kind",
     "run.seed",
@@ -38,10 +39,11 @@ FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "eng
 
 
 class Checkpoints:
-    """``output_dir/checkpoints``: ``step-000120`` folders and ``latest``; keeps the newest ``keep`` (0: all).
+    """The folder ``output_dir/checkpoints`` with ``step-000120`` folders and ``latest``.
 
-    Engines beside the policy have theirs in folders of their names, ``critic/step-000120``. These are complete before the
-    policy's begins: a step is there when the policy's folder is, whole.
+    It keeps the newest ``keep`` checkpoints; 0 keeps all. Engines other than the policy have
+    checkpoints in folders of their names, such as ``critic/step-000120``. These are complete
+    before the policy's checkpoint begins, so that a step is complete when the policy's folder is.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -50,17 +52,21 @@ class Checkpoints:
         self._handle: CheckpointHandle | None = None
 
     def steps(self) -> dict[int, Path]:
-        """Complete checkpoints by step, oldest first."""
+        """Return the complete checkpoints by step, oldest first."""
         found = {
             int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))
         }
         return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
     def find(self, resume: str) -> Path | None:
-        """Where to go on from; None: begin anew. Raises ``ConfigError`` when that would mix two runs."""
+        """Return the checkpoint to continue from, or None to start from the beginning.
+
+        Raises ``ConfigError`` when that would mix two runs.
+        """
         own = self.steps()
         if resume == "auto":
-            # A kill between the rename and the replacement of `latest` leaves a newer, complete folder.
+            # A kill between the rename and the replacement of `latest` leaves a complete folder
+            # that is newer than `latest`.
             return max(own.items())[1] if own else None
         if resume == "never":
             if own:
@@ -81,7 +87,10 @@ class Checkpoints:
         extra: Mapping[str, Any],
         beside: Mapping[str, EngineGroup],
     ) -> None:
-        """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
+        """Save a checkpoint after ``step``, unless it was saved already.
+
+        Raises the errors of this save and of the previous one.
+        """
         if step == self.saved:
             return
         self.wait(comm)
@@ -93,13 +102,12 @@ class Checkpoints:
             group.save_checkpoint(self.folder / key / name, extra={}).result()
         self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
         self.saved = step
-        if all(
-            comm.all_gather(self._handle.done())
-        ):  # a save in the background may stand here and not yet there
+        # A save in the background may be complete on some ranks only.
+        if all(comm.all_gather(self._handle.done())):
             self.wait(comm)
 
     def wait(self, comm: Comm) -> None:
-        """Wait for a save that still runs, then remove what is no longer kept."""
+        """Wait for a save that still runs, then remove checkpoints that are no longer kept."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
@@ -107,19 +115,27 @@ class Checkpoints:
 
     @staticmethod
     def beside(path: Path, name: str) -> Path:
-        """The checkpoint of the engine ``name`` that belongs to the policy's. Raises ``CheckpointMissing``."""
+        """Return the checkpoint of the engine ``name`` that belongs to the policy's checkpoint.
+
+        Raises ``CheckpointMissing`` if there is none.
+        """
         path = locate(path)
         if not (path.parent / name / path.name / MANIFEST).is_file():
             raise CheckpointMissing(
                 f"the checkpoint has no {name}",
                 where=str(path),
                 why="it was saved by a run without one",
-                remedy="begin anew in another run.output_dir; engine.model.path may be an export of this one",
+                remedy="begin anew in another run.output_dir; "
+                "engine.model.path may be an export of this one",
             )
         return path.parent / name / path.name
 
     def clean(self) -> None:
-        """Finish what a killed save or removal left undone: halves go, ``latest`` names the newest, older ones go."""
+        """Finish a save or removal that was killed.
+
+        Incomplete checkpoints are removed, ``latest`` names the newest complete one, and
+        checkpoints that are no longer kept are removed.
+        """
         whole = {path.name for path in self.steps().values()}
         halves = [path for path in self.folder.glob("*/step-*") if path.name not in whole]
         (self.folder / f"{LATEST}.partial").unlink(missing_ok=True)
@@ -151,14 +167,17 @@ class Checkpoints:
     def _prune(self) -> None:
         steps = list(self.steps().items())
         for _, path in steps[: -self.keep] if self.keep else []:
-            # The policy's first: what is left of a killed removal is no checkpoint.
+            # The policy's folder goes first: the rest of a killed removal is then no checkpoint.
             for part in (path, *self.folder.glob(f"*/{path.name}")):
                 remove(part)
         assert not steps or (self.folder / LATEST).is_file()
 
 
 def read_extra(path: Path) -> Mapping[str, Any]:
-    """What ``Run`` gave to the save. Raises ``CheckpointMismatch`` when the checkpoint is not a run's."""
+    """Return the extra state that ``Run`` saved with a checkpoint.
+
+    Raises ``CheckpointMismatch`` when no run saved the checkpoint.
+    """
     extra = read_manifest(path).extra
     if "loop" not in extra or "config" not in extra:
         raise CheckpointMismatch(
@@ -171,10 +190,11 @@ def read_extra(path: Path) -> Mapping[str, Any]:
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
-    """Return what a checkpoint keeps of its configuration, by dotted key, without secrets.
+    """Return the values of a configuration that a checkpoint keeps, by dotted key, without secrets.
 
-    Of a value that must not change and that stands elsewhere (``${oc.env:DATA}``) it has the reference and eight digits
-    of the value's SHA-256: enough to see a change, too few to find the value.
+    For a value that must not change and that comes from elsewhere (``${oc.env:DATA}``), the
+    checkpoint keeps the reference and eight digits of the value's SHA-256. They are enough to
+    see a change, and too few to find the value.
     """
     found = flatten(to_plain(config))
     for key, value in flatten(asdict(config)).items():
@@ -186,9 +206,10 @@ def fingerprint(config: Any) -> dict[str, Any]:
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """What changed since the checkpoint and may, as lines.
+    """Return one line for each setting that changed since the checkpoint and may change.
 
-    Raises ``ConfigError`` that names the first key that may not (model, data, batch size).
+    Raises ``ConfigError`` that names the first changed key that may not change (model, data,
+    batch size).
     """
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     fixed = [key for key in changed if _below(key, FIXED)]
@@ -201,7 +222,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list
             + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
             remedy="restore the value, or begin anew in another run.output_dir",
         )
-    # The length of the run is where its learning-rate schedule ends.
+    # A new length of the run is named because the learning-rate schedule ends with the run.
     named = [
         key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)
     ]

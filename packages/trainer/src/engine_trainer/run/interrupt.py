@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM as a request: finish the step, save, end. A second one aborts."""
+"""Ctrl-C and SIGTERM as a request to finish the step, save and end.
+
+A second signal aborts the run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Context manager; ``requested`` turns true at the first signal. Outside the main thread it does nothing."""
+    """A context manager whose ``requested`` becomes true at the first signal.
+
+    Outside the main thread it does nothing.
+    """
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock that allows one run at a time in a folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """Held from ``acquire`` to ``release``, or to the end of the process: the system frees it then, also after a kill."""
+    """A lock on a folder, held from ``acquire`` to ``release`` or to the end of the process.
+
+    The system frees the lock when the process ends, also after a kill.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Raises ``ConfigError`` that names the process that holds it, or says why there can be no such folder."""
+        """Take the lock, and make the folder if needed.
+
+        Raises ``ConfigError`` that names the process that holds the lock, or says why the folder
+        cannot be made or written to.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = (self._folder / LOCK).open("a+", encoding="utf-8")
@@ -50,7 +57,7 @@ class FolderLock:
         self._file = file
 
     def release(self) -> None:
-        """Idempotent."""
+        """Free the lock; a second call does nothing."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

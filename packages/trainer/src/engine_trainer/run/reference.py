@@ -14,7 +14,10 @@ from engine_trainer.run.run import Run
 
 
 class Reference:
-    """Log-probs of the model as the run began: the adapter off, or a second engine that only infers."""
+    """The model as it was when the run began, as a source of log-probs.
+
+    It is the policy with the adapter off, or a second engine that only infers.
+    """
 
     def __init__(self, run: Run) -> None:
         self._adapter = run.engine_config.lora is not None
@@ -28,15 +31,18 @@ class Reference:
 
     @property
     def engines(self) -> EngineGroup | None:
-        """The second engine, where there is one."""
+        """Second engine; None where the policy with the adapter off is the reference."""
         return None if self._adapter else self._engines
 
     def log_probs(self, shards: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
-        """``[T]`` float32 of each shard that is held."""
+        """Return the log-probs of each local shard, ``[T]`` float32."""
         return [log_probs_of(o) for o in self._infer(shards, temperature)]
 
     def outputs(self, batch: Batch) -> TokenOutputs:
-        """Of this rank's own shard, at temperature 1; for a loop that every rank runs."""
+        """Return the outputs for this rank's own shard at temperature 1.
+
+        It is meant for a loop that every rank runs.
+        """
         (outputs,) = self._infer([batch], 1.0)
         return outputs
 
@@ -50,5 +56,5 @@ class Reference:
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:
-    """Inferred log-probs; an empty batch may have none."""
+    """Return the inferred log-probs; the outputs of an empty batch may have none."""
     return torch.zeros(0, dtype=torch.float32) if outputs.log_probs is None else outputs.log_probs

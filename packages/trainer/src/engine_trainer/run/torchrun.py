@@ -1,4 +1,4 @@
-"""What a rank owes its launcher: to end with it."""
+"""The end of a rank together with torchrun, its launcher."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ _CONNECT_S = 10.0
 
 
 def end_with_torchrun() -> None:
-    """End this process with the torchrun that started it; do nothing where none did.
+    """End this process when the torchrun that started it ends; do nothing without torchrun.
 
-    torchrun ends its ranks when it ends, unless it is killed. Ranks that outlived it would hold the run's folder, and go
-    on beside the run that is started in its place.
+    torchrun ends its ranks when it ends, unless it is killed. Ranks that outlived it would hold
+    the run's folder, and continue in addition to the run that is started in its place.
 
-    Raises ``SystemExit`` where torchrun has gone already.
+    Raises ``SystemExit`` where torchrun has ended already.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with_parent()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    # It may have been killed before the line above: then nobody listens where the ranks meet.
+    # torchrun may have been killed before the line above. Then the connection to the address of
+    # the rendezvous is refused.
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         socket.create_connection(place, timeout=_CONNECT_S).close()
@@ -32,5 +33,6 @@ def end_with_torchrun() -> None:
             f"torchrun, which started this rank, has ended: nobody listens at {place[0]}:{place[1]}"
         ) from error
     except OSError:
-        # Not an answer: the rendezvous has a deadline of its own, and says more.
+        # This does not show that torchrun has ended. The rendezvous has its own deadline, and a
+        # more detailed error.
         return
