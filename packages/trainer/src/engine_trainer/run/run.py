@@ -1,4 +1,4 @@
-"""A run: its folder, its engine, its ranks, and where it stands.
+"""A run with its folder, its engine, its ranks and its position.
 
 ::
 
@@ -49,18 +49,18 @@ log = logging.getLogger("engine_trainer")
 
 
 def world_size() -> int:
-    """Ranks of this run: torchrun's ``WORLD_SIZE``, 1 without it."""
+    """Return the number of ranks of this run: torchrun's ``WORLD_SIZE``, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def global_rank() -> int:
-    """This process among them: torchrun's ``RANK``, 0 without it."""
+    """Return the rank of this process: torchrun's ``RANK``, 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Where a run ended; ``step < total_steps`` after an interruption."""
+    """The folder and the last step of a run; ``step < total_steps`` after an interruption."""
 
     folder: Path
     step: int
@@ -68,13 +68,18 @@ class Outcome:
 
 
 class Run:
-    """One run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
+    """One run, used as a context manager.
+
+    The order of calls is ``start``, ``resume``, then ``steps`` with ``end_step`` in each step.
 
     Attributes:
-        launcher: where its engines and rollouts run.
-        policy: the engine that learns, on all of its ranks; from ``start`` on.
-        beside: further engines that learn (the critic), by name; saved and loaded with the policy. Known before ``resume``.
-        log, timers, checkpoints: what they say.
+        launcher: the launcher that runs the engines and rollouts.
+        policy: the engine that learns, on all of its ranks; set by ``start``.
+        beside: other engines that learn (the critic), by name; saved and loaded with the policy.
+            They must be known before ``resume``.
+        log: the log of the run.
+        timers: the clocks of the run's phases.
+        checkpoints: the checkpoints of the run.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
     """
@@ -98,7 +103,7 @@ class Run:
             config=to_plain(config),
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
-        self._reached = 0  # the last step that was taken
+        self._reached = 0  # the last step that is complete
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
         self.launcher = launcher or Spmd(
@@ -119,33 +124,40 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with ExitStack() as stack:  # each of them, whatever another raises; the last one first
+        # The stack makes every call, whatever another call raises, and the last one first.
+        with ExitStack() as stack:
             stack.callback(self._interrupt.__exit__, kind, error, trace)
             stack.callback(self._lock.release)
             stack.callback(self.launcher.close)
             stack.callback(self.log.close)
-            # After an error other ranks may be anywhere: agree on nothing, only let go.
+            # After an error other ranks may be anywhere in the code, so that nothing that needs
+            # all ranks may be called.
             if error is None:
                 self.checkpoints.wait(self.comm)
 
     @property
     def comm(self) -> Comm:
-        """Agreement between all processes of the loop."""
+        """Communicator between all processes of the loop."""
         return self.launcher.comm
 
     @property
     def engine(self) -> Engine:
-        """This rank's own engine, for a loop that every rank runs."""
+        """Engine of this rank, for a loop that every rank runs."""
         assert isinstance(self.policy, SpmdEngines), "a controller holds no engine"
         return self.policy.engine
 
     def start(self, *, schedule_steps: int | None = None) -> EngineGroup:
-        """Create and initialize the policy; ``schedule_steps`` (default: the run's) ends its LR schedule.
+        """Create and initialize the policy.
 
-        Raises ``ConfigError``, before anything is made, where another run writes to the folder: all processes together.
+        ``schedule_steps`` is the length of the learning-rate schedule; by default it is the
+        number of steps of the run.
+
+        Raises ``ConfigError`` in all processes together, before anything is made, where another
+        run writes to the folder.
         """
         together(self.comm, lambda: self._lock.acquire() if self.is_main else None)
-        # For all that is no engine: rewards, agents, plug-ins. An engine seeds its process again when it is there.
+        # This seed is for code other than the engine: rewards, agents, plug-ins. An engine seeds
+        # its process again when it is created.
         seed_all(self.config.run.seed, rank=global_rank())
         section = self.config.engine
         updates = schedule_steps or self.total_steps
@@ -156,8 +168,8 @@ class Run:
             and section.schedule.warmup_steps >= updates
         ):
             log.warning(
-                "engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: the learning rate never "
-                "reaches engine.optimizer.lr",
+                "engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: "
+                "the learning rate never reaches engine.optimizer.lr",
                 section.schedule.warmup_steps,
                 updates,
             )
@@ -168,14 +180,16 @@ class Run:
         return self.policy
 
     def resume(self, rows: int) -> dict[str, Any]:
-        """Load the checkpoint to go on from, and open the logs.
+        """Load the checkpoint to continue from, and open the logs.
 
         Args:
-            rows: rows of training data now. The order of rows is a function of their number: with another one the
-                run would go on at another place, and meet rows twice or never.
+            rows: the current number of rows of training data. The order of rows is a function of
+                their number: with a different number the run would continue at a different
+                place, and meet rows twice or never.
 
-        Returns the loop's own state as ``end_step`` was given it, with ``step``, the steps done; only
-        ``{"step": 0}`` for a new run. Raises ``ConfigError`` when the configuration or the data no longer fit.
+        Returns the loop's own state as ``end_step`` received it, with the number of steps done as
+        ``step``; for a new run only ``{"step": 0}``. Raises ``ConfigError`` when the configuration
+        or the data no longer fit.
         """
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
@@ -184,7 +198,8 @@ class Run:
                 group.load_checkpoint(
                     together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0]
                 )
-            # The policy last: the generators are as they were with it.
+            # The policy is loaded last, so that the random generators have the states that were
+            # saved with it.
             state = dict(self.policy.load_checkpoint(found).extra["loop"])
             if state.get("rows", rows) != rows:
                 raise ConfigError(
@@ -197,14 +212,18 @@ class Run:
             self.log.say(f"resumed from {found} after step {state['step']}")
             if self._reached >= self.total_steps:
                 self.log.say(
-                    f"nothing is left to train: the run has {self.total_steps} steps, and {found.name} is there; give it more "
+                    f"nothing is left to train: the run has {self.total_steps} steps, "
+                    f"and {found.name} is there; give it more "
                     "(run.steps or run.epochs), or begin anew in another run.output_dir"
                 )
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
         return state
 
     def steps(self, done: int) -> Iterator[int]:
-        """Step numbers from ``done + 1`` to ``total_steps``; ends early after a signal, on all ranks together."""
+        """Yield the step numbers from ``done + 1`` to ``total_steps``.
+
+        After a signal the iteration ends early, on all ranks together.
+        """
         for step in range(done + 1, self.total_steps + 1):
             if self.interrupted:
                 return
@@ -223,16 +242,21 @@ class Run:
         *,
         show: Sequence[str] = (),
     ) -> None:
-        """Log a step, and save when it is time, at the end, or when a signal came on any rank.
+        """Log a step, and save a checkpoint when one is due.
+
+        A checkpoint is due every ``run.save_every`` steps, at the end with ``run.save_last``, and
+        when a signal came on any rank.
 
         Args:
+            step: the step that is complete.
             metrics: the step's figures; the phase times are added.
-            state: JSON that says where the loop stands, the same on all ranks; ``resume`` gives it back.
-            show: metrics that stand beside the progress bar.
+            state: the position of the loop as JSON, the same on all ranks; ``resume`` returns it.
+            show: the metrics that are shown next to the progress bar.
         """
         run, last = self.config.run, step == self.total_steps
         self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
-        measured = any(name.startswith("eval/") for name in metrics)  # too dear to be thrown away
+        # An evaluation is too costly for its figures not to be logged.
+        measured = any(name.startswith("eval/") for name in metrics)
         if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
         self.log.progress(step, metrics, show)
@@ -253,11 +277,16 @@ class Run:
             self.log.say("no checkpoint of the last step: run.save_last is false")
         if self.interrupted and not last:
             self.log.say(
-                f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there"
+                f"stopped after step {step} of {self.total_steps}, saved; "
+                "the same command goes on from there"
             )
 
     def finish(self, tokenizer: Any) -> Outcome:
-        """At the end: wait for the save, write ``output_dir/hf`` (model and tokenizer) and the report."""
+        """Wait for the last save, then write the model and the report.
+
+        The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
+        the last step is complete.
+        """
         self.checkpoints.wait(self.comm)
         step = self._reached
         if step == self.total_steps and self.config.run.save_hf:
@@ -268,9 +297,10 @@ class Run:
         return Outcome(folder=self.folder, step=step, total_steps=self.total_steps)
 
     def pack_local(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
-        """This data-parallel rank's part of ``documents`` (the same list on all ranks), packed.
+        """Return this data-parallel rank's part of ``documents`` as a packed batch.
 
-        Each document is a mapping as ``Batch.pack`` takes it; the parts have about equal numbers of tokens.
+        ``documents`` is the same list on all ranks. Each document is a mapping as ``Batch.pack``
+        takes it. The parts have about equal numbers of tokens.
         """
         (mine,) = divide([len(d["input_ids"]) for d in documents], self.policy)
         return Batch.pack([documents[i] for i in mine])
@@ -278,7 +308,10 @@ class Run:
     # --- inside ---------------------------------------------------------------------------------
 
     def _save_model(self, tokenizer: Any) -> None:
-        """Write model and tokenizer beside ``hf``, then replace it: a kill leaves the former folder or the new one."""
+        """Write the model and the tokenizer to a new folder, then replace ``hf`` by it.
+
+        A kill leaves the former folder or the new one, whole.
+        """
         final = self.folder / "hf"
         new = self.folder / "hf.new"
 

@@ -1,6 +1,7 @@
-"""What a run writes while it runs: ``metrics.jsonl``, TensorBoard, wandb, the progress bar; and its clocks.
+"""Logs of a running run (``metrics.jsonl``, TensorBoard, wandb, the progress bar) and its clocks.
 
-Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``time/generate``, ``perf/mfu``.
+Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``time/generate``,
+``perf/mfu``.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ Metrics = Mapping[str, float]
 
 
 class Timers:
-    """Seconds by phase: ``with timers.phase("generate"): …``; phases of one name add up."""
+    """Seconds by phase, as in ``with timers.phase("generate"): …``.
+
+    The times of phases with the same name add up.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._spent: dict[str, float] = {}
-        self._lock = threading.Lock()  # generation may run beside training
+        self._lock = threading.Lock()  # generation may overlap with training
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,30 +48,33 @@ class Timers:
             self.add(name, time.perf_counter() - begin)
 
     def add(self, name: str, seconds: float) -> None:
-        """A block that another process has measured."""
+        """Add a time that was measured elsewhere, such as in a different process."""
         with self._lock:
             self._last[name] = seconds
             for sums in (self._seconds, self._spent):
                 sums[name] = sums.get(name, 0.0) + seconds
 
     def last(self, name: str) -> float:
-        """Seconds of the newest block of ``name``."""
+        """Return the seconds of the newest block of ``name``, 0 without one."""
         return self._last.get(name, 0.0)
 
     def spent(self, name: str) -> float:
-        """Seconds of all blocks of ``name`` since the last call for it; ``take`` leaves them alone."""
+        """Return the seconds of all blocks of ``name`` since the last call for that name.
+
+        ``take`` does not change them.
+        """
         with self._lock:
             return self._spent.pop(name, 0.0)
 
     def take(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds since the last ``take``; the clocks begin anew."""
+        """Return ``time/<phase>`` in seconds since the last ``take``, and reset these clocks."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in taken.items()}
 
 
 class RunLog:
-    """Rank 0's log; on other ranks (``active=False``) every call does nothing."""
+    """The log of rank 0; on other ranks (``active=False``) every call does nothing."""
 
     def __init__(
         self,
@@ -90,10 +97,14 @@ class RunLog:
         self._wandb: Any = None
         self._file: Any = None
         if section.wandb is not None:
-            _import_wandb()  # say it now, on every rank, not after the model is loaded
+            # A missing wandb is an error on every rank now, not after the model is loaded.
+            _import_wandb()
 
     def open(self, step: int) -> None:
-        """Begin after ``step``: rows of later steps, left by a run that died, are removed."""
+        """Open the logs to continue after ``step``.
+
+        Rows of later steps, which a run that died has left, are removed.
+        """
         if not self.active:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +119,7 @@ class RunLog:
         if self.section.wandb is not None:
             self._wandb = self._start_wandb(self.section.wandb, step)
         if self.section.progress:
-            # A log file keeps every refresh: there, one in ten seconds is enough.
+            # A log file keeps every refresh, so that one in ten seconds is enough there.
             interval = 0.1 if sys.stderr.isatty() else 10.0
             self._bar = tqdm(
                 total=self.total_steps,
@@ -119,7 +130,10 @@ class RunLog:
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """One row: ``{"step": …, "time": unix seconds, name: value, …}``; a value that is not finite is null."""
+        """Write one row ``{"step": …, "time": unix seconds, name: value, …}``.
+
+        A value that is not finite is written as null.
+        """
         if self._file is None:
             return
         row = {"step": step, "time": round(time.time(), 3)}
@@ -133,7 +147,7 @@ class RunLog:
             self._wandb.log(dict(metrics), step=step)
 
     def progress(self, step: int, metrics: Metrics, show: Sequence[str]) -> None:
-        """Move the bar to ``step``; ``show`` names the figures beside it."""
+        """Move the bar to ``step``; ``show`` names the figures that are shown next to it."""
         if self._bar is None:
             return
         figures = {
@@ -143,12 +157,12 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def say(self, text: str) -> None:
-        """A line for the person who watches, past the bar."""
+        """Print a line to the terminal without breaking the progress bar."""
         if self.active:
             tqdm.write(text)
 
     def close(self) -> None:
-        """Flush everything; idempotent."""
+        """Flush and close all logs; a second call does nothing."""
         bar, board, run, file = self._bar, self._board, self._wandb, self._file
         self._bar = self._board = self._wandb = self._file = None
         for part in (bar, board, file):
@@ -159,7 +173,8 @@ class RunLog:
 
     def _start_wandb(self, project: str, step: int) -> Any:
         note = self.folder / "wandb.id"
-        # A run that begins anew is another one there, too: wandb drops rows of steps that it has had.
+        # A run that starts again from step 0 is a new run on wandb, too, because wandb drops rows of
+        # steps that it already has.
         name = note.read_text().strip() if step and note.is_file() else None
         run = _import_wandb().init(
             project=project, dir=str(self.folder), id=name, resume="allow", config=self._config
@@ -169,20 +184,26 @@ class RunLog:
 
 
 def truncate(path: Path, step: int) -> int:
-    """Keep the rows up to ``step`` (of a new run, ``step == 0``: none); returns how many were removed. Atomic."""
+    """Remove the rows after ``step`` atomically, and return the number of removed rows.
+
+    For a new run (``step == 0``) all rows are removed.
+    """
     if not path.is_file():
         return 0
     text = path.read_text(encoding="utf-8", errors="replace")  # a kill may cut a character in two
     rows = text.splitlines()
     kept = [row for row in rows if step > 0 and _step_of(row) <= step]
     whole = "".join(row + "\n" for row in kept)
-    if whole != text:  # also where a kill cut off only the last line's end
+    if whole != text:  # true also where a kill cut off only the end of the last line
         write_text(path, whole)
     return len(rows) - len(kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``; a last line that a killed process left half-written is skipped."""
+    """Return the rows of a ``metrics.jsonl``.
+
+    A last line that a killed process left incomplete is skipped.
+    """
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if _step_of(line) < math.inf]
 
@@ -191,7 +212,7 @@ def _step_of(row: str) -> float:
     try:
         return float(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # cut off by a kill
+        return math.inf  # a kill cut the row off
 
 
 def _import_wandb() -> Any:

@@ -1,4 +1,4 @@
-"""A trace of torch's profiler a process, for chosen steps (``run.profile_steps``)."""
+"""Traces of torch's profiler, one for each process, of chosen steps (``run.profile_steps``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Trace:
-    """What one process does between ``begin`` and ``end``; both in the same thread."""
+    """A trace of one process between ``begin`` and ``end``, which the same thread must call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -15,7 +15,10 @@ class Trace:
         self._folder = Path()
 
     def begin(self, folder: Path) -> None:
-        """Record from now on; ``end`` writes ``folder/<name>.json.gz``, for Perfetto or chrome://tracing."""
+        """Start to record.
+
+        ``end`` writes ``folder/<name>.json.gz``, which Perfetto and chrome://tracing read.
+        """
         from torch.profiler import ProfilerActivity, profile, supported_activities
 
         wanted = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
@@ -23,7 +26,7 @@ class Trace:
         self._profiler.__enter__()
 
     def end(self) -> None:
-        """Idempotent."""
+        """Stop to record and write the trace; without ``begin``, or a second time, do nothing."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""The end of a run on one screen, as plots, and as one HTML file; from ``metrics.jsonl`` alone."""
+"""Reports of a run: a summary, plots, and one HTML file, all from ``metrics.jsonl`` alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.logs import METRICS, read_metrics
 
-# What matters first, where a run has it (* stands for any text); everything else stands in the groups' own plots.
+# The most important metrics come first, where a run has them (* stands for any text). All
+# metrics are in the plots of their groups.
 HEADLINES = (
     "eval/accuracy",
     "eval/*/accuracy",
@@ -31,7 +32,8 @@ HEADLINES = (
     "perf/generated_tokens_per_s",
     "perf/mfu",
 )
-LESS_IS_BETTER = ("loss", "norm", "perplexity", "mismatch", "staleness")  # in a metric's name
+# A metric is better when it is smaller if its name contains one of these words.
+LESS_IS_BETTER = ("loss", "norm", "perplexity", "mismatch", "staleness")
 PHASE = "time/"
 COLUMNS = 3
 
@@ -46,12 +48,15 @@ class Series:
 
     @property
     def group(self) -> str:
-        """What stands before the last slash."""
+        """Part of the name before the last slash."""
         return self.name.rpartition("/")[0]
 
 
 def load_series(path: Path) -> dict[str, Series]:
-    """Every metric of a ``metrics.jsonl`` by name. Raises ``DataError`` when there is none."""
+    """Return every metric of a ``metrics.jsonl`` by name.
+
+    Raises ``DataError`` when the file does not exist.
+    """
     if not path.is_file():
         raise DataError(
             "there is no metrics file", file=str(path), remedy="name the output_dir of a run"
@@ -67,7 +72,7 @@ def load_series(path: Path) -> dict[str, Series]:
 
 
 def summary(folder: Path) -> str:
-    """The run on one screen: how long, and each headline from its first value to its last."""
+    """Return a text of the run's length and of the first, last and best values of its headlines."""
     rows, series = read_metrics(folder / METRICS), load_series(folder / METRICS)
     shown = [series[n] for n in _headlines(series)]
     wall = _duration(rows)
@@ -86,7 +91,10 @@ def summary(folder: Path) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``plots/*.png`` and ``report.html`` (plots inside it) into a run's folder; returns the HTML's path."""
+    """Write ``plots/*.png`` and ``report.html`` into a run's folder, and return the HTML's path.
+
+    The HTML file contains the plots.
+    """
     series = load_series(folder / METRICS)
     plots = {"overview": _headlines(series)}
     for name in sorted(series):
@@ -112,14 +120,17 @@ def _headlines(series: Mapping[str, Series]) -> list[str]:
 
 
 def _phases(series: Mapping[str, Series]) -> list[Series]:
-    """The phases' times, the longest in all first."""
+    """Return the times of the phases, ordered from the largest total to the smallest."""
     return sorted(
         (s for n, s in series.items() if n.startswith(PHASE)), key=lambda s: -sum(s.values)
     )
 
 
 def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Wall time between rows; a gap of an interruption counts with it, so it is only a bound."""
+    """Return the wall time from the first row to the last.
+
+    It is only an upper bound, because the gap of an interruption counts.
+    """
     times = [float(r["time"]) for r in rows if "time" in r]
     if len(times) < 2:
         return ""
@@ -136,7 +147,7 @@ def _best(series: Series) -> float:
 
 
 def _plot(path: Path, series: Sequence[Series]) -> Path:
-    # A Figure of its own: pyplot's global state and its choice of a window system stay out of it.
+    # A separate Figure avoids pyplot's global state and its choice of a window system.
     from matplotlib.figure import Figure
 
     rows = (len(series) + COLUMNS - 1) // COLUMNS
@@ -153,7 +164,10 @@ def _plot(path: Path, series: Sequence[Series]) -> Path:
 
 
 def _plot_phases(path: Path, phases: Sequence[Series]) -> Path:
-    """Seconds of every phase, one upon the other, step by step; phases within another (of an evaluation) count twice."""
+    """Plot the seconds of every phase, stacked, at each step.
+
+    Phases inside other phases (those of an evaluation) count twice.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -178,16 +192,23 @@ def _phase(series: Series) -> str:
 
 
 def _phase_table(phases: Sequence[Series]) -> str:
-    """Seconds in all, their share of all phases, and the median of the steps that had the phase."""
+    """Return an HTML table of the phases with their total seconds, share and median.
+
+    The share is that of all phases; the median is over the steps that had the phase.
+    """
     if not phases:
         return ""
     whole = sum(sum(s.values) for s in phases) or 1.0
     rows = "".join(
-        f"<tr><td>{html.escape(_phase(s))}</td><td>{sum(s.values):.4g}</td><td>{sum(s.values) / whole:.1%}</td>"
+        f"<tr><td>{html.escape(_phase(s))}</td><td>{sum(s.values):.4g}</td>"
+        f"<td>{sum(s.values) / whole:.1%}</td>"
         f"<td>{median(s.values):.4g}</td></tr>"
         for s in phases
     )
-    return f"<h2>phases</h2><table><tr><th>phase<th>seconds<th>share<th>median of a step</tr>{rows}</table>"
+    return (
+        "<h2>phases</h2><table><tr><th>phase<th>seconds<th>share<th>median of a step</tr>"
+        f"{rows}</table>"
+    )
 
 
 def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]) -> str:
@@ -201,15 +222,18 @@ def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]
     )
     config = folder / "config.yaml"
     settings = (
-        f"<details><summary>configuration</summary><pre>{html.escape(config.read_text())}</pre></details>"
+        "<details><summary>configuration</summary>"
+        f"<pre>{html.escape(config.read_text())}</pre></details>"
         if config.is_file()
         else ""
     )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         f"<title>{html.escape(folder.name)}</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(folder.name)}</h1><pre>{html.escape(summary(folder))}</pre>{_phase_table(_phases(series))}{pictures}<h2>all metrics</h2>"
-        f"<table><tr><th>name<th>first<th>last<th>lowest<th>highest</tr>{rows}</table>{settings}</html>\n"
+        f"<h1>{html.escape(folder.name)}</h1><pre>{html.escape(summary(folder))}</pre>"
+        f"{_phase_table(_phases(series))}{pictures}<h2>all metrics</h2>"
+        f"<table><tr><th>name<th>first<th>last<th>lowest<th>highest</tr>{rows}</table>"
+        f"{settings}</html>\n"
     )
 
 
@@ -219,7 +243,9 @@ def _image(path: Path, title: str) -> str:
 
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "img{max-width:100%}table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
+    "body{font:15px/1.5 system-ui,sans-serif;"
+    "max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
+    "img{max-width:100%}table{border-collapse:collapse}"
+    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
     "td:first-child,th:first-child{text-align:left}pre{background:#f6f6f6;padding:1em;overflow:auto}"
 )

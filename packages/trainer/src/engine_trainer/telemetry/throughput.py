@@ -1,13 +1,16 @@
-"""Tokens a second and MFU (model FLOP utilization; Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+"""Tokens per second and MFU, the model FLOP utilization.
+
+MFU is defined in Chowdhery et al. 2022 (arXiv:2204.02311, appendix B).
 
 FLOP of one training step on documents of n_d tokens each, with a causal mask:
 
     6 · N · Σ n_d  +  6 · L · H · D · Σ n_d²
 
-N: parameters without the input embedding (a tied head counts once), L layers, H heads of D channels. The
-second term is attention: 12·L·H·D·n²/2, causal; packed documents do not see each other. Recomputation is
-not counted. MFU = FLOP / (seconds · devices · peak FLOP/s of the dtype). Not reported on a CPU, on a device
-without an entry in ``PEAK``, or for a mixture of experts.
+N is the number of parameters without the input embedding (a tied head counts once); there are L
+layers and H heads of D channels. The second term is attention: 12·L·H·D·n²/2, causal; packed
+documents do not see each other. Recomputation is not counted.
+MFU = FLOP / (seconds · devices · peak FLOP/s of the dtype). It is not reported on a CPU, on a
+device without an entry in ``PEAK``, or for a mixture of experts.
 """
 
 from __future__ import annotations
@@ -48,20 +51,28 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """``parameters`` N as above; ``attention`` L·H·D; ``peak`` FLOP/s of all devices together, None: unknown."""
+    """The figures of a model and its devices that throughput is computed from."""
 
     parameters: int
+    """Number of parameters N, as defined above."""
+
     attention: int
+    """Product L·H·D of layers, heads and channels of a head."""
+
     peak: float | None
+    """Peak FLOP/s of all devices together; None is unknown."""
 
     def flop(self, lengths: Sequence[int]) -> float:
-        """FLOP of one training pass (forward and backward) over documents of these lengths."""
+        """Return the FLOP of one training pass over documents of these lengths.
+
+        A training pass is forward and backward.
+        """
         return 6.0 * self.parameters * sum(lengths) + 6.0 * self.attention * sum(
             n * n for n in lengths
         )
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """``perf/tokens_per_s`` over all ranks, and ``perf/mfu`` (0 to 1) where it is known."""
+        """Return ``perf/tokens_per_s`` over all ranks, and ``perf/mfu`` (0 to 1) if known."""
         if seconds <= 0 or not lengths:
             return {}
         figures = {"perf/tokens_per_s": sum(lengths) / seconds}
@@ -72,9 +83,11 @@ class Throughput:
     def of_updates(
         self, lengths: Sequence[int], trained: float, seconds: float
     ) -> dict[str, float]:
-        """``perf/mfu`` of RL's updates, where it is known: ``trained`` tokens in ``seconds``, of documents of these lengths.
+        """Return ``perf/mfu`` (0 to 1) of RL's updates if known.
 
-        Documents that no update computes (no advantage) are not known one by one: all are taken to be as long.
+        The updates trained on ``trained`` tokens in ``seconds``, of documents of ``lengths``.
+        Documents that no update computes, because they have no advantage, are not known one by
+        one. They are assumed to be as long on average as the other documents.
         """
         if seconds <= 0 or not self.peak or not sum(lengths):
             return {}
@@ -82,7 +95,10 @@ class Throughput:
 
 
 def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | None:
-    """As ``measure``, from ``config.json`` alone, for a loop that holds no engine; None where no MFU is reported."""
+    """Return the figures like ``measure``, from ``config.json`` alone.
+
+    It is meant for a loop that holds no engine. Returns None where no MFU is reported.
+    """
     peak, model = _peak(device, config.precision.compute), text_config(config.model)
     if peak is None or _is_mixture(model) or not hasattr(model, "intermediate_size"):
         return None
@@ -91,7 +107,10 @@ def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | Non
 
 
 def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
-    """The figures of an initialized engine, from its export's shapes and the model's ``config.json``."""
+    """Return the figures of an initialized engine.
+
+    They come from the shapes of its export and from the model's ``config.json``.
+    """
     shapes = _shapes(engine)
     model = text_config(config.model)
     embedding = [n for n in shapes if n.endswith("embed_tokens.weight")]
@@ -107,7 +126,7 @@ def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
 
 
 def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    if Capability.EXPORT_SHARDS in engine.capabilities:  # no gather
+    if Capability.EXPORT_SHARDS in engine.capabilities:  # this needs no gather
         return {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
     return {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
 
@@ -127,7 +146,8 @@ def _peak(device: str, dtype: str) -> float | None:
         return None
     import torch
 
-    if not torch.cuda.is_available():  # a controller of workers that have some
+    # A controller may have no GPU while its workers have some.
+    if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in PEAK.items() if part in name), None)
