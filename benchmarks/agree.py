@@ -1,8 +1,10 @@
-"""Do two GPUs compute what one computes? Per-token log-probs before and after three steps, at a Qwen3 shape in bf16.
+"""Agreement of two GPUs with one GPU: per-token log-probs at a Qwen3 shape in bf16.
 
+The log-probs are compared before and after three steps.
 ``python -m benchmarks.agree --reference ref.pt`` on one process writes the reference; then
-``torchrun --nproc-per-node 2 -m benchmarks.agree --reference ref.pt [--ulysses 2]`` compares with it, per token.
-The documents are split over data-parallel ranks; results are put together in document order.
+``torchrun --nproc-per-node 2 -m benchmarks.agree --reference ref.pt [--ulysses 2]`` compares with
+it, per token. The documents are split over data-parallel ranks; results are put together in
+document order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LENGTHS = [700, 1500, 31, 2048, 1, 911, 333, 64]
 
 
 def documents(vocabulary: int) -> list[dict[str, torch.Tensor]]:
-    """The documents of the comparison, with uneven lengths."""
+    """Return the documents of the comparison, with uneven lengths."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in LENGTHS:
@@ -48,7 +50,7 @@ def documents(vocabulary: int) -> list[dict[str, torch.Tensor]]:
 
 
 def build(options: argparse.Namespace) -> Any:
-    """The engine, initialized."""
+    """Build the engine and initialize it."""
     precision = Precision(compute=options.compute)
     config = EngineConfig(
         model=ModelSource(
@@ -67,7 +69,7 @@ def build(options: argparse.Namespace) -> Any:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Log-probs of every document before and after three steps, and the steps' figures."""
+    """Return the log-probs of every document before and after three steps, and the figures."""
     engine = build(options)
     place = engine.topology
     comm = TorchComm() if place.world_size > 1 else SingleComm()
@@ -98,7 +100,7 @@ def _collect(engine: Any, comm: Any, batch: Batch, mine: list[int]) -> torch.Ten
 def compare(
     ours: dict[str, Any], reference: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Largest and root-mean-square differences per token."""
+    """Return the largest and the root-mean-square difference per token."""
     row: dict[str, Any] = {
         "shape": options.shape,
         "compute": options.compute,
@@ -116,7 +118,7 @@ def compare(
 
 
 def main() -> None:
-    """Write the reference when it is absent, compare with it when it is there."""
+    """Write the reference where it is absent, compare with it where it exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--reference", type=Path, required=True)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")

@@ -36,7 +36,7 @@ SHAPE_TEXT = "Qwen3, 6 layers, hidden 384, vocabulary 4096, float32"
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds only config.json."""
+    """Return a folder that holds only config.json."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(SHAPE))
     torch.set_num_threads(2)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(folder: Path) -> Iterator[Callable[..., Any]]:
-    """Build an engine with these ``Memory`` fields; closed at the end."""
+    """Yield a function that builds an engine with given ``Memory`` fields, closed at the end."""
     engines: list[Any] = []
 
     def make(**memory: Any) -> Any:

@@ -1,9 +1,11 @@
-"""FP8 training beside bf16: the loss curve of one SFT recipe under several engines, and the log-prob error of what it trained.
+"""FP8 training compared with bf16: the loss curve of one SFT recipe, and the log-prob error.
 
-``python -m benchmarks.fp8_training --output DIR`` runs recipes/fp8_reproduction/sft.yaml (25 M parameters, from random weights, on
-generated problems) once for each of ``--ways``, with nothing changed but the engine's name, spec and precision; then asks engines
-in each precision for the log-probs of held-out documents under the same trained weights, and compares them token by token with
-engine-fsdp's in float32. One JSON line a way: training and held-out loss, and the error in nats; ``DIR/fp8_training.png`` has the curves.
+``python -m benchmarks.fp8_training --output DIR`` runs recipes/fp8_reproduction/sft.yaml (25 M
+parameters, from random weights, on generated problems) once for each of ``--ways``. Only the
+engine's name, spec and precision differ. Then engines in each precision compute the log-probs of
+held-out documents under the same trained weights, which are compared token by token with
+engine-fsdp's in float32. The output is one JSON line per way: training and held-out loss, and the
+error in nats; ``DIR/fp8_training.png`` has the curves.
 ``--steps 4 --tiny --device cpu --ways fsdp2-bf16`` is a smoke test.
 """
 
@@ -29,7 +31,8 @@ from engine_trainer.telemetry.report import Series, load_series
 RECIPE = Path(__file__).parent.parent / "recipes" / "fp8_reproduction"
 sys.path[:0] = [str(RECIPE), str(RECIPE.parent / "quickstart")]
 
-from prepare import prepare  # noqa: E402 - the folders have to be on the path first  # pyright: ignore[reportMissingImports]
+# The folders have to be on the path first.
+from prepare import prepare  # noqa: E402  # pyright: ignore[reportMissingImports]
 from run import SHAPE, TINY, TINY_SFT  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 MEGATRON = ("engine.backend=megatron",)
@@ -44,7 +47,7 @@ DOCUMENTS, LENGTH = 64, 256
 
 
 def train(way: str, options: argparse.Namespace) -> Mapping[str, Series]:
-    """Run the recipe, unless it has been; its metrics."""
+    """Run the recipe, unless it has run already, and return its metrics."""
     folder = options.output / way
     if not (folder / "hf").is_dir():
         with (options.output / f"{way}.log").open("w") as log:
@@ -68,7 +71,7 @@ def train(way: str, options: argparse.Namespace) -> Mapping[str, Series]:
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What is said to every way alike."""
+    """Return the overrides that all ways have in common."""
     return [
         f"engine.model.path={options.output / 'model'}",
         f"engine.device={options.device}",
@@ -88,7 +91,7 @@ def log_probs(
     options: argparse.Namespace,
     own: Any = None,
 ) -> Tensor:
-    """Of every token under the weights in ``folder``, on the CPU, float64."""
+    """Return the log-prob of every token under the weights in ``folder``, float64 on the CPU."""
     config = EngineConfig(
         model=ModelSource(path=str(folder)),
         optimizer=None,
@@ -107,7 +110,11 @@ def log_probs(
 
 
 def documents(folder: Path) -> Batch:
-    """Random tokens do for an error of arithmetic; a trained model is far from sure of them, which is the hard case."""
+    """Return documents of random tokens.
+
+    They suffice to measure an error of arithmetic. A trained model is far from sure of them, which
+    is the hard case.
+    """
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     rows = torch.randint(
         0, vocabulary, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(0)
@@ -118,7 +125,7 @@ def documents(folder: Path) -> Batch:
 
 
 def errors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Each way's arithmetic on the weights that the first way trained, against float32."""
+    """Return the error of each way's arithmetic on the first way's weights, against float32."""
     folder = options.output / options.ways[0] / "hf"
     batch = documents(folder)
     counted = batch.loss_weight > 0
@@ -138,7 +145,7 @@ def errors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def draw(runs: Mapping[str, Mapping[str, Series]], path: Path) -> None:
-    """Training and held-out loss by step, a line a way."""
+    """Draw training and held-out loss by step, one line per way."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -156,7 +163,7 @@ def draw(runs: Mapping[str, Mapping[str, Series]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train each way, compare, print."""
+    """Train each way, compare them and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS)

@@ -1,12 +1,16 @@
-"""A step of verl's GRPO (FSDP2, vLLM beside every rank) on the work of ``benchmarks.rl_step``, phase by phase.
+"""A step of verl's GRPO (FSDP2, colocated vLLM) on the work of ``benchmarks.rl_step``.
 
-``python -m benchmarks.incumbent --shape qwen3-0.6b --gpus 4`` prints one JSON line: medians of verl's own clocks
-(``timing_s/*``) over the steps after ``--warmup``. Random weights, answers of exactly ``--new`` tokens, a reward drawn
-from the text; no network. Packed sequences, dynamic micro-batches, gradient checkpointing and no offload as in verl's own GRPO
-scripts for small dense models (examples/grpo_trainer, 0.9.1); FSDP2, one GPU a replica and no KL are the choices of the other side.
-CUDA graphs on, weights and KV cache given back while it trains. ``more``: any override of verl's, last. Made for verl 0.9.1, which
-takes transformers below 5.11 and flash-attn; run to its end on a CPU and on two H200s. Its trainer asks every 2 s whether the
-answers are there (``ReplayBuffer``): ``gen`` comes in whole multiples of that.
+vLLM runs beside every rank, that is, on the same GPU.
+``python -m benchmarks.incumbent --shape qwen3-0.6b --gpus 4`` prints one JSON line: medians of
+verl's own clocks of each phase (``timing_s/*``) over the steps after ``--warmup``. The weights are
+random, completions have exactly ``--new`` tokens, the reward is drawn from the text, and no network
+is needed. Packed sequences, dynamic micro-batches, gradient checkpointing and no offload are as in
+verl's own GRPO scripts for small dense models (examples/grpo_trainer, 0.9.1); FSDP2, one GPU per
+replica and no KL are as in ``benchmarks.rl_step``. CUDA graphs are on; weights and KV cache are
+freed while it trains. ``more`` takes any override of verl's and comes last. The benchmark is made
+for verl 0.9.1, which takes transformers below 5.11 and flash-attn; it ran to its end on a CPU and
+on two H200s. verl's trainer asks every 2 s whether the completions are there (``ReplayBuffer``):
+``gen`` comes in whole multiples of that.
 """
 
 from __future__ import annotations
@@ -26,15 +30,16 @@ from benchmarks.rl_work import MAX_TOKENS, NEW, PROMPT, PROMPTS, N, drawn_reward
 
 
 def score(solution_str: str, **_: Any) -> float:
-    """The reward; verl names every argument."""
+    """Return the reward; verl names every argument."""
     return drawn_reward(solution_str)
 
 
 def prepare_all(folder: Path, options: argparse.Namespace) -> None:
-    """``folder/model`` with random bf16 weights, and ``folder/prompts.parquet``."""
+    """Write ``folder/model`` with random bf16 weights, and ``folder/prompts.parquet``."""
     from datasets import Dataset
 
-    # one epoch: at the start of another the trainer forks its loader's workers anew, within a step
+    # There is one epoch: at the start of a second one the trainer would fork the workers of its
+    # loader again, within a step.
     rows = options.prompts * (options.warmup + options.steps)
     turns = prepare(folder / "model", options.shape, rows, options.prompt)
     Dataset.from_list(
@@ -51,7 +56,7 @@ def prepare_all(folder: Path, options: argparse.Namespace) -> None:
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What is said to ``verl.trainer.main_ppo``."""
+    """Return the arguments of ``verl.trainer.main_ppo``."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         "algorithm.adv_estimator=grpo",
@@ -82,7 +87,8 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         "trainer.total_epochs=1000",
         "trainer.resume_mode=disable",
         f"trainer.default_local_dir={folder}/checkpoints",
-        # claimed, also where there are fewer cores: three a GPU, nine for its queue of data, one by each small actor that is starting
+        # These cores are claimed also where the machine has fewer: three per GPU, nine for verl's
+        # queue of data, one for each small actor that is starting.
         f"ray_kwargs.ray_init.num_cpus={16 + 4 * options.gpus}",
         "+ray_kwargs.ray_init.include_dashboard=false",
         *options.more,
@@ -90,7 +96,11 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Offline, the log as a file, this repository (the reward's) on every process's path, and modules compiled once for all."""
+    """Return the environment of the run.
+
+    It works offline, writes the log as a file, has this repository (for the reward) on every
+    process's path, and compiles modules once for all processes.
+    """
     path = os.pathsep.join(
         [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     )
@@ -101,7 +111,8 @@ def environment(folder: Path) -> dict[str, str]:
         "WANDB_MODE": "disabled",
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # a machine whose memory grows as it is used looks full to Ray's monitor, which then kills workers
+        # A machine whose memory grows as it is used looks full to Ray's monitor, which then kills
+        # workers.
         "RAY_memory_monitor_refresh_ms": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONPATH": path,
@@ -111,13 +122,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures of a finished run."""
+    """Return the figures of a finished run."""
     rows = [
         json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ][options.warmup :]
     asked = options.prompts * options.n * (options.prompt + options.new)
     if found := {row["perf/total_num_tokens"] for row in rows} - {asked}:
-        # its trainer goes on without the answers that failed
+        # verl's trainer continues without the completions that failed.
         sys.exit(
             f"verl's steps had {found} tokens, the work has {asked}; see the errors in {folder}/log"
         )
@@ -163,7 +174,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, run, print one JSON line."""
+    """Parse the arguments, run, and print one JSON line."""
     from importlib.metadata import version
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -201,7 +212,8 @@ def main() -> None:
     shutil.rmtree(folder / "model")
     if done.returncode:
         sys.exit(
-            f"verl ended with {done.returncode}; the end of {folder}/log:\n{(folder / 'log').read_text()[-8000:]}"
+            f"verl ended with {done.returncode}; the end of "
+            f"{folder}/log:\n{(folder / 'log').read_text()[-8000:]}"
         )
     print(json.dumps(row_of(options, folder)), flush=True)
 

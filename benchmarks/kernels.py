@@ -1,8 +1,9 @@
-"""The rollout's kernels on one GPU: GB/s of quantization, cast and checksum over the weights of Qwen3-8B's decoder.
+"""The rollout's kernels on one GPU, in GB/s over the weights of Qwen3-8B's decoder.
 
-``python -m benchmarks.kernels`` (36 layers, 6.9 billion weights, random). One JSON line a row: the median of 20 passes
-over all tensors by CUDA events after 3 for warming up, bytes read and written, and the host's time for one call of one
-layer's tensors while the device is busy. ``--layers 4`` for a smaller GPU.
+``python -m benchmarks.kernels`` measures quantization, cast and checksum over 36 layers (6.9
+billion random weights). The output is one JSON line per row: the median of 20 passes over all
+tensors by CUDA events, after 3 passes of warm-up; the bytes read and written; and the host's time
+for one call of one layer's tensors while the device is busy. ``--layers 4`` is for a smaller GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ LAYER = (
     (INTERMEDIATE, HIDDEN),
     (HIDDEN, INTERMEDIATE),
 )
-CALL = 9  # layers a call: about 60 tensors, as in a bucket of a sync
+CALL = 9
+"""Layers per call: they have about 60 tensors, as has a bucket of a sync."""
 Work = Callable[[], None]
 
 
 def median_ms(work: Work, repeats: int) -> float:
-    """Of the device's time for ``work``."""
+    """Return the median of the device's time for ``work``, in ms."""
     times = []
     for i in range(repeats + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,7 +53,7 @@ def median_ms(work: Work, repeats: int) -> float:
 
 
 def host_us(call: Work) -> float:
-    """Of the host's time for one call that only queues work: the least of 50."""
+    """Return the host's time for one call that only queues work, the least of 50, in µs."""
     times = []
     for _ in range(50):
         torch.cuda.synchronize()
@@ -62,18 +64,18 @@ def host_us(call: Work) -> float:
 
 
 def num_bytes(*lists: list[Tensor]) -> int:
-    """Of all elements."""
+    """Return the bytes of all elements."""
     return sum(t.numel() * t.element_size() for tensors in lists for t in tensors)
 
 
 def chunks(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors of one call each."""
+    """Return the tensors of each call."""
     size = CALL * len(LAYER)
     return [tensors[i : i + size] for i in range(0, len(tensors), size)]
 
 
 def weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
-    """Random weights of this many layers."""
+    """Return random weights of ``layers`` layers."""
     return [
         torch.randn(shape, device="cuda", dtype=dtype) * 0.02
         for _ in range(layers)
@@ -82,19 +84,24 @@ def weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def quantizing(layers: int, dtype: torch.dtype, policy: str) -> tuple[list[Work], int]:
-    """Calls that quantize every weight, and the bytes that they move."""
+    """Return the calls that quantize every weight, and the bytes that they move."""
     sources = weights(layers, dtype)
     results = [empty_like(w) for w in sources]
     outs, scales = [r.weight for r in results], [r.scales for r in results]
     calls: list[Work] = []
     for w, q, s in zip(chunks(sources), chunks(outs), chunks(scales), strict=True):
-        plan = QuantizePlan(layouts(w), layouts(q), layouts(s), scales=policy)  # pyright: ignore[reportArgumentType]
+        plan = QuantizePlan(
+            layouts(w),
+            layouts(q),
+            layouts(s),
+            scales=policy,  # pyright: ignore[reportArgumentType]
+        )
         calls.append(lambda plan=plan, w=w, q=q, s=s: plan.run(w, q, s))
     return calls, num_bytes(sources, outs, scales)
 
 
 def casting(layers: int, source: torch.dtype, out: torch.dtype) -> tuple[list[Work], int]:
-    """Calls that cast every weight, and the bytes that they move."""
+    """Return the calls that cast every weight, and the bytes that they move."""
     sources = weights(layers, source)
     outs = [torch.empty_like(w, dtype=out) for w in sources]
     calls: list[Work] = []
@@ -105,7 +112,7 @@ def casting(layers: int, source: torch.dtype, out: torch.dtype) -> tuple[list[Wo
 
 
 def summing(layers: int, dtype: torch.dtype) -> tuple[list[Work], int]:
-    """Calls that add up every weight's checksum, and the bytes that they read."""
+    """Return the calls that add up every weight's checksum, and the bytes that they read."""
     parts = [w.to(dtype) for w in weights(layers, torch.bfloat16)]
     out = torch.zeros(len(parts), dtype=torch.int64, device="cuda")
     calls: list[Work] = []
@@ -118,7 +125,7 @@ def summing(layers: int, dtype: torch.dtype) -> tuple[list[Work], int]:
 
 
 def cases(layers: int) -> Iterator[tuple[str, list[Work], int]]:
-    """Name, calls and bytes; one after the other, so that only one holds memory."""
+    """Yield name, calls and bytes of one case after the other, so that only one holds memory."""
     for dtype in (torch.float32, torch.bfloat16):
         for policy in ("fp32", "pow2"):
             yield f"quantize {dtype} scales={policy}", *quantizing(layers, dtype, policy)
@@ -129,7 +136,7 @@ def cases(layers: int) -> Iterator[tuple[str, list[Work], int]]:
 
 
 def main() -> None:
-    """Prints one JSON line a case."""
+    """Print one JSON line per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=20)

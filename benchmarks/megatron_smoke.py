@@ -1,19 +1,24 @@
-"""engine-megatron's layouts and layer specs on GPUs against the conformance suite's float64 oracle, one table.
+"""engine-megatron's layouts and layer specs on GPUs, compared with the suite's float64 oracle.
 
-``python -m benchmarks.megatron_smoke`` runs every step that the GPUs here allow, each in processes of its own with a deadline,
-and goes on when one fails. ``--list`` shows them, ``--only te-cp2,fp8`` chooses, ``--output DIR`` keeps logs and rows.jsonl.
+``python -m benchmarks.megatron_smoke`` runs every step that the GPUs here allow, each in processes
+of its own with a deadline, continues after a failure, and prints one table. ``--list`` shows the
+steps, ``--only te-cp2,fp8`` chooses, ``--output DIR`` keeps logs and rows.jsonl.
 
-A step: log-probs of every token, the gradient of every weight in the first of three AdamW steps (Adam's first moment, read
-through the checkpoint's boxes), and log-probs after the third. Columns:
+A step computes log-probs of every token, the gradient of every weight in the first of three AdamW
+steps (Adam's first moment, read through the checkpoint's boxes), and log-probs after the third.
+Columns:
 
-    before, after   error of a log-prob in nats, before the first step and after the third: root mean square of all tokens and
-                    of the worst document, and the largest; then the share of tokens that were compared
-    weight          |g - g*| / |g*| of the worst weight that is no expert's, and of the middle one of experts
+    before, after   error of a log-prob in nats, before the first step and after the third: root
+                    mean square of all tokens and of the worst document, and the largest; then the
+                    share of tokens that were compared
+    weight          |g - g*| / |g*| of the worst weight that is no expert's, and of the middle one
+                    of experts
     norm            relative error of the first step's gradient norm
 
-The worst document, these weights and the norm are judged. Tokens of a mixture of experts whose choice of experts rounding may
-change are left out (`OracleModel.routing_margin`). Their gradients are in: of experts the middle weight is judged, not the
-worst. Exit status 1 when a step did not pass or was not run.
+The worst document, these weights and the norm are judged. Tokens of a mixture of experts whose
+choice of experts may change by rounding are left out (`OracleModel.routing_margin`). Their
+gradients are included: among experts the middle weight is judged, not the worst. The exit status is
+1 when a step did not pass or was not run.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ from engine_conformance.oracle import (
 )
 from engine_conformance.tolerances import tolerance
 
-# Sides that FP8's blocks divide, also on two ranks; heads as large as real ones.
+# FP8's blocks divide these sides, also on two ranks, and the heads are as large as real ones.
 DENSE = TinyModel(
     vocab_size=1024,
     hidden_size=256,
@@ -91,9 +96,11 @@ STEPS, LR, EPS, BETA = 3, 1e-4, 1e-5, 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What a document's log-probs (nats, root mean square), a weight's gradient and the norm (both relative) may err by.
+    """The largest errors of a step that passes.
 
-    ``routed``: a weight of a model with experts, to which rounding sends other tokens.
+    They are those of a document's log-probs (nats, root mean square), of a weight's gradient and of
+    the norm (both relative). ``routed`` is the limit of a weight in a model with experts, which
+    receives other tokens after rounding.
     """
 
     nats: float
@@ -102,8 +109,9 @@ class Limit:
     norm: float
 
 
-# The local spec on a CPU gave 1.2e-5, 3e-6 and 1e-6 in float32; 0.16, 0.04 and 8e-4 in bfloat16, with experts 0.19, 0.18 and 1e-3.
-# FP8's are a guess: eight times bfloat16's rounding, and less than the 1 of a gradient that is not there.
+# The local spec on a CPU gave 1.2e-5, 3e-6 and 1e-6 in float32; 0.16, 0.04 and 8e-4 in bfloat16,
+# and with experts 0.19, 0.18 and 1e-3. FP8's limits are a guess: eight times bfloat16's rounding,
+# and less than 1, the error of a missing gradient.
 LIMITS = {
     "float32": Limit(nats=1e-4, weight=1e-4, routed=1e-4, norm=1e-4),
     "bfloat16": Limit(nats=0.3, weight=0.12, routed=0.3, norm=0.01),
@@ -113,7 +121,7 @@ LIMITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One step's engine."""
+    """The engine of a step."""
 
     gpus: int = 1
     compute: Any = "bfloat16"
@@ -162,11 +170,11 @@ LAYOUTS = {
 }
 
 
-# --- in the ranks ------------------------------------------------------------------------------
+# --- in the ranks ---------------------------------------------------------------------------------
 
 
 def build(layout: Layout, folder: Path, device: str) -> Any:
-    """The engine, initialized."""
+    """Build the engine and initialize it."""
     config = EngineConfig(
         model=ModelSource(path=str(folder)),
         precision=Precision(compute=layout.compute),
@@ -181,7 +189,10 @@ def build(layout: Layout, folder: Path, device: str) -> Any:
 
 
 def measure(engine: Any, documents: PackedDocuments, comm: Comm) -> dict[str, Any]:
-    """Log-probs before and after three steps in document order, the first step's gradients, loss and norm."""
+    """Return log-probs before and after three steps, and the first step's gradients, loss and norm.
+
+    The log-probs are in document order.
+    """
     place, lengths = engine.topology, documents.lengths
     mine = list(range(place.dp_rank, len(lengths), place.dp_size))
     own = documents.take(mine)
@@ -216,7 +227,7 @@ def _in_order(values: Tensor, lengths: Any, mine: list[int], comm: Comm) -> Tens
 
 
 def _first_gradients(engine: Any, comm: Comm) -> dict[str, Tensor]:
-    """Whole gradients by name: after one step Adam's first moment is ``(1 - beta) g``."""
+    """Return whole gradients by name: after one step Adam's first moment is ``(1 - beta) g``."""
     own: dict[str, Any] = {}
     for key, (tensor, spec) in engine.state_shards().items():
         if key.endswith(".exp_avg") and spec.replica == 0 and not spec.is_empty:
@@ -231,7 +242,7 @@ def _first_gradients(engine: Any, comm: Comm) -> dict[str, Tensor]:
 def compare(
     got: dict[str, Any], folder: Path, documents: PackedDocuments, layout: Layout
 ) -> dict[str, Any]:
-    """The step's row: errors against the oracle, and whether they are within the limits."""
+    """Return the step's row: errors against the oracle, and whether they are within the limits."""
     oracle = load_oracle(folder)
     dtype = torch.float32 if layout.compute == "float32" else torch.bfloat16
     gap = 2 * tolerance("router_logits", dtype).atol if layout.experts else 0.0
@@ -287,7 +298,7 @@ def _rms(error: Tensor) -> float:
 
 
 def in_rank(name: str, root: Path, device: str) -> bool:
-    """One rank of a step; rank 0 prints the row. Whether it passed."""
+    """Run one rank of a step and return whether the step passed; rank 0 prints the row."""
     layout = LAYOUTS[name]
     documents = packed_documents(7, LENGTHS, vocab_size=DENSE.vocab_size)
     folder = root / ("experts" if layout.experts else "dense")
@@ -305,11 +316,11 @@ def in_rank(name: str, root: Path, device: str) -> bool:
     return bool(row["passed"])
 
 
-# --- the controller ----------------------------------------------------------------------------
+# --- the controller -------------------------------------------------------------------------------
 
 
 def step_of(name: str, root: Path, device: str) -> Step:
-    """The command of a step."""
+    """Return the command of a step."""
     gpus = LAYOUTS[name].gpus
     module = (
         "-m",
@@ -340,13 +351,14 @@ def _line(row: dict[str, Any]) -> str:
         for when in ("before", "after")
     )
     return (
-        f"{log_probs} of {row['kept']:.1%}  weight {row['weight']:.1e} {row['experts']:.1e}  norm {row['norm']:.1e}  "
+        f"{log_probs} of {row['kept']:.1%}  weight {row['weight']:.1e} {row['experts']:.1e}  norm "
+        f"{row['norm']:.1e}  "
         f"{row['seconds']} s  {row['weight_name']}"
     )
 
 
 def main() -> int:
-    """Parse; run steps, or be one rank of one."""
+    """Parse the arguments, then run steps, or be one rank of a step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--only", default=",".join(LAYOUTS), help="names, in the order in which they are to run"
@@ -370,7 +382,8 @@ def main() -> int:
     if options.list:
         for name in names:
             print(
-                f"{name:16} {LAYOUTS[name].gpus} GPU  at most {LAYOUTS[name].seconds} s  {LAYOUTS[name]}"
+                f"{name:16} {LAYOUTS[name].gpus} GPU  at most {LAYOUTS[name].seconds} s  "
+                f"{LAYOUTS[name]}"
             )
         return 0
     return _run(names, options)

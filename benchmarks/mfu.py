@@ -1,13 +1,14 @@
 """Training throughput on GPUs: tokens/s, MFU and peak memory of ``train_batch`` at Qwen3 shapes.
 
-``python -m benchmarks.mfu --shape 0.6b --tokens 8192 --document 4096`` (or under torchrun). Random weights, so no
-model is needed. Several engines and layouts do the same work one after another, as in
-``--backend fsdp2,megatron,megatron:tp=2+pp=2``; sizes are those of ``Parallelism``. One JSON line each;
-``tools/benchmarks.py`` is not involved, the figures are put into docs/benchmarks.md with this command.
+``python -m benchmarks.mfu --shape 0.6b --tokens 8192 --document 4096`` runs it, also under
+torchrun. The weights are random, so no model is needed. Several engines and layouts do the same
+work one after another, as in ``--backend fsdp2,megatron,megatron:tp=2+pp=2``; sizes are those of
+``Parallelism``. The output is one JSON line each; the figures are put into docs/benchmarks.md with
+this command, without ``tools/benchmarks.py``.
 
-MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L layers, H query
-heads, d head width, S document length; the attention term is the causal half; recomputation does not count;
-989.5 TFLOP/s is the H200's dense bf16 peak.
+MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L
+layers, H query heads, d head width, S document length; the attention term is the causal half;
+recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak.
 """
 
 from __future__ import annotations
@@ -92,14 +93,14 @@ PEAK = 989.5e12
 
 
 def model_folder(shape: str) -> str:
-    """A folder that holds only config.json."""
+    """Return a folder that holds only config.json."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     return str(folder)
 
 
 def flops_per_token(shape: dict[str, Any], document: int) -> float:
-    """Forward and backward, as the module's docstring says."""
+    """Return the FLOP of forward and backward, by the formula in the module's docstring."""
     hidden, layers, width = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
     heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
     attention = hidden * width * (2 * heads + 2 * kv)
@@ -109,7 +110,7 @@ def flops_per_token(shape: dict[str, Any], document: int) -> float:
 
 
 def packed(shape: dict[str, Any], tokens: int, document: int, seed: int) -> Batch:
-    """Random documents of one length."""
+    """Return random documents of one length."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.ones(document)
     weight[0] = 0.0
@@ -119,7 +120,7 @@ def packed(shape: dict[str, Any], tokens: int, document: int, seed: int) -> Batc
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An engine, and how its ranks are spread."""
+    """An engine and its layout over ranks."""
 
     backend: str
     layout: Parallelism
@@ -127,7 +128,10 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """``NAME[:SIZE=N[+SIZE=N…]]`` by commas; raises ``ValueError`` for what is no such thing."""
+    """Return the entries of a list ``NAME[:SIZE=N[+SIZE=N…]]``, separated by commas.
+
+    Raises ``ValueError`` for any other text.
+    """
     found = []
     for word in text.split(","):
         backend, _, sizes = word.partition(":")
@@ -135,7 +139,8 @@ def entries(text: str) -> list[Entry]:
         known = {f.name for f in fields(Parallelism)}
         if not all(len(pair) == 2 and pair[0] in known and pair[1].isdecimal() for pair in pairs):
             raise ValueError(
-                f"{word}: write NAME:SIZE=N, as megatron:tp=2+pp=2; sizes: {', '.join(sorted(known))}"
+                f"{word}: write NAME:SIZE=N, as megatron:tp=2+pp=2; sizes: "
+                f"{', '.join(sorted(known))}"
             )
         layout = Parallelism(**{name: int(size) for name, size in pairs})
         found.append(Entry(backend=backend, layout=layout, text=sizes))
@@ -143,32 +148,32 @@ def entries(text: str) -> list[Entry]:
 
 
 def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
-    """Most tokens of a micro-batch: a step is one, or with stages four times as many as there are stages.
+    """Return the largest number of tokens in a micro-batch.
 
-    Fewer would measure the pipeline's bubble; raises ``ValueError`` when the documents are too few for that.
+    A step is one micro-batch, or with pipeline stages four times as many as there are stages: fewer
+    would measure the pipeline's bubble. Raises ``ValueError`` when the documents are too few.
     """
-    own = (
-        options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses
-    )  # ranks that share documents
+    # These ranks share their documents.
+    own = options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses
     if layout.pp == 1:
         return own
     parts = 4 * layout.pp
     if own // parts < options.document:
         raise ValueError(
-            f"pp={layout.pp}: {own} tokens in documents of {options.document} are fewer than {parts} micro-batches; "
+            f"pp={layout.pp}: {own} tokens in documents of {options.document} are fewer than "
+            f"{parts} micro-batches; "
             f"--tokens {-(-parts * options.document * options.tokens // own)}, or shorter documents"
         )
     return own // parts
 
 
 def build(options: argparse.Namespace, entry: Entry) -> Any:
-    """The engine for these options, initialized."""
+    """Build the engine for these options and initialize it."""
     declared = EngineRegistry.resolve(
         model_type="language_model", backend=entry.backend, device=options.device
     )
-    compiled = (
-        options.compile and Capability.COMPILE in declared.plugin.capabilities
-    )  # an engine's own affair
+    # Only engines that declare the capability compile.
+    compiled = options.compile and Capability.COMPILE in declared.plugin.capabilities
     config = EngineConfig(
         model=ModelSource(
             path=model_folder(options.shape), init="random", attention=options.attention
@@ -191,7 +196,10 @@ def build(options: argparse.Namespace, entry: Entry) -> Any:
 
 
 def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
-    """Median step time over ``--steps`` after ``--warmup``; every step has other documents."""
+    """Return the median step time over ``--steps`` after ``--warmup``, with the other figures.
+
+    Every step has different documents.
+    """
     shape, on_gpu = SHAPES[options.shape], options.device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -199,9 +207,8 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     engine = build(options, entry)
     started = time.perf_counter() - begin
     world = engine.topology.world_size
-    own = (
-        options.tokens * world // engine.topology.dp_size
-    )  # ranks that share documents share their tokens
+    # Ranks that share documents share their tokens.
+    own = options.tokens * world // engine.topology.dp_size
     seeds = range(options.warmup + options.steps)
     batches = [
         packed(shape, own, options.document, 1000 * engine.topology.dp_rank + s) for s in seeds
@@ -209,15 +216,15 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     times = []
     for batch in batches:
         begin = time.perf_counter()
-        result = engine.train_batch(
-            batch, sft_loss
-        )  # ends with the gradient norm on the host: no stray work
+        # The step ends with the gradient norm on the host, so no work is left on the device.
+        result = engine.train_batch(batch, sft_loss)
         times.append(time.perf_counter() - begin)
     step = sorted(times[options.warmup :])[options.steps // 2]
     rate = options.tokens * world / step
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     if options.profile:
-        table = profile(engine, batches)  # on every rank: it trains
+        # Every rank takes part, because profiling trains.
+        table = profile(engine, batches)
         if engine.topology.rank == 0:
             name = "-".join(
                 part for part in (options.profile.stem, entry.backend, entry.text) if part
@@ -250,13 +257,16 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
 
 
 def world_size() -> int:
-    """Ranks of this run."""
+    """Return the number of ranks of this run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """The group of torchrun's ranks, for all engines of the run; none on one rank, where each makes its own."""
+    """Open the group of torchrun's ranks for all engines of the run.
+
+    On one rank there is none: each engine makes its own.
+    """
     if world_size() == 1:
         yield
         return
@@ -270,7 +280,7 @@ def process_group(device: str) -> Iterator[None]:
 
 
 def profile(engine: Any, batches: list[Batch]) -> str:
-    """Where the time of three steps goes: kernels and host functions, by their own time."""
+    """Return a table of kernels and host functions in three steps, by their own time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -285,7 +295,7 @@ def profile(engine: Any, batches: list[Batch]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print a JSON line each on rank 0."""
+    """Parse the arguments, measure, and print one JSON line each on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--backend", default="fsdp2", help="NAME[:SIZE=N[+SIZE=N…]] by commas")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")

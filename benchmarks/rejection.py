@@ -59,11 +59,14 @@ def asked(options: argparse.Namespace, folder: Path) -> list[list[int]]:
 
 
 def generated(options: argparse.Namespace, engine: Any, folder: Path) -> Batch:
-    """Return completions with the rollout's log-probs: a document each, ``mask`` on what was generated."""
+    """Return completions with the rollout's log-probs.
+
+    Each completion is a document, whose ``mask`` is set on the generated tokens.
+    """
     model = ModelSource(path=str(folder))
     arguments = {"gpu_memory_utilization": options.memory} if options.server in OPTIONS else {}
     arguments |= OPTIONS.get(options.server, {}) | json.loads(options.rollout)
-    # The local rollout, which needs no server, serves no quantization and is not told of one.
+    # The local rollout needs no server, serves no quantization and receives none.
     wire = (
         {}
         if options.server == "local"
@@ -101,7 +104,7 @@ def generated(options: argparse.Namespace, engine: Any, folder: Path) -> Batch:
 
 
 def rows_of(batch: Batch, engine_log_probs: torch.Tensor, new: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each length: of the completions that are at least so long, their first tokens."""
+    """Yield a row for each length, about the first tokens of completions at least so long."""
     counts = [int(part.sum()) for part in batch["mask"].split(batch.lengths)]
     lengths = [1 << power for power in range(9, 20) if 1 << power < new]
     for length in [*lengths, new]:
@@ -116,7 +119,7 @@ def rows_of(batch: Batch, engine_log_probs: torch.Tensor, new: int) -> Iterator[
 
 
 def figures(given: Ratios) -> dict[str, Any]:
-    """Return the mismatch, quantiles of the geometric ratio, and the shares that are rejected at each band."""
+    """Return the mismatch, quantiles of the geometric ratio, and the share each band rejects."""
     log, tokens = given.log[given.counted], float(given.counts.sum())
     quantiles = torch.quantile(
         given.geometric, torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99], dtype=torch.float64)
@@ -138,7 +141,7 @@ def figures(given: Ratios) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Generate, score, print one JSON line a length."""
+    """Generate, score, and print one JSON line per length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="a Hugging Face folder or hub id")
     parser.add_argument(

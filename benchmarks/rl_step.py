@@ -1,14 +1,17 @@
-"""A step of RL on a Ray cluster, phase by phase: where the time goes, and how long the GPUs idle.
+"""A step of RL on a Ray cluster, phase by phase: the time of each, and how long the GPUs idle.
 
-``python -m benchmarks.rl_step --shape qwen3-0.6b --gpus 4`` runs recipes/rl/dapo.yaml with ``launcher=ray``, engine-fsdp and a
-vLLM rollout beside every engine rank; ``--rollouts 2`` puts replicas on GPUs of their own, and ``--overlap one_step_off`` lets them
-generate while the others train. Random weights, so no model is needed: an answer is as long as it may be (hardly any token
-ends it), its reward is drawn from its text. One JSON line: medians over the steps after ``--warmup``.
+``python -m benchmarks.rl_step --shape qwen3-0.6b --gpus 4`` runs recipes/rl/dapo.yaml with
+``launcher=ray``, engine-fsdp and a vLLM rollout colocated with every engine rank; ``--rollouts 2``
+puts replicas on GPUs of their own, and ``--overlap one_step_off`` lets them generate while the
+engine's ranks train. The weights are random, so no model is needed: a completion is as long as it
+may be (hardly any token ends it), its reward is drawn from its text. The output is one JSON line:
+medians over the steps after ``--warmup``.
 
-``step_s``: from step to step. ``phases_s``: the loop's own clocks; with overlap they run at the same time. ``other``: the share
-of a step that is neither generation nor update (log-probs count as update), the median of the steps' shares. ``gpu_idle``: 1 minus NVML's utilization, the mean of
-the run's GPUs over the steps that count (it is the share of time in which no kernel ran); ``worker_idle``: the share of time in
-which no method of a worker ran.
+``step_s`` is the time from step to step. ``phases_s`` are the loop's own clocks; with overlap they
+run at the same time. ``other`` is the share of a step that is neither generation nor update
+(log-probs count as update), the median of the steps' shares. ``gpu_idle`` is 1 minus NVML's
+utilization (the share of time in which a kernel ran), the mean of the run's GPUs over the steps
+that count. ``worker_idle`` is the share of time in which no method of a worker ran.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ GENERATE, UPDATE = ("generate",), ("log_probs", "train")
 
 
 def score(sample: Sample) -> float:
-    """The reward."""
+    """Return the reward."""
     return drawn_reward(sample.completion)
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What is said to ``engine-train rl`` beside the recipe."""
+    """Return the arguments of ``engine-train rl`` in addition to the recipe."""
     rollout = [
         f"rollout.name={options.server}",
         f"rollout.quantization={options.quantization}",
@@ -92,7 +95,7 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def utilization(path: Path, device: str, gpus: int) -> Iterator[None]:
-    """NVML's samples of the run's GPUs into ``path``, five a second."""
+    """Write NVML's samples of the run's GPUs into ``path``, five per second."""
     if device != "cuda":
         path.touch()
         yield
@@ -116,11 +119,12 @@ def utilization(path: Path, device: str, gpus: int) -> Iterator[None]:
 
 
 def idle(path: Path, begin: float, end: float) -> float | None:
-    """1 minus the mean utilization between two times (unix seconds)."""
+    """Return 1 minus the mean utilization between two times (unix seconds)."""
     found: list[float] = []
     for line in path.read_text().splitlines():
         stamp, _, value = line.partition(", ")
-        with contextlib.suppress(ValueError):  # the last line may be cut
+        # The last line may be cut.
+        with contextlib.suppress(ValueError):
             if (
                 begin
                 <= datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp()
@@ -131,7 +135,7 @@ def idle(path: Path, begin: float, end: float) -> float | None:
 
 
 def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures of a finished run."""
+    """Return the figures of a finished run."""
     rows = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if r["step"] > 0]
     seconds = [b["time"] - a["time"] for a, b in pairwise(rows)][options.warmup - 1 :]
     counted = rows[options.warmup :]
@@ -172,7 +176,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, run, print one JSON line."""
+    """Parse the arguments, run, and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py")
     parser.add_argument("--server", default="vllm")

@@ -1,4 +1,7 @@
-"""What a step of RL is measured on, for ``benchmarks.rl_step`` and ``benchmarks.incumbent`` alike: a tokenizer, prompts, a reward."""
+"""The work of a step of RL for benchmarks: a tokenizer, prompts and a reward.
+
+``benchmarks.rl_step`` and ``benchmarks.incumbent`` measure the same work.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 from benchmarks.shapes import config, whole_folder
 
-# The end of a turn and a newline of one token are what verl's agent loop asks of a Qwen tokenizer.
+# verl's agent loop needs a Qwen tokenizer with an end of a turn and a newline of one token.
 PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = (
     "<|pad|>",
     "<|bos|>",
@@ -22,22 +25,28 @@ PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = (
 )
 SPECIAL = [PAD, BOS, EOS, USER, ASSISTANT, NEWLINE]
 CHAT_TEMPLATE = (
-    f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
+    f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% "
+    f"else %}}"
     f"{ASSISTANT}{{{{ m['content'] }}}}{EOS}{{% endif %}}{{% endfor %}}"
     f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
-TURNS = 3  # of a prompt's tokens: bos, user, assistant
-# A step, unless the command line says otherwise: completions to a prompt, prompts, tokens of each, and of a micro-batch on a rank.
+TURNS = 3
+"""Tokens of a prompt that frame its text: bos, user, assistant."""
+# A step has these numbers unless the command line changes them: completions per prompt, prompts,
+# tokens of a prompt and of a completion, tokens of a micro-batch on a rank.
 N, PROMPTS, PROMPT, NEW, MAX_TOKENS = 8, 64, 128, 1024, 32768
 
 
 def drawn_reward(text: str) -> float:
-    """In [0, 1), drawn from the completion."""
+    """Return a reward in [0, 1), drawn from the completion."""
     return zlib.crc32(text.encode()) % 1000 / 1000
 
 
 def tokenizer_of(size: int) -> Any:
-    """A word a token, ``size`` tokens in all: every id that the model can draw has a text."""
+    """Return a tokenizer of ``size`` tokens, one per word.
+
+    Every id that the model can draw has a text.
+    """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +62,10 @@ def tokenizer_of(size: int) -> Any:
 
 
 def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
-    """``folder`` gets a tokenizer, ``config.json`` and random weights; so many user turns, each of ``tokens`` tokens with its frame."""
+    """Write a tokenizer, ``config.json`` and random weights into ``folder``.
+
+    Returns ``prompts`` user turns, each of ``tokens`` tokens with its frame.
+    """
     own = config(shape)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,9 +1,10 @@
 """Generation throughput of a rollout on one GPU, in bf16 and in block FP8: generated tokens/s.
 
-``python -m benchmarks.rollout_throughput --server vllm --shape qwen3-8b --both`` runs bf16 and then FP8, each in a process
-of its own, and prints the ratio. Random weights, so no model is needed; every prompt is random and of one length, no
-token ends a completion. The first ``--warmup`` rounds are not counted: kernels are compiled in them. One JSON line a run,
-``tokens_per_s`` the median over ``--repeats`` rounds.
+``python -m benchmarks.rollout_throughput --server vllm --shape qwen3-8b --both`` runs bf16 and then
+FP8, each in a process of its own, and prints the ratio. The weights are random, so no model is
+needed; every prompt is random and of one length, no token ends a completion. The first ``--warmup``
+rounds are not counted: kernels are compiled in them. The output is one JSON line per run, with
+``tokens_per_s`` as the median over ``--repeats`` rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from benchmarks.shapes import SHAPES, config, model_folder, weights
 from engine_api import ModelSource, RolloutRegistry, SamplingParams
 
-# Seeds cost throughput on SGLang (its deterministic mode); neither server is asked to follow one here.
+# Seeds cost throughput on SGLang (its deterministic mode): neither server follows a seed here.
 OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {"truncation": False},
     "sglang": {"deterministic": False},
@@ -28,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """``[count][length]`` random tokens: no two prompts begin alike."""
+    """Return ``[count][length]`` random tokens, where no two prompts begin alike."""
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = torch.randint(
         0, vocab_size, (count, length), generator=generator
@@ -37,7 +38,7 @@ def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[in
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
+    """Measure one run."""
     own = config(options.shape, options.layers)
     arguments = (
         {"gpu_memory_utilization": options.memory}
@@ -91,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def both(arguments: list[str]) -> None:
-    """Run bf16 and FP8 one after another; print both rows and their ratio."""
+    """Run bf16 and then FP8, and print both rows and their ratio."""
     rows: list[dict[str, Any]] = []
     for quantization in ("none", "fp8"):
         command = [
@@ -119,7 +120,7 @@ def both(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print one JSON line a run."""
+    """Parse the arguments, measure, and print one JSON line per run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")

@@ -1,10 +1,12 @@
 """Seconds of a checkpoint of engine-megatron: portable, and in Megatron's own format.
 
-``torchrun --nproc-per-node 2 -m benchmarks.saves --shape qwen3-0.6b``, with ``--tp``, ``--pp``, ``--ep`` for other layouts than data
-parallel; ``--shim`` simulates CUDA on the CPU. Random weights in bfloat16 on float32 masters, one AdamW step before. One JSON line
-a format: medians over ``--repeats`` after one more, from the call until all ranks are back.
+``torchrun --nproc-per-node 2 -m benchmarks.saves --shape qwen3-0.6b`` runs it, with ``--tp``,
+``--pp``, ``--ep`` for layouts other than data parallel; ``--shim`` simulates CUDA on the CPU. The
+weights are random, in bfloat16 on float32 masters, after one AdamW step. The output is one JSON
+line per format: medians over ``--repeats`` after one more, from the call until all ranks return.
 
-``gather_s``: of ``save_s``, what the boxes cost before any file is written. The files are read from memory, not from the disk.
+``gather_s`` is the part of ``save_s`` that the boxes cost before any file is written. The files are
+read from memory, not from the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ ROW = {"input_ids": [5, 9, 7, 8, 3], "loss_weight": [0.0, 1.0, 1.0, 1.0, 1.0]}
 
 
 def trained(arguments: argparse.Namespace, model: Path, checkpoint: str) -> Any:
-    """An engine after one step, so that there are moments."""
+    """Return an engine after one step, so that there are moments."""
     engine = EngineRegistry.create(
         backend="megatron",
         device="cpu" if arguments.shim else "cuda",
@@ -56,7 +58,7 @@ def trained(arguments: argparse.Namespace, model: Path, checkpoint: str) -> Any:
 
 
 def seconds(engine: Any, work: Callable[[], object]) -> float:
-    """From the first rank's call to the last one's return."""
+    """Return the time from the first rank's call to the last rank's return."""
     engine.comm.all_gather(None)
     begin = time.perf_counter()
     work()
@@ -65,14 +67,15 @@ def seconds(engine: Any, work: Callable[[], object]) -> float:
 
 
 def measure(engine: Any, folder: Path, repeats: int) -> dict[str, float]:
-    """Medians, and the checkpoint's size."""
+    """Return the medians and the checkpoint's size."""
     rows: dict[str, list[float]] = {"save_s": [], "gather_s": [], "load_s": []}
     for index in range(repeats + 1):
         target = folder / f"step-{index}"
         own = engine.options.checkpoint != "portable"
         gather = 0.0 if own else seconds(engine, engine.state_shards)
         found = {
-            "save_s": seconds(engine, lambda: engine.save_checkpoint(target)),  # noqa: B023 - called at once
+            # The functions are called at once, within this turn of the loop.
+            "save_s": seconds(engine, lambda: engine.save_checkpoint(target)),  # noqa: B023
             "gather_s": gather,
             "load_s": seconds(engine, lambda: engine.load_checkpoint(target)),  # noqa: B023
         }
@@ -88,7 +91,7 @@ def measure(engine: Any, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """One line a format."""
+    """Print one line per format."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +104,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.shim:
         install()
-    dist.init_process_group("gloo" if arguments.shim else "nccl")  # of both engines
+    # Both engines use this group.
+    dist.init_process_group("gloo" if arguments.shim else "nccl")
     with tempfile.TemporaryDirectory() as name:
         model = Path(name)
         (model / "config.json").write_text(

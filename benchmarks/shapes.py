@@ -1,4 +1,7 @@
-"""Shapes of known models, for measurements with random weights: a ``config.json``, the names of its tensors, and files of them."""
+"""Shapes of known models, for measurements with random weights.
+
+A shape is a ``config.json``, the names of its tensors, and files of them.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +72,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "qwen3-30b-a3b": _A3B,
-    "qwen3-30b-a3b-cut": _A3B
-    | {"num_hidden_layers": 24},  # half the layers: fits one GPU together with its export
+    # Half the layers fit one GPU together with their export.
+    "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},
     "tiny": _COMMON
     | {
         "hidden_size": 256,
@@ -84,19 +87,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """The content of ``config.json``; ``layers``: cut or extend to so many."""
+    """Return the content of ``config.json``, cut or extended to ``layers`` layers."""
     return SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
 
 
 def model_folder(shape: str, layers: int | None = None) -> Path:
-    """A folder that holds only ``config.json``."""
+    """Return a folder that holds only ``config.json``."""
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(config(shape, layers)))
     return folder
 
 
 def weights(shape: str, layers: int | None, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Random bf16 weights at the scale of a trained model's, one at a time."""
+    """Yield random bf16 weights at the scale of a trained model's, one at a time."""
     generator = torch.Generator(device).manual_seed(0)
     for name, size in tensors(shape, layers):
         if name.endswith("norm.weight"):
@@ -109,16 +112,18 @@ def weights(shape: str, layers: int | None, device: str) -> Iterator[tuple[str, 
 
 
 def whole_folder(shape: str, layers: int | None = None) -> Path:
-    """A Hugging Face folder with ``weights``, made once a machine, in its shared memory where it has that.
+    """Return a Hugging Face folder with ``weights``, made once per machine.
 
-    An engine that draws an 8B's weights itself takes minutes, on every rank. Of a launcher's ranks the first one writes, the others wait.
+    The folder is in the machine's shared memory where there is one. An engine that draws the
+    weights of an 8B model itself takes minutes, on every rank. The first rank of a launcher writes,
+    the remaining ranks wait.
     """
-    shared = "/dev/shm"  # noqa: S108 - of this machine alone, and nothing secret
+    shared = "/dev/shm"  # noqa: S108 - the files belong to this machine and are not secret
     root = Path(shared if os.access(shared, os.W_OK) else tempfile.gettempdir())
     asked = json.dumps([shape, layers, config(shape, layers)])
     folder = root / f"enginehouse-{shape}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not folder.is_dir():
-        # In a process of its own: what it holds on the GPU is gone when it is measured.
+        # The weights are drawn in a separate process, whose GPU memory is free at the measurement.
         subprocess.run(
             [sys.executable, "-m", "benchmarks.shapes", shape, str(layers or 0), str(folder)],
             check=True,
@@ -134,7 +139,7 @@ def whole_folder(shape: str, layers: int | None = None) -> Path:
 
 
 def main() -> None:
-    """``SHAPE LAYERS FOLDER``: write a whole folder; 0 layers: all."""
+    """Write a whole folder for ``SHAPE LAYERS FOLDER``, where 0 layers means all."""
     shape, layers, folder = sys.argv[1], int(sys.argv[2]) or None, Path(sys.argv[3])
     needed, free = (
         sum(2 * math.prod(size) for _, size in tensors(shape, layers)),
@@ -142,7 +147,8 @@ def main() -> None:
     )
     if needed > free:
         sys.exit(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, {shape} takes {needed / 1e9:.1f} GB: make room"
+            f"{folder.parent} has {free / 1e9:.1f} GB free, {shape} takes {needed / 1e9:.1f} GB: "
+            "make room"
         )
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
@@ -174,7 +180,7 @@ def _write(folder: Path, shape: str, layers: int | None, shard_bytes: int = 2 <<
 
 
 def tensors(shape: str, layers: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
-    """Checkpoint names and shapes, in the order of the model."""
+    """Return checkpoint names and shapes, in the order of the model."""
     return list(_tensors(config(shape, layers)))
 
 

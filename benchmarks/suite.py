@@ -1,11 +1,14 @@
-"""Everything about rollouts, and about engines side by side, that docs/benchmarks.md measures on GPUs, one step after another, each with a deadline.
+"""All GPU measurements of docs/benchmarks.md about rollouts and about engines side by side.
 
-``python -m benchmarks.suite --list`` shows the steps; ``python -m benchmarks.suite --only sync-8b,kernels --output DIR``
-runs some. A step's output goes to ``DIR/<step>.log``; what it measured, one JSON line a row, is printed and goes to
-``DIR/rows.jsonl``. A step that fails or takes too long does not stop the others; ``--budget`` seconds after the start no
-further step begins. Exit status 1 when a step did not pass.
+``python -m benchmarks.suite --list`` shows the steps; ``python -m benchmarks.suite --only
+sync-8b,kernels --output DIR`` runs some. They run one after another, each with a deadline. A step's
+output goes to ``DIR/<step>.log``; its measurements, one JSON line per row, are printed and go to
+``DIR/rows.jsonl``. A step that fails or takes too long does not stop the remaining ones;
+``--budget`` seconds after the start no further step begins. The exit status is 1 when a step did
+not pass.
 
-vLLM compiles DeepGEMM's kernels on first use (``~/.cache/vllm/deep_gemm``): keep that folder from run to run.
+vLLM compiles DeepGEMM's kernels on first use (``~/.cache/vllm/deep_gemm``): keep that folder from
+run to run.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-# Not every shape before the first request: those that occur are compiled when they do.
+# Shapes are compiled when they occur, instead of all of them before the first request.
 ENVIRONMENT = {
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
@@ -35,7 +38,7 @@ VLLM = {
     "deterministic": False,
     "memory_saver": False,
 }
-# Triton and PyTorch: FlashAttention 3 and FlashInfer are large, and not on every machine.
+# Triton and PyTorch are used: FlashAttention 3 and FlashInfer are large, and not on every machine.
 SGLANG = {
     "gpu_memory_utilization": 0.55,
     "max_model_len": 1024,
@@ -48,7 +51,7 @@ CUDA_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "packages/rollout-fp8/tests")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command, on how many GPUs, and the seconds after which it is ended."""
+    """A command, the number of its GPUs, and the seconds after which it is ended."""
 
     command: tuple[str, ...]
     seconds: int
@@ -65,7 +68,7 @@ def syncs(
     server: str = "vllm",
     **options: object,
 ) -> dict[str, Step]:
-    """benchmarks/sync.py, a step in bf16 and one in FP8."""
+    """Return two steps of benchmarks/sync.py, one in bf16 and one in FP8."""
     rollout = (VLLM if server.startswith("vllm") else SGLANG) | options
     return {
         name + suffix: Step(
@@ -91,7 +94,7 @@ def syncs(
 
 
 def spread(gpus: int) -> tuple[str, ...]:
-    """What starts a module on so many GPUs."""
+    """Return the command that starts a module on ``gpus`` GPUs."""
     return (
         ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
         if gpus > 1
@@ -100,13 +103,13 @@ def spread(gpus: int) -> tuple[str, ...]:
 
 
 def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> Step:
-    """benchmarks/mfu.py: the engines one after another, on the same work."""
+    """Return a step of benchmarks/mfu.py: the engines one after another, on the same work."""
     module = ("-m", "benchmarks.mfu", "--backend", backends, "--shape", shape, *arguments)
     return Step(command=(*spread(gpus), *module), seconds=seconds, gpus=gpus)
 
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
-    """benchmarks/rollout_throughput.py, FP8 over bf16."""
+    """Return a step of benchmarks/rollout_throughput.py, FP8 over bf16."""
     return Step(
         command=(
             "-m",
@@ -259,7 +262,7 @@ STEPS = {
 
 
 def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
-    """Exit status (124: it took too long), seconds, and the JSON lines that it printed."""
+    """Run a step and return its exit status (124: timeout), seconds, and printed JSON lines."""
     log = output / f"{name}.log"
     begin = time.monotonic()
     with log.open("w") as file:
@@ -281,7 +284,7 @@ def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The step's whole session: servers leave children behind when they are ended from outside."""
+    """End the step's whole session: a server that is ended from outside leaves children behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -290,14 +293,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The line that most likely says what went wrong."""
+    """Return the line of the log that most likely says why the step failed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "FAILED" in line]
     return (errors or lines or ["nothing was printed"])[-1][:200]
 
 
 def main() -> int:
-    """Parse, run, print a table."""
+    """Parse the arguments, run the steps, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--only", default=",".join(STEPS), help="names, in the order in which they are to run"
@@ -314,7 +317,8 @@ def main() -> int:
     if options.list:
         for name in names:
             print(
-                f"{name:18} {STEPS[name].gpus} GPU  at most {STEPS[name].seconds} s  python {' '.join(STEPS[name].command)}"
+                f"{name:18} {STEPS[name].gpus} GPU  at most {STEPS[name].seconds} s  python "
+                f"{' '.join(STEPS[name].command)}"
             )
         return 0
     options.output.mkdir(parents=True, exist_ok=True)

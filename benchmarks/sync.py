@@ -1,12 +1,15 @@
-"""Weight sync on GPUs: from an engine's fp32 masters to what a server generates with, in bf16 and in FP8.
+"""Weight sync on GPUs, from an engine's fp32 masters to the served weights, in bf16 and in FP8.
 
-``python -m benchmarks.sync --shape qwen3-8b --server vllm`` on one GPU, ``torchrun --nproc-per-node 2 -m benchmarks.sync …``
-on several: the engine is spread over all of them (FSDP2, or with ``--backend megatron`` over ``--tp``, ``--pp``, ``--ep``),
-and each serves a whole replica (``--tensor-parallel 1``) or a part.
-Random weights, so no model is needed. One JSON line a row: the median over ``--repeats`` syncs after ``--warmup``, from
-the call of ``export`` until the served weights are complete on every GPU, and audited unless the row says otherwise.
+``python -m benchmarks.sync --shape qwen3-8b --server vllm`` runs on one GPU, ``torchrun
+--nproc-per-node 2 -m benchmarks.sync …`` on several: the engine is spread over all of them (FSDP2,
+or with ``--backend megatron`` over ``--tp``, ``--pp``, ``--ep``), and each serves a whole replica
+(``--tensor-parallel 1``) or a part. The weights are random, so no model is needed. The output is
+one JSON line per row: the median over ``--repeats`` syncs after ``--warmup``, from the call of
+``export`` until the served weights are complete on every GPU, and audited unless the row says that
+they are not.
 
-``bytes``: of the served weights. ``wire``: bytes into each GPU from the others, and what share of NVLink's 450 GB/s that is.
+``bytes`` are those of the served weights. ``wire`` has the bytes into each GPU from the remaining
+GPUs, and their share of NVLink's 450 GB/s.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ from engine_api import (
 )
 
 SIZES = ("tp", "pp", "ep")
-LINK = 450e9  # bytes/s in one direction, NVLink 4 with 18 links
+LINK = 450e9
+"""Bytes per second in one direction, of NVLink 4 with 18 links."""
 
 
 @contextmanager
 def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> Iterator[Any]:
-    """An engine that holds fp32 masters and no optimizer."""
+    """Open an engine that holds fp32 masters and no optimizer."""
     config = EngineConfig(
         model=ModelSource(path=folder),
         optimizer=None,
@@ -57,7 +61,7 @@ def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> It
 
 
 def timed(engine: Any, exporter: Any, rollout: Any, version: int) -> tuple[float, dict[str, float]]:
-    """Seconds of one sync, the slowest rank's, and the phases on this rank."""
+    """Return the seconds of one sync on the slowest rank, and the phases on this rank."""
     barrier()
     begin = time.perf_counter()
     result = rollout.update_weights(exporter.export(engine), version)
@@ -67,13 +71,13 @@ def timed(engine: Any, exporter: Any, rollout: Any, version: int) -> tuple[float
 
 
 def barrier() -> None:
-    """All ranks."""
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def wire_bytes(plan: Any, world: int) -> int:
-    """Into this GPU from the others, in one sync."""
+    """Return the bytes that this GPU receives from the remaining ones in one sync."""
     return sum(
         b.wire.num_bytes * (world - 1) // world for b in plan.buckets if b.gathered and world > 1
     )
@@ -82,7 +86,7 @@ def wire_bytes(plan: Any, world: int) -> int:
 def measure(
     options: argparse.Namespace, engine: Any, folder: str, quantization: str
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one rollout: audited and not."""
+    """Yield the rows of one rollout, audited and not."""
     world = engine.topology.world_size
     model = ModelSource(path=folder)
     begin = time.perf_counter()
@@ -152,9 +156,13 @@ def measure(
 def generated(
     options: argparse.Namespace, rollout: Any, quantization: str, world: int
 ) -> dict[str, Any]:
-    """Tokens a second of ``--sequences`` completions of 256 tokens to prompts of 128, the median of three after one."""
+    """Return the generated tokens per second, the median of three rounds after one.
+
+    A round has ``--sequences`` completions of 256 tokens to prompts of 128.
+    """
     rates: list[float] = []
-    for seed in range(4):  # other prompts each time: none is found in the prefix cache
+    # The prompts differ each time, so that none is found in the prefix cache.
+    for seed in range(4):
         drawn = torch.Generator().manual_seed(seed)
         prompts = torch.randint(3, 100_000, (options.sequences, 128), generator=drawn).tolist()
         begin = time.perf_counter()
@@ -174,7 +182,7 @@ def generated(
 
 
 def main() -> None:
-    """Parse, measure, print one JSON line a row on rank 0."""
+    """Parse the arguments, measure, and print one JSON line per row on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None, help="cut the shape to so many layers")

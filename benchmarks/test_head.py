@@ -26,7 +26,8 @@ def full():
     return -F.cross_entropy(hidden @ weight.T, targets, reduction="none").sum()
 
 def chunked():
-    return chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk=256, entropy=False)[0].sum()
+    return chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk=256, \
+entropy=False)[0].sum()
 
 run = {"full": full, "chunked": chunked}[sys.argv[1]]
 times = []
@@ -46,7 +47,7 @@ def _head(kind: str) -> tuple[float, float]:
 
 
 def test_chunked_logits(benchmark: Any) -> None:
-    """Forward and backward of the head; peak is what the process grew by, in its own process."""
+    """Forward and backward of the head; the peak is the growth of the memory of its own process."""
     (chunked, chunked_mib), (full, full_mib) = _head("chunked"), _head("full")
     benchmark.extra_info.update(
         shape="2048 tokens, hidden 256, vocabulary 32768, chunks of 256",
@@ -66,7 +67,7 @@ def _import_seconds(module: str) -> float:
 
 
 def test_import_time(benchmark: Any) -> None:
-    """A process that imports the contract, against one that imports nothing and one that imports torch."""
+    """Start of a process that imports the contract, compared with nothing and with torch."""
     api, empty, torch = (
         _import_seconds(m)
         for m in ("engine_api, engine_api.registry, engine_api.base", "sys", "torch")

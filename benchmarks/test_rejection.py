@@ -12,7 +12,10 @@ from engine_api import Batch
 
 
 def test_the_shares_of_each_length_are_those_of_its_first_tokens() -> None:
-    """Two completions of 1,024 tokens: one drifts by 0.0015 a token, one by nothing for 512 tokens and by 0.03 after them."""
+    """Two completions of 1,024 tokens with different drift.
+
+    One drifts by 0.0015 per token, one not at all for 512 tokens and then by 0.03.
+    """
     drift = [[0.0015] * 1024, [0.0] * 512 + [0.03] * 512]
     documents = [
         {

@@ -1,4 +1,4 @@
-"""The tokenizer of a step of RL: what verl asks of it, and the length of its prompts."""
+"""The tokenizer of a step of RL: the tokens that verl needs, and the length of its prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from benchmarks.rl_work import ASSISTANT, BOS, EOS, NEWLINE, USER, tokenizer_of
 
 
 def test_tokenizer(tmp_path: Path) -> None:
-    """A newline and the end of a turn are tokens, a prompt holds neither; every id has a text of its own."""
+    """A newline and the end of a turn are tokens, and no prompt holds either.
+
+    Every id has a text of its own.
+    """
     tokenizer_of(64).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode(NEWLINE, add_special_tokens=False) == [5]

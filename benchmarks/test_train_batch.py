@@ -1,4 +1,4 @@
-"""``train_batch`` against the same model in a plain PyTorch loop, and packed against padded batches."""
+"""``train_batch`` against a plain PyTorch loop on the same model, packed and padded."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from benchmarks.conftest import SHAPE, SHAPE_TEXT
 from engine_api import Batch, sft_loss
 
 EQUAL = [256] * 4
-# What word problems look like: many short documents, a few long ones.
+# Word problems have such lengths: many short documents, a few long ones.
 MIXED = [32] * 12 + [64] * 6 + [128] * 3 + [384]
 
 
 def documents(lengths: list[int]) -> Batch:
-    """Random documents of these lengths; all tokens but first ones carry loss."""
+    """Return random documents of these lengths, where all tokens but first ones carry loss."""
     generator = torch.Generator().manual_seed(0)
     parts = []
     for length in lengths:
         weight = torch.ones(length)
         weight[0] = 0.0
-        ids = torch.randint(0, int(SHAPE["vocab_size"]), (length,), generator=generator)  # type: ignore[call-overload]
+        ids = torch.randint(
+            0,
+            int(SHAPE["vocab_size"]),  # type: ignore[call-overload]
+            (length,),
+            generator=generator,
+        )
         parts.append({"input_ids": ids, "loss_weight": weight})
     return Batch.pack(parts)
 
 
 def plain_step(folder: Path, batch: Batch) -> Callable[[], float]:
-    """One step of the loop that one would write by hand: padded, full logits, clipped, fused AdamW."""
+    """Return one step of a hand-written loop: padded, full logits, clipped, fused AdamW."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -64,19 +69,23 @@ def plain_step(folder: Path, batch: Batch) -> Callable[[], float]:
 def interleaved(
     first: Callable[[], Any], second: Callable[[], Any], rounds: int = 15
 ) -> tuple[float, float]:
-    """Median seconds of both, taken by turns so that a busy machine is busy for both."""
+    """Return the median seconds of both, run alternately so that a busy machine slows both."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         for kept, run in zip(times, (first, second), strict=True):
             start = time.perf_counter()
             run()
-            if turn >= 2:  # the first two warm up
+            # The first two turns warm up.
+            if turn >= 2:
                 kept.append(time.perf_counter() - start)
     return median(times[0]), median(times[1])
 
 
 def test_overhead(benchmark: Any, folder: Path, make_engine: Callable[..., Any]) -> None:
-    """Aim: the engine costs at most 5 % more than the loop by hand (same documents, full logits in one chunk)."""
+    """The engine aims to cost at most 5 % more than a hand-written loop.
+
+    Both have the same documents, and full logits in one chunk.
+    """
     batch, engine = documents(EQUAL), make_engine(logit_chunk=4096)
     plain = plain_step(folder, batch)
     ours, theirs = interleaved(lambda: engine.train_batch(batch, sft_loss), plain)
@@ -89,7 +98,7 @@ def test_overhead(benchmark: Any, folder: Path, make_engine: Callable[..., Any])
 def test_packed_against_padded(
     benchmark: Any, folder: Path, make_engine: Callable[..., Any]
 ) -> None:
-    """Packing saves the padding: mixed lengths, packed by the engine, padded by the loop."""
+    """Packing saves the padding of mixed lengths: the engine packs, the loop pads."""
     batch, engine = documents(MIXED), make_engine()
     ours, theirs = interleaved(
         lambda: engine.train_batch(batch, sft_loss), plain_step(folder, batch), rounds=7

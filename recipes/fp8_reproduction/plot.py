@@ -1,6 +1,7 @@
 """The table and the picture of runs that run.py made.
 
-``python recipes/fp8_reproduction/plot.py [runs/fp8-reproduction] [--picture docs/images/fp8_reproduction.png]``
+``python recipes/fp8_reproduction/plot.py [runs/fp8-reproduction] [--picture FILE.png]`` makes them,
+the picture by default in docs/images.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ PANELS = {
 SECONDS = {"generate": "time/generate", "sync": "time/sync"}
 
 Run = Mapping[str, Series]
-Runs = Mapping[str, Mapping[str, Run]]  # way → seed → the run's metrics
+Runs = Mapping[str, Mapping[str, Run]]
+"""The metrics of runs, by way and then by seed."""
 
 
 def main() -> None:
-    """Print the table, write the picture."""
+    """Print the table and write the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +47,10 @@ def main() -> None:
 
 
 def read(folder: Path) -> Runs:
-    """Every run below ``folder``: ``seed-0/bf16/metrics.jsonl`` and the like. Raises ``SystemExit`` without any."""
+    """Return every run below ``folder``, such as ``seed-0/bf16/metrics.jsonl``.
+
+    Raises ``SystemExit`` where there is none.
+    """
     runs = {
         way: {
             path.parent.parent.name.removeprefix("seed-"): load_series(path)
@@ -59,7 +64,10 @@ def read(folder: Path) -> Runs:
 
 
 def table(runs: Runs) -> str:
-    """Markdown, a row a way; mean ± standard deviation over seeds (none for one seed)."""
+    """Return a Markdown table, a row per way: mean ± standard deviation over seeds.
+
+    With one seed there is no standard deviation.
+    """
     columns: dict[str, Callable[[Run], float]] = {
         "accuracy before": lambda run: run["eval/accuracy"].values[0],
         "accuracy after": lambda run: run["eval/accuracy"].values[-1],
@@ -78,7 +86,7 @@ def table(runs: Runs) -> str:
 
 def _seconds(metric: str) -> Callable[[Run], float]:
     def mean(run: Run) -> float:
-        # The first step warms up; with an evaluation a step generates and syncs twice.
+        # The first step warms up, and a step with an evaluation generates and syncs twice.
         measured = set(run["eval/accuracy"].steps) | {1}
         rest = [
             v
@@ -95,7 +103,10 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def draw(runs: Runs, path: Path) -> Path:
-    """Write the picture: a panel a figure, a thick line the mean of a way, thin ones its seeds."""
+    """Write the picture.
+
+    It has a panel per figure, with a thick line for the mean of a way and thin lines for its seeds.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")

@@ -1,10 +1,13 @@
-"""Does an FP8 rollout cost accuracy, and does token TIS give it back? A model trained from scratch, then DAPO three ways.
+"""Accuracy lost by an FP8 rollout and regained by token TIS: a model from scratch, then DAPO.
 
-``python recipes/fp8_reproduction/run.py --rollout vllm --device cuda --seeds 0,1 --steps 100 --parallel 6``
+Each seed has one SFT run; from its result DAPO runs three ways: with a bf16 rollout, an FP8 rollout
+with token TIS (C = 2), and an FP8 rollout without correction, side by side on one GPU.
 
-Each seed has one SFT run; from its result RL runs with a bf16 rollout, an FP8 rollout with token TIS (C = 2), and an FP8
-rollout without correction, side by side on one GPU. A finished run is not repeated. ``--tiny`` is a smoke test for a
-CPU: ``--rollout local --device cpu --tiny`` (the local rollout has bf16 only). More ``key=value`` go to every RL run.
+``python recipes/fp8_reproduction/run.py --rollout vllm --device cuda --seeds 0,1 --steps 100
+--parallel 6``
+
+A finished run is not repeated. ``--tiny`` is a smoke test for a CPU: ``--rollout local --device cpu
+--tiny`` (the local rollout has bf16 only). Further ``key=value`` arguments go to every RL run.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "quickstart")]
 from plot import WAYS, draw, read, table  # noqa: E402 - the folders have to be on the path first
 from prepare import MODEL, prepare  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-# Qwen3's architecture, 25 M parameters. Every linear layer is made of whole 128×128 blocks.
+# The shape is Qwen3's architecture with 25 M parameters. Every linear layer is made of whole
+# 128×128 blocks.
 SHAPE: dict[str, Any] = MODEL | {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -72,7 +76,8 @@ SETTINGS: dict[str, Sequence[str]] = {
     "fp8_tis": (QUANTIZED, "algorithm.correction={weight: token, cap: 2.0}"),
     "fp8": (QUANTIZED,),
 }
-KEY_VALUE_BYTES = 2 << 30  # of each rollout: 512 completions of 160 tokens take 0.7 GB
+KEY_VALUE_BYTES = 2 << 30
+"""Bytes of each rollout's KV cache: 512 completions of 160 tokens take 0.7 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +91,10 @@ class Job:
 
 
 def main() -> None:
-    """SFT for each seed, RL for each seed and way, the table and the picture."""
+    """Run SFT for each seed and RL for each seed and way, then make the table and the picture."""
     options = _options()
-    warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
+    # Packages below reasoning-gym cause these warnings.
+    warnings.simplefilter("ignore", SyntaxWarning)
     start = time.monotonic()
     for seed in options.seeds:
         _prepare(options, seed)
@@ -180,7 +186,8 @@ def _rl(options: argparse.Namespace, seed: int, way: str) -> Job:
     if options.rollout != "local" and options.device == "cuda":
         rollout.append(f"rollout.options.gpu_memory_utilization={0.6 / options.parallel:.3f}")
     if options.rollout == "vllm":
-        # A fixed size: what is free changes while the other runs start. Eager: graphs take longer to make than they save here.
+        # The cache has a fixed size, because the free memory changes while the other runs start.
+        # The rollout is eager, because graphs take longer to make than they save here.
         rollout += [
             f"rollout.options.kv_cache_bytes={KEY_VALUE_BYTES}",
             "rollout.options.enforce_eager=true",
@@ -207,7 +214,10 @@ def _rl(options: argparse.Namespace, seed: int, way: str) -> Job:
 
 
 def _run_all(jobs: Sequence[Job], parallel: int) -> None:
-    """Run what is not finished; ends the process when one fails, with the end of its log."""
+    """Run all unfinished jobs.
+
+    Ends the process when one fails, with the end of its log.
+    """
     missing = [job for job in jobs if not job.finished.exists()]
     with ThreadPoolExecutor(parallel) as pool:
         codes = list(pool.map(_run, missing))
@@ -219,7 +229,8 @@ def _run_all(jobs: Sequence[Job], parallel: int) -> None:
 
 
 def _run(job: Job) -> int:
-    # One thread a process: the runs share the cores. The warnings are of packages below reasoning-gym.
+    # Each process has one thread, because the runs share the cores. The warnings come from packages
+    # below reasoning-gym.
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,6 +1,6 @@
-"""Makes the quickstart's model folder without any download: a tokenizer and a model's shape, no weights.
+"""The quickstart's model folder, made without any download: tokenizer and shape, no weights.
 
-``python recipes/quickstart/prepare.py FOLDER``; the tokenizer knows any text.
+``python recipes/quickstart/prepare.py FOLDER`` makes it; the tokenizer encodes any text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from engine_trainer.config import GymSection, SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.data.gym import gym_examples
 
-# Qwen3's architecture, 0.67 M parameters. The initial weights are wider than usual: at this depth and width 0.02
-# takes hundreds of steps to leave the plateau at the start.
+# The model is Qwen3's architecture with 0.67 M parameters. The initial weights are wider than
+# usual: at this depth and width 0.02 takes hundreds of steps to leave the plateau at the start.
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -39,16 +39,22 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
     "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('this template knows the roles user and assistant, not ' + m['role']) }}{% endif %}"
+    "{% else %}"
+    "{{ raise_exception('this template knows the roles user and assistant, not ' + m['role']) }}"
+    "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PAD, BOS, EOS, *TURNS = SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
-# Digits one by one; words together with the spaces between them, so that a question is about 17 tokens.
+# Digits are separate, and words stay together with the spaces between them, so that a question is
+# about 17 tokens.
 WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
 
 
 def prepare(folder: Path, problems: GymSection, model: Mapping[str, Any] = MODEL) -> None:
-    """Write the tokenizer, trained on ``problems``, and config.json (``model``, no weights) into ``folder``."""
+    """Write the model folder without weights into ``folder``.
+
+    It has the tokenizer, trained on ``problems``, and ``model`` as config.json.
+    """
     texts = [
         f"{e.messages[0]['content']}\n{e.messages[1]['content']}"
         for e in gym_examples(problems, "train")
@@ -101,7 +107,8 @@ def _tokenizer(texts: list[str]) -> Any:
 def main() -> None:
     """Prepare the folder that the command line names, with the quickstart's problems."""
     (folder,) = sys.argv[1:]
-    warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
+    # Packages below reasoning-gym cause these warnings.
+    warnings.simplefilter("ignore", SyntaxWarning)
     config = load_config(
         SFTConfig,
         Path(__file__).parent / "sft.yaml",

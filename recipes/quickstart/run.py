@@ -1,6 +1,7 @@
 """SFT from random weights, then RL on two processes, with held-out accuracy before and after each.
 
-``python recipes/quickstart/run.py [--seed N] [--output FOLDER] [--device cpu|cuda] [section.key=value of rl.yaml …]``
+``python recipes/quickstart/run.py [--seed N] [--output FOLDER] [--device cpu|cuda] [KEY=VALUE …]``,
+where ``KEY`` is a ``section.key`` of rl.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prepare import prepare  # noqa: E402 - the folder has to be on the path fir
 
 
 def main() -> None:
-    """Run both stages and print what they gave."""
+    """Run both stages and print their accuracies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
@@ -32,7 +33,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="of RL")
     parser.add_argument("overrides", nargs="*", help="of rl.yaml")
     options = parser.parse_args()
-    warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
+    # Packages below reasoning-gym cause these warnings.
+    warnings.simplefilter("ignore", SyntaxWarning)
     folder = options.output / f"seed-{options.seed}"
     start = time.monotonic()
     model, sft, rl = folder / "model", folder / "sft", folder / "rl"
@@ -46,7 +48,8 @@ def main() -> None:
         problems = load_config(SFTConfig, str(HERE / "sft.yaml"), sft_overrides).data.reasoning_gym
         assert problems is not None
         prepare(model, problems)
-    if not (sft / "hf").is_dir():  # a finished stage is not repeated
+    # A finished stage is not repeated.
+    if not (sft / "hf").is_dir():
         _run(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *sft_overrides])
     launcher = [
         "-m",
@@ -71,8 +74,8 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    # One thread a process: the model is so small that threads only wait for each other. The warnings are of
-    # packages below reasoning-gym, when they are compiled for the first time.
+    # Each process has one thread: the model is so small that threads only wait for each other. The
+    # warnings come from packages below reasoning-gym, when they are compiled for the first time.
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -84,7 +87,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def accuracies(stage: Path) -> tuple[float, float]:
-    """Held-out accuracy before the first and after the last step of a stage."""
+    """Return held-out accuracy before the first and after the last step of a stage."""
     rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
     measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     return measured[0], measured[-1]

@@ -1,4 +1,4 @@
-"""A calculator for the model: an agent function, see ``engine_trainer.agent``; calculator.yaml names it."""
+"""A calculator for the model: the agent function (``engine_trainer.agent``) of calculator.yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fractions import Fraction
 from engine_trainer.agent import Episode, Trajectory
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
-LONGEST = 200  # characters of an expression and of a result
+LONGEST = 200
+"""Largest number of characters in an expression and in a result."""
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -21,7 +22,10 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 async def solve(episode: Episode) -> Trajectory:
-    """As long as a turn ends with ``<calc>expression</calc>``, its value is the tool's answer and the model goes on."""
+    """Answer each finished turn with a ``<calc>expression</calc>`` with the expression's value.
+
+    The model continues after such a turn, until a turn has none.
+    """
     turn = await episode.generate()
     while turn.finished and (calls := CALL.findall(turn.text)):
         episode.info["calls"] = episode.info.get("calls", 0) + 1
@@ -30,7 +34,10 @@ async def solve(episode: Episode) -> Trajectory:
 
 
 def calculate(expression: str) -> str:
-    """The value of ``expression``: numbers, + - * / and brackets; anything else is answered by ``error: …``."""
+    """Return the value of ``expression``: numbers, + - * / and brackets.
+
+    Any other expression has the value ``error: …``.
+    """
     try:
         value = _value(ast.parse(expression.strip()[:LONGEST], mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError) as error:
