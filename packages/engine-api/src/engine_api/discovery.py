@@ -94,8 +94,10 @@ def _entries(group: str) -> Iterator[tuple[str, str, importlib.metadata.EntryPoi
     for distribution in importlib.metadata.distributions():
         name = source = "a distribution without a readable name"
         try:
-            name = printable(str(distribution.metadata.get("Name")))
-            source = printable(f"{name}=={distribution.version}")
+            # Python 3.12 warns where a missing field is indexed, as Distribution.version does.
+            metadata = distribution.metadata
+            name = printable(str(metadata.get("Name")))
+            source = printable(f"{name}=={metadata.get('Version')}")
             entries = [entry for entry in distribution.entry_points if entry.group == group]
         # Damaged metadata of any distribution must not hide the plug-ins of all others.
         except Exception as error:  # noqa: BLE001
