@@ -12,7 +12,10 @@ from engine_trainer.data import Prompt
 
 
 class Scripted:
-    """Answers with the texts of a script by turn (all prompts alike), and notes what it was asked."""
+    """A model that replies with a script's texts by turn, and records its prompts.
+
+    All prompts get the same replies.
+    """
 
     weight_version = 4
 
@@ -46,9 +49,10 @@ class Scripted:
 
 
 class Submitting(Scripted):
-    """The same in the background, a thread each; ``aborts``: how many first parts end with ``abort`` after two tokens.
+    """A ``Scripted`` model that replies in the background, with one thread per request.
 
-    ``together``: turns end only when so many of them have been asked for, side by side.
+    ``aborts`` first parts end with ``abort`` after two tokens. Turns end only after ``together`` of
+    them have been requested concurrently.
     """
 
     def __init__(self, *args, aborts=0, seconds=0.0, together=0):

@@ -1,4 +1,4 @@
-"""A tokenizer, a model folder, and an engine that really trains: a table of bigram logits over BaseEngine."""
+"""A tokenizer, a model folder, and an engine that trains a table of bigram logits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
 
 @pytest.fixture(scope="session")
 def sums_model(tmp_path_factory) -> Path:
-    """A folder with a Qwen3 of two layers, a tokenizer of sixteen characters, and sums to complete."""
+    """A folder with a two-layer Qwen3, a tokenizer of sixteen characters, and sums to complete."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

@@ -1,8 +1,10 @@
-"""What workers import in the tests (``ray.imports``): a rollout that serves FP8 on the CPU, which vLLM needs other kernels for.
+"""A rollout that serves FP8 on the CPU, which the tests' workers import (``ray.imports``).
 
-What is served lies in a "server" under the wire's own names, installed and audited as vLLM's and SGLang's workers do; ``local``
-generates with what those weights mean. ``fp8-whole`` is the same rollout without a wire: it quantizes what it is given.
-Several buckets a sync, so that a fault can strike in the middle of one.
+vLLM needs other kernels for FP8 than a CPU has. The served weights lie in a "server" under the
+wire's own names, and are installed and audited as in vLLM's and SGLang's workers; ``local``
+generates with their dequantized values. ``fp8-whole`` is the same rollout without a wire, which
+quantizes the weights that it receives. A sync has several buckets, so that a fault can occur in the
+middle of one.
 """
 
 from __future__ import annotations

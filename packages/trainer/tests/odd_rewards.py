@@ -1,6 +1,6 @@
-"""A reward that returns and raises all that one may: what it does stands in the completion, as JSON.
+"""A reward that returns or raises anything, as the completion requests in JSON.
 
-Loaded by its path, as a user's own file is, in this process and in those that judge.
+It is loaded by its path, like a user's own file, in this process and in reward processes.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def writes(sample):  # into the pipe to its parent
         os.write(int(sys.argv[1]), struct.pack("!i", 5) + b"hello")
     return 1.0
 
-def starts(sample):  # a program of its own, and then C that no alarm interrupts and that lets no thread run
+def starts(sample):  # a program of its own, and then C that no alarm interrupts \
+and that lets no thread run
     import pathlib, re, signal, subprocess
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     process = subprocess.Popen(["sleep", "600"])

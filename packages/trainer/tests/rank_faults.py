@@ -1,6 +1,7 @@
 """``engine-train`` with a fault in its last rank: ``python rank_faults.py FAULT sft|rl FILE``.
 
-``waits`` lets the last rank go on only when its standard input says so, so that a test can kill or stop it.
+With ``waits`` the last rank continues only after a line on its standard input, so that a test can
+kill or stop it.
 """
 
 from __future__ import annotations

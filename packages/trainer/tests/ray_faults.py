@@ -1,7 +1,8 @@
-"""What workers import in the tests (``ray.imports``): a reward, and a fault at a place that a file names.
+"""A reward and planned faults, which the tests' workers import (``ray.imports``).
 
-``RAY_FAULTS`` is a file with a JSON list of ``{"worker", "method", "nth", "when", "do"}``: at the nth call of the method by
-that worker (counted in each process), before or after its work: ``kill`` (this process), ``hang``, or a process id to kill.
+``RAY_FAULTS`` is a file with a JSON list of ``{"worker", "method", "nth", "when", "do"}``. The
+fault occurs at the nth call of the method by that worker (counted in each process), before or after
+its work. It is ``kill`` (this process), ``hang``, or a process id to kill.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _strike(method: str, when: str) -> None:
 
 
 def _taken(place: tuple[str, str, int, str]) -> dict | None:
-    """The fault of this place, which is no longer in the plan then: once, whoever has the name next."""
+    """Return the fault of this place, and remove it from the plan, so that it occurs only once."""
     if not PLAN.is_file():
         return None
     with PLAN.with_suffix(".lock").open("w") as lock:

@@ -26,7 +26,10 @@ ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 120.0, "start_ti
 
 @contextmanager
 def local_cluster(cpus: int, faults: Path | None = None) -> Iterator[None]:
-    """More CPUs than there are, for the workers take turns. ``faults``: the file for ``ray_faults``."""
+    """Start a local cluster, with ``faults`` as the file for ``ray_faults``.
+
+    ``cpus`` may exceed the machine's number, because the workers take turns.
+    """
     import ray
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Which sockets a run listens on, as the kernel says it: shared by the tests of what is reachable from elsewhere."""
+"""The sockets that a run listens on, as the kernel lists them, for tests of reachability."""
 
 from __future__ import annotations
 

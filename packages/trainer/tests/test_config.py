@@ -381,7 +381,7 @@ def test_every_option_of_the_trainer_has_a_reader():
 
 
 def test_the_rate_is_the_tasks(file):
-    """Policies that have been trained already move a tenth as fast by default; a rate that is given holds."""
+    """Default to a tenth of the rate for policies already trained, and keep a given rate."""
     plain = {name: BASE[name] for name in ("engine", "data", "run")}
     value = {**plain, "engine": {**plain["engine"], "model_type": "value_model"}}
     decay = {"optimizer": {"weight_decay": 0.1}}

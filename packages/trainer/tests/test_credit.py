@@ -26,7 +26,10 @@ def assignment(**section) -> CreditAssignment:
 
 
 def shard(*answers: list[float]) -> Batch:
-    """Documents of one prompt token and an answer; a number is the log-ratio to the reference at its token."""
+    """Build documents of one prompt token and a completion.
+
+    Each number is the log-ratio to the reference at its token.
+    """
     documents = [
         {
             "input_ids": [1] * (1 + len(a)),

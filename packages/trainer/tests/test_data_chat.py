@@ -70,7 +70,8 @@ def test_turns_that_are_given_carry_no_loss(tokenizer):
 
 WITH_TOOLS = (
     "{% if tools %}<|system|>{% for t in tools %}{{ t['function']['name'] }}{% endfor %}{% endif %}"
-    "{% for m in messages %}{% if m['role'] != 'system' %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -112,7 +113,8 @@ def test_what_a_template_leaves_out_is_refused_with_the_row(tokenizer, tokenizer
 
 def test_a_template_may_read_what_it_does_not_write(tokenizer_of):
     mode = (
-        "{% for m in messages %}{% if m['role'] == 'system' and '/no_think' in m['content'] %}<|system|>quick<|eos|>"
+        "{% for m in messages %}{% if m['role'] == 'system' and '/no_think' in m['content'] %}"
+        "<|system|>quick<|eos|>"
         "{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
@@ -152,7 +154,8 @@ def test_a_template_that_rewrites_earlier_text_is_refused_with_the_row(tokenizer
 
 def test_a_template_without_end_of_turn_gets_eos(tokenizer_of):
     tokenizer = tokenizer_of(
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     chat = ChatTokenizer(tokenizer, section())
     assert chat.stop_token_ids == (tokenizer.eos_token_id,)
@@ -160,7 +163,10 @@ def test_a_template_without_end_of_turn_gets_eos(tokenizer_of):
 
 
 def test_the_end_of_turn_stops_a_completion_too(tokenizer_of):
-    template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     tokenizer = tokenizer_of(template)
     chat = ChatTokenizer(tokenizer, section())
     assert chat.stop_token_ids == (
@@ -214,7 +220,10 @@ def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, to
             tokenizer_of("{% for m in messages %}{{ m['content'] }}{% endfor %}"),
             Example(messages=[{"role": "assistant", "content": ""}]),
         )
-    strict = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    strict = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
     with pytest.raises(DataError, match="no system") as caught:
         build(tokenizer_of(strict), turns("q", "r", system="s"))
     assert caught.value.row == 3

@@ -1,4 +1,4 @@
-"""The layouts of the data sets that people train on, row by row as their files have them, and where files come from."""
+"""The layouts of widely used data sets, row by row as their files have them, and file sources."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from engine_trainer.rewards import Sample, create
 
 # Columns, types and texts as in the parquet files on the hub.
 GSM8K = {
-    "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many?",
-    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
+    "question": "Natalia sold clips to 48 of her friends in April, "
+    "and then she sold half as many clips in May. How many?",
+    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+    "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
 }
 MATH = {  # EleutherAI/hendrycks_math: no answer of its own, the solution boxes it
     "problem": "Compute $\\dbinom{5}{3}$.",
@@ -37,7 +39,8 @@ DAPO = {  # BytedTsinghua-SIA/DAPO-Math-17k
     "data_source": "math_dapo",
     "prompt": [
         {
-            "content": "Solve the following math problem step by step. The last line … Answer: $Answer …\n\nIn triangle…",
+            "content": "Solve the following math problem step by step. "
+            "The last line … Answer: $Answer …\n\nIn triangle…",
             "role": "user",
         }
     ],
@@ -143,7 +146,7 @@ def test_what_sft_learns_of_them(tmp_path, row, response):
 
 
 def save_to_disk(folder, rows, shards=1, **state):
-    """As datasets 5.2 does: the record batches as an arrow stream a shard, and their names in state.json."""
+    """Save as datasets 5.2 does, with one arrow stream per shard and their names in state.json."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
     for i, name in enumerate(names):

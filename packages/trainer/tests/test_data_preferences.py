@@ -63,7 +63,8 @@ def test_every_layout_gives_the_same_documents(tmp_path, tokenizer, name, kind):
 @pytest.mark.parametrize("name", ["texts", "messages", "conversations"])
 def test_tools_reach_the_template_in_every_layout(tmp_path, tokenizer_of, name):
     template = (
-        "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>"
+        "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer, row = tokenizer_of(template), LAYOUTS[name] | {"tools": '[{"name": "add"}]'}

@@ -1,4 +1,4 @@
-"""Configurations from anything: one that reads back equal, or a ``ConfigError`` that names the key."""
+"""Fuzz tests of configurations: one reads back equal, or a ``ConfigError`` names the key."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ values = st.recursive(
 
 
 def outcome(call):
-    """What a call returns, or the ``ConfigError`` that it raises; any other exception fails the test."""
+    """Return the result of a call, or the ``ConfigError`` that it raises.
+
+    Any other exception fails the test.
+    """
     try:
         return call()
     except ConfigError as error:

@@ -1,4 +1,7 @@
-"""Data from anything: rows and examples that keep their promises, or a ``DataError`` that names file, row and column."""
+"""Fuzz tests of data.
+
+Rows and examples keep their promises, or a ``DataError`` names file, row and column.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ named = st.fixed_dictionaries(
 
 
 def outcome(call):
-    """What a call returns, or the ``DataError`` that it raises; any other exception fails the test."""
+    """Return the result of a call, or the ``DataError`` that it raises.
+
+    Any other exception fails the test.
+    """
     try:
         return call()
     except DataError as error:

@@ -1,4 +1,7 @@
-"""Fuzz model folders: whatever is in one, ``local`` and the readers of its configuration take it or refuse it by a typed error."""
+"""Fuzz tests of model folders.
+
+``local`` and the readers of a folder's configuration accept it or refuse it with a typed error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``engine.model.config_overrides``: of any key and value, the model's configuration has it or a ``ConfigError`` names the key."""
+"""Fuzz tests of ``engine.model.config_overrides``.
+
+The model's configuration has any given key and value, or a ``ConfigError`` names the key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a reward function may return, raise and be given: a finite number or a typed error comes of it, and the next call works."""
+"""Fuzz tests of the values that a reward function may return, raise and receive.
+
+The result is a finite number or a typed error, and the next call works.
+"""
 
 from __future__ import annotations
 

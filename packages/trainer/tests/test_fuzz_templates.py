@@ -1,4 +1,8 @@
-"""Chat templates from anything: a text within the limits, or a ``DataError`` that names the row; no hang, no memory lost."""
+"""Fuzz tests of chat templates.
+
+The result is a text within the limits or a ``DataError`` that names the row, without a hang or a
+loss of memory.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,17 @@ BOMBS = {
         "processor time",
     ),
     "prints in loops": (
-        "{% for i in range(99999) %}{% for j in range(9999) %}aaaaaaaaaaaaaaaa{% endfor %}{% endfor %}",
+        (
+            "{% for i in range(99999) %}{% for j in range(9999) %}aaaaaaaaaaaaaaaa"
+            "{% endfor %}{% endfor %}"
+        ),
         "processor time|MiB",
     ),
     "doubles a text": (
-        "{% set n = namespace(t='ab') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
+        (
+            "{% set n = namespace(t='ab') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}"
+            "{% endfor %}{{ n.t }}"
+        ),
         "MiB of memory|processor time",
     ),
     "pads": ("{{ 'a'.ljust(10 ** 11) }}", "MiB of memory"),
@@ -196,7 +206,10 @@ statements = st.recursive(
 
 
 def outcome(call):
-    """What a call returns, or the typed error that it raises; any other exception fails the test."""
+    """Return the result of a call, or the typed error that it raises.
+
+    Any other exception fails the test.
+    """
     try:
         return call()
     except (DataError, TemplateError) as error:

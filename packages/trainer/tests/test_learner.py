@@ -1,4 +1,7 @@
-"""What one data-parallel rank alone sees ends the step on all of them: no rank waits for one that has gone."""
+"""Errors on one data-parallel rank end the step on all ranks.
+
+No rank waits for one that has ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every causal language model that transformers knows: ``local`` generates with its own log-probs, or refuses it."""
+"""Every causal language model in transformers.
+
+``local`` generates with the model's own log-probs, or refuses the model.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ SAMPLING = SamplingParams(n=3, max_new_tokens=9, seed=1)
 
 # Those that must not be refused; whatever else is taken must be right as well.
 _TAKEN = """
-afmoe arcee aria_text cwm deepseek_v2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox granite granitemoe llama
-llama4_text ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+afmoe arcee aria_text cwm deepseek_v2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 \
+gpt_neox granite granitemoe llama
+llama4_text ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 \
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3
 stablelm starcoder2
 """
 TAKEN = frozenset(_TAKEN.split())
 
-# Its cache has a window in transformers, and its attention has none: what is generated differs from what is computed.
+# In transformers its cache has a window and its attention has none, so that generation differs from
+# the forward pass.
 NOT_ITSELF = {"moshi"}
 
 
@@ -80,7 +86,7 @@ def test_a_cache_that_cannot_be_repeated_is_named(tmp_path, model_type):
 
 
 def test_a_temperature_by_place_in_the_batch_is_not_moved_by_padding(tmp_path):
-    """Llama 4's attention without RoPE scales each query by its place, as transformers counts it: padding included."""
+    """Scale queries without RoPE in Llama 4 by position, where transformers counts padding too."""
     changes = {
         "attn_temperature_tuning": True,
         "floor_scale": 4,

@@ -52,7 +52,10 @@ EOS = 1
 
 
 def export(model, only=None):
-    """As an engine gives it: Hugging Face checkpoint names, tied weights once, experts one by one."""
+    """Yield tensors as an engine does.
+
+    They have Hugging Face checkpoint names; tied weights come once, and experts one by one.
+    """
     parameters = dict(model.named_parameters())
     for name, pieces in pieces_of(model).items():
         for piece in pieces:
@@ -90,7 +93,7 @@ def params(**kwargs) -> SamplingParams:
 
 @torch.no_grad()
 def full_forward(model, prompt, completion, temperature=1.0):
-    """Log-probs of a completion from one forward pass over the whole text, without a cache or padding."""
+    """Return a completion's log-probs from one forward pass, without a cache or padding."""
     ids = torch.tensor([[*prompt, *completion]])
     log_probs = (
         model(input_ids=ids, use_cache=False).logits[0].double() / temperature
@@ -195,7 +198,8 @@ def test_the_seed_decides_and_the_global_generator_is_untouched(qwen3):
     assert as_rows(rollout.generate(PROMPTS, params(n=4, seed=2))) != as_rows(first)
     assert torch.equal(before, torch.random.get_rng_state())
     assert len({tuple(c.tokens) for c in first[:4]}) > 1  # the completions of a prompt differ
-    # a prompt that comes twice gets other numbers the second time, a longer limit only adds tokens at the end
+    # A repeated prompt gets other random numbers the second time. A longer limit only adds tokens
+    # at the end.
     twice = rollout.generate([PROMPTS[0], PROMPTS[0]], params(n=4))
     assert [c.tokens for c in twice[:4]] == [c.tokens for c in first[:4]]
     assert [c.tokens for c in twice[4:]] != [c.tokens for c in first[:4]]

@@ -70,7 +70,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
 def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(
     tmp_path, monkeypatch
 ):
-    """It was killed before its first checkpoint: metrics.jsonl begins anew, and so does what is shown of it."""
+    """Begin metrics.jsonl and its views again after a kill before the first checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     ids = []

@@ -32,7 +32,9 @@ def eight_billion(monkeypatch):
 
 
 def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
-    """8e9 parameters: weight 4, gradient 4, moments 8 = 16 bytes over 4 ranks; 2 for the replica in bf16.
+    """Check 8e9 parameters over 4 ranks by hand.
+
+    Each has weight 4, gradient 4, moments 8 = 16 bytes, and 2 bytes for the replica in bf16.
 
     The replica is awake while there are no gradients, the engine trains while the replica sleeps.
     """
@@ -83,8 +85,10 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
 
 
 def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
-    """On each of four ranks: policy 32e9, reference 8e9 (weights alone), critic in bf16 16e9; the replica 32e9 in float32.
+    """Check the bytes on each of four ranks by hand.
 
+    The policy has 32e9, the reference 8e9 (weights alone), the critic in bf16 16e9, and the replica
+    in float32 32e9.
     12e9 of it are gradients, which are not there while the replica is awake.
     """
     algorithm = {

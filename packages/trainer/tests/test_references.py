@@ -1,4 +1,4 @@
-"""References of a configuration (``${…}``) that would grow without end: refused before anything is resolved."""
+"""References of a configuration (``${…}``) that would grow without end, and their refusal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ DEEP = 40  # 2**40 of anything is more than a machine has, in time or memory
 
 
 def chain(first, following, length: int = DEEP) -> dict:
-    """``a0`` is ``first``, each next value what ``following`` makes of the name of the one before."""
+    """Build a chain of values from ``first``, the value of ``a0``.
+
+    ``following`` maps the name of a value to the next value.
+    """
     return {"a0": first} | {f"a{i}": following(f"x.a{i - 1}") for i in range(1, length)}
 
 

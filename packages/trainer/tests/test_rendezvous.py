@@ -1,4 +1,7 @@
-"""Ranks that meet through the rendezvous store: what lies there is data, and a rank that does not come is named."""
+"""Ranks that meet through the rendezvous store.
+
+The store holds data only, and the error names a rank that is missing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from engine_api.errors import EngineError
 from engine_trainer.placement.rendezvous import StoreComm
 comm = StoreComm(float(sys.argv[1]))
 try:
-    print(json.dumps(["met", comm.all_gather({"rank": comm.rank, 1: (float("inf"), None)})[-1]["rank"]]), flush=True)
+    print(json.dumps(["met", comm.all_gather({"rank": comm.rank, 1: (float("inf"), None)})\
+[-1]["rank"]]), flush=True)
     if len(sys.argv) > 2 and comm.rank == 1:
         sys.stdin.read()  # until the test ends it
     print(json.dumps(["met again", len(comm.all_gather(None))]), flush=True)
@@ -126,7 +130,8 @@ def test_a_key_set_from_outside_runs_nothing_and_is_a_typed_error(store, tmp_pat
     with ranks(2, store.port, 10.0) as started:
         found = [said(process) for process in started]
     assert not (tmp_path / "ran").exists()
-    # The rank whose key it is finds it taken; the other one reads what is no rank's value, or waits in vain for it.
+    # The rank that owns the key finds it taken. The other rank reads a value that no rank wrote, or
+    # waits for it in vain.
     assert found[int(key[-1])][-1][0] == "CodecError"
     assert all(rows[-1][0] in ("CodecError", "RankFailure") for rows in found), found
 

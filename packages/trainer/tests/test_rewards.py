@@ -375,7 +375,8 @@ def judge(sample):
 
 try:
     completion = Sample(prompt="how many?", completion="a completion", answer=None, metadata={})
-    together(comm, lambda: Scorer([WeightedReward(name="mine", function=judge)]).score([completion]))
+    together(comm, lambda: Scorer([WeightedReward(name="mine", function=judge)])\
+.score([completion]))
     outcome = ("nothing", "")
 except (RewardError, RankFailure) as error:
     outcome = (type(error).__name__, str(error))

@@ -1,4 +1,7 @@
-"""One's own reward functions: loaded, judged side by side and in other processes; what fails is counted, named and bounded."""
+"""Users' own reward functions, which are loaded and run concurrently and in other processes.
+
+Failures are counted, named and limited.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,10 @@ def test_a_reward_that_another_process_cannot_make_is_said(own):
 
 
 def test_a_reward_that_a_module_registers_is_made_in_another_process(tmp_path, monkeypatch):
-    code = "from engine_trainer.rewards import register\n\n@register('of_a_module')\ndef make():\n    return lambda sample: 3.0\n"
+    code = (
+        "from engine_trainer.rewards import register\n\n"
+        "@register('of_a_module')\ndef make():\n    return lambda sample: 3.0\n"
+    )
     (tmp_path / "registers_a_reward.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("registers_a_reward")

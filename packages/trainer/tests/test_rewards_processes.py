@@ -1,4 +1,7 @@
-"""Processes that judge: however one ends, it is noticed, counted and replaced, and leaves nothing behind."""
+"""Reward processes.
+
+A process that ends in any way is noticed, counted and replaced, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def test_however_a_process_ends_it_is_noticed_at_once(own, how, said, monkeypatc
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_process_that_ends_takes_no_other_call_along(own, workers):
-    """Coroutines side by side in one process: the calls beside the one that ends it are made again."""
+    """Repeat the calls that ran concurrently with the one that ended their process."""
     scorer = own("afickle", workers=workers, max_failures=2)
     scores = scorer.score(samples("fine", "die", "fine", "raise", *["fine"] * 20))
     assert [s.total for s in scores] == [1.0, 0.0, 1.0, 0.0, *[1.0] * 20]
@@ -147,7 +150,8 @@ def kill():
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=kill).start()
-scorer = Scorer.from_section(RewardSection(function={f"{tmp_path}/mine.py:starts"!r}, workers=1, timeout_s=None))
+scorer = Scorer.from_section(RewardSection(function={f"{tmp_path}/mine.py:starts"!r}, \
+workers=1, timeout_s=None))
 scorer.score([Sample(prompt="", completion=str(pids), answer="")])
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9

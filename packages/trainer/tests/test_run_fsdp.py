@@ -1,4 +1,4 @@
-"""The same run on the real engine, two ranks: killed in the middle, it ends as one that was left alone."""
+"""A run on the real engine with two ranks, killed in the middle and resumed to the same end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def wait_for_step(launcher, folder, step):
     until(lambda: reached() or launcher.poll() is not None)
     if not reached():
         pytest.fail(
-            f"step {step} was not reached: {(folder.parent / f'{folder.name}.log').read_text()[-2000:]}"
+            f"step {step} was not reached: "
+            f"{(folder.parent / f'{folder.name}.log').read_text()[-2000:]}"
         )
 
 

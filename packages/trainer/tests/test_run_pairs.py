@@ -1,4 +1,7 @@
-"""DPO and reward models from end to end: a tiny model on the real engine, against float64 and against themselves."""
+"""DPO and reward models from end to end, with a tiny model on the real engine.
+
+They are compared with float64 and with each other.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def first_batch(pairs: Path, count: int) -> list[dict]:
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
 @pytest.mark.parametrize("reference", ["precomputed", "engine"])
 def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, reference):
-    """Plain SGD in float64 over whole pairs; small micro-batches here, so that pairs are torn apart."""
+    """Match plain SGD in float64 over whole pairs, with micro-batches that split pairs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = tree(
@@ -306,7 +309,7 @@ def test_a_step_whose_numbers_are_lost_changes_nothing(models, pairs, tmp_path, 
 
 
 def test_held_out_pairs_are_judged_by_their_own_reference(models, pairs, tmp_path):
-    """Found beforehand or by an engine of its own; evaluated twice, on other pairs than are trained on."""
+    """Find reference log-probs beforehand or by an engine, and evaluate held-out pairs twice."""
     rows = {}
     for reference in ("precomputed", "engine"):
         config = tree(
@@ -482,6 +485,6 @@ def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(
     )
     train(kind, config)
     assert (
-        f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: the context has 64"
-        in caplog.text
+        f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: "
+        "the context has 64" in caplog.text
     )

@@ -101,7 +101,10 @@ def test_heldout_rows_that_are_trained_on_are_reported(sft_file, tmp_path, caplo
 def test_rows_of_a_named_set_that_are_trained_on_are_reported_too(sft_file, tmp_path, caplog):
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "held.jsonl").write_text(rows.replace("say", "tell"))
-    sets = f"eval={{source: {tmp_path}/held.jsonl, sets: {{seen: {{source: {tmp_path}/rows.jsonl, max_problems: 2}}}}}}"
+    sets = (
+        f"eval={{source: {tmp_path}/held.jsonl, "
+        f"sets: {{seen: {{source: {tmp_path}/rows.jsonl, max_problems: 2}}}}}}"
+    )
     config = load_config(SFTConfig, sft_file, [sets, "reward.name=exact"])
     sft._Data.load(config, load_tokenizer(config.data, config.engine.model))
     (said,) = [r.getMessage() for r in caplog.records if "held-out" in r.getMessage()]
@@ -117,7 +120,8 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(sft_file, tmp_path):
         "run.save_every=4",
         "run.keep=0",
     )
-    # As if it had been killed in step 9: its last checkpoint is gone, its log goes further than what is left.
+    # The folder looks as after a kill in step 9: the last checkpoint is gone, and the log has more
+    # steps than the remaining checkpoints.
     shutil.rmtree(first.folder / "checkpoints" / "step-000009")
     (first.folder / "checkpoints" / "latest").write_text("step-000008")
     with (first.folder / "metrics.jsonl").open("a") as log:

@@ -1,4 +1,7 @@
-"""Nothing of a run listens beyond this machine, unless that was asked for: real runs, and the kernel's list of their sockets."""
+"""Sockets of real runs, as the kernel lists them.
+
+Nothing in a run listens beyond this machine unless the configuration requests it.
+"""
 
 from __future__ import annotations
 

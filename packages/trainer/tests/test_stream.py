@@ -1,4 +1,4 @@
-"""What fully asynchronous experience gives out: replicas whose every generation is scripted, and done at once."""
+"""Fully asynchronous experience, with replicas whose generations are scripted and immediate."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ STEP = 2  # groups
 class Replicas:
     """A pool, of one unless more are ``held`` by the rollouts.
 
-    ``versions``: of the answers' tokens, by position; else those of the last sync. ``flat``: positions whose answers are
-    all worth the same. Replicas in ``slow`` do not end their slices.
+    ``versions`` are those of the completions' tokens, by position, and by default those of the last
+    sync. ``flat`` are positions whose completions all have the same reward. Replicas in ``slow`` do
+    not end their slices.
     """
 
     timeout_s = NEVER_S
@@ -82,7 +83,10 @@ class Replicas:
 
 @pytest.fixture
 def stream(tmp_path, monkeypatch):
-    """Makes a stream over prompts whose one token is their position, at a policy of some version, and its replicas."""
+    """Build a stream and its replicas, at a policy of some version.
+
+    The only token of a prompt is its position.
+    """
     made: list[FullyAsync] = []
 
     def make(
@@ -178,7 +182,10 @@ def test_a_group_without_a_fresh_token_is_dropped_and_counted(stream):
 
 
 def test_what_was_under_way_is_drawn_first_and_named_until_it_is_given_out(stream):
-    """Two groups may be begun ahead, one at a time: of the six of the state the last two are still to be drawn then."""
+    """Begin two groups ahead, one at a time.
+
+    The last two of the state's six groups are still to be drawn then.
+    """
     one, _, replica = stream(position=12, pending=(1, 3, 5, 7, 8, 9), rollout={"batch_size": 4})
     experience = one.take(1)
     assert (positions(experience.groups), experience.pending) == ([1, 3], [5, 7, 8, 9])
@@ -243,7 +250,7 @@ def test_replicas_share_what_may_be_begun(stream):
 
 
 def test_an_idle_replica_begins_while_anothers_slice_runs(stream):
-    """The groups of the first replica teach nothing: it is to draw others, whatever the second one is at."""
+    """Draw other groups for a replica whose groups teach nothing, whatever the second one does."""
     dynamic = {"dynamic_sampling": {"enabled": True, "max_rounds": 3}}
     one, _, replica = stream(flat=(0, 1), replicas=2, algorithm=dynamic)
     replica.slow.add(1)

@@ -1,4 +1,4 @@
-"""A run that changes engine and layout between its checkpoints ends as one that was left alone with one engine."""
+"""Runs that change engine and layout between checkpoints and end like an unchanged run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ def launch(pool: Pools) -> Launch:
 
 @pytest.fixture
 def file(sft_file: Path, model_folder: Path) -> Path:
-    """SFT of a model that two tensor-parallel ranks or two stages divide; the schedule does not end with a part."""
+    """Return an SFT configuration whose model two tensor-parallel ranks or two stages can divide.
+
+    Its schedule does not end with a part of the run.
+    """
     config = yaml.safe_load(sft_file.read_text())
     config["engine"] |= {
         "device": "cpu",
@@ -118,7 +121,10 @@ def checkpoint(folder: Path, part: str = "") -> Path:
 
 
 def assert_same_state(got: Path, want: Path) -> None:
-    """Weights, both moments and step counts, each against its tensor's largest element; the loop's state exactly."""
+    """Compare weights, both moments and step counts, and the loop's state exactly.
+
+    Tensors are compared relative to their largest element.
+    """
     left, right = read_state(got), read_state(want)
     assert set(left) == set(right)
     assert any(key.endswith(".exp_avg_sq") for key in left)
@@ -176,7 +182,10 @@ def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(
 
 @pytest.fixture
 def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
-    """A model with weights and problems as GSM8K has them; two steps in float32, so that figures can be compared."""
+    """Return overrides for a model with weights and for problems in GSM8K's layout.
+
+    A run takes two steps in float32, so that figures can be compared.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**json.loads((model_folder / "config.json").read_text()) | SHAPE)
@@ -260,8 +269,9 @@ WHOLE = ["algorithm.critic.parallelism={tp: 1}"]
 def test_a_policy_and_a_critic_of_different_data_parallel_sizes_and_engines_agree_with_one_rank(
     policy: list[str], critic: list[str], overrides: list[str], tmp_path: Path, launch: Launch
 ) -> None:
-    """One data-parallel rank beside two; with stages the one that knows the loss is not the first."""
-    values = f"algorithm.critic.model={{path: {value_folder(tmp_path)}}}"  # engines draw a new head differently
+    """Compare one data-parallel rank with two; with stages, the last one knows the loss."""
+    # Engines initialize a new head differently, so the critic starts from a folder with a head.
+    values = f"algorithm.critic.model={{path: {value_folder(tmp_path)}}}"
     given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, values]
     recipe, rows = RECIPES / "rl/gsm8k_grpo.yaml", {}
     for name, world, engines in (("one", 1, FSDP), ("two", 2, [*policy, *critic])):
