@@ -1,6 +1,7 @@
 """The configurations of ``engine-train sft``, ``rl``, ``dpo`` and ``rm``.
 
-Every field has a reader; an unknown key or a value of a wrong type is refused by name (``binding``).
+Every field has a reader. An unknown key or a value of a wrong type is refused by name (see
+``binding``).
 """
 
 from __future__ import annotations

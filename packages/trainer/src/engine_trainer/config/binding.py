@@ -1,7 +1,7 @@
-"""Turns plain mappings into typed dataclasses, with errors that name the dotted key.
+"""The conversion of plain mappings to typed dataclasses, with errors that name the dotted key.
 
-Why not OmegaConf's structured mode: it does not take the ``Mapping`` and ``Sequence``
-annotations of the contract's own dataclasses, and a second copy of them would drift.
+OmegaConf's structured mode is not used, because it does not accept the ``Mapping`` and
+``Sequence`` annotations of the contract's own dataclasses, and a second copy of them would drift.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from engine_api.errors import ConfigError
 from engine_trainer.config.secrets import masked
 
 T = TypeVar("T")
-INT64 = 2**63  # integers reach torch, NumPy and other processes
-UNSET = "???"  # OmegaConf's mark of a mandatory value that is still missing
+# Integers must be below this, since they reach torch, NumPy and other processes.
+INT64 = 2**63
+# OmegaConf's mark of a mandatory value that is still missing.
+UNSET = "???"
 
 
 def bind(cls: type[T], data: Any, key: str = "") -> T:
-    """Build the dataclass ``cls`` from ``data``, strictly: nothing unknown, nothing converted silently.
+    """Build the dataclass ``cls`` from ``data``, without unknown keys or silent conversions.
 
-    Raises ``ConfigError`` that names the dotted key: unknown (with near matches), missing, or of a wrong type.
+    The only conversion is that of an integer to a float.
+
+    Raises ``ConfigError`` that names the dotted key, which is unknown (with near matches), missing,
+    or of a wrong type.
     """
     if not isinstance(data, Mapping):
         raise _wrong(key or cls.__name__, data, f"a mapping with the keys {', '.join(_names(cls))}")
@@ -43,7 +48,7 @@ def bind(cls: type[T], data: Any, key: str = "") -> T:
 
 
 def describe(hint: Any) -> str:
-    """What a value of this type looks like, in words."""
+    """Return a description of the values of a type, in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
@@ -88,7 +93,10 @@ def _value(hint: Any, value: Any, key: str) -> Any:
 
 
 def _check_plain(value: Any, key: str) -> None:
-    """Raise ``ConfigError`` for text that no file holds, and integers that no tensor holds, at every depth of a value."""
+    """Raise ``ConfigError`` for text that no file holds and integers that no tensor holds.
+
+    The check covers every depth of a value.
+    """
     if isinstance(value, str) and not _is_text(value):
         why = "a NUL, or half of a surrogate pair, is no character of a path or a prompt"
         raise ConfigError(
@@ -124,7 +132,7 @@ def _is_text(value: str) -> bool:
 def _scalar(hint: Any, value: Any, key: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    # bool is an int in Python, but `steps: true` is a mistake.
+    # A bool is an int in Python, but `steps: true` is a mistake.
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong(key, value, describe(hint))
     return value
@@ -153,7 +161,7 @@ def _union(hint: Any, value: Any, key: str) -> Any:
         try:
             return _value(member, value, key)
         except ConfigError:
-            continue  # the next member may take it; when none does, the error below names them all
+            continue  # the next member may accept the value; if none does, the error names them all
     raise _wrong(key, value, describe(hint))
 
 
@@ -210,7 +218,8 @@ def _join(key: str, name: str) -> str:
 
 def _wrong(key: str, value: Any, expected: str) -> ConfigError:
     remedy = "correct the value"
-    if isinstance(value, Mapping) and expected.startswith("text"):  # YAML reads {prompt} so
+    # YAML reads {prompt} as a mapping.
+    if isinstance(value, Mapping) and expected.startswith("text"):
         remedy += (
             """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
         )

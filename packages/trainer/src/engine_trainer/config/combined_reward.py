@@ -1,4 +1,4 @@
-"""``reward.name: combine``: several rewards as a weighted sum, as a configuration writes them."""
+"""The configuration of ``reward.name: combine``, a weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "reward.kwargs.rewards"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPart:
-    """One reward of the sum, by ``name`` or as one's own ``function``."""
+    """A reward of the sum, given by ``name`` or as a user's own ``function``."""
 
     name: str | None = None
     """Name of the reward; null needs ``function``."""
@@ -43,12 +43,15 @@ class RewardPart:
 
     @property
     def title(self) -> str:
-        """What metrics and errors call it."""
+        """Name of the reward in metrics and errors."""
         return self.name or (self.function or "").rpartition(":")[2]
 
 
 def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardPart]:
-    """The rewards of ``kwargs["rewards"]`` in their order. Raises ``ConfigError`` for anything that is not read as it is written."""
+    """Return the rewards of ``kwargs["rewards"]`` in their order.
+
+    Raises ``ConfigError`` for anything that is not read as it is written.
+    """
     for name in kwargs:
         if name != "rewards":
             raise ConfigError(
@@ -85,14 +88,15 @@ def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardP
 
 
 def refuse_limits_without_workers(limits: Mapping[str, float | None]) -> None:
-    """Raise ``ConfigError`` for a time limit, of the reward by name, that no process of its own can keep."""
+    """Raise ``ConfigError`` for a time limit, given by reward, without a process to enforce it."""
     for name, timeout_s in limits.items():
         if timeout_s is not None:
             raise ConfigError(
                 "reward.timeout_s",
                 f"expected null with reward.workers: 0, got {timeout_s:g} s for {name!r}",
                 why="nothing can end a call for sure inside the process that makes it",
-                remedy="set reward.workers: 1, or more: their processes are killed at the limit; or reward.timeout_s: null",
+                remedy="set reward.workers: 1, or more: their processes are killed at the limit; "
+                "or reward.timeout_s: null",
             )
 
 

@@ -1,4 +1,7 @@
-"""What is measured on rows that are not trained on: the parts below ``eval``. Every field has a reader."""
+"""The parts below ``eval``: measurements on rows that are not trained on.
+
+Every field has a reader.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from engine_trainer.config.sections import DataSection, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """One held-out set of ``eval.sets``."""
+    """A held-out set of ``eval.sets``."""
 
     source: str | Sequence[str] | None = None
     """Source of the problems, written like ``data.source``; null is the held-out problems of
@@ -55,9 +58,10 @@ class EvalSet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Evaluation on held-out problems, before the first step and after the last one at least.
+    """Evaluation on held-out problems, at least before the first step and after the last.
 
-    ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
+    ``source`` and the fields that belong to it are one set, reported as ``eval/…``. ``sets`` are
+    more sets, reported as ``eval/NAME/…``.
     """
 
     source: str | Sequence[str] | None = None
@@ -110,13 +114,16 @@ class EvalSection:
         )
 
     def own_set(self, data: DataSection) -> EvalSet | None:
-        """The set without a name, where it has something to read."""
+        """Return the set without a name, or None where it has no problems to read."""
         return self._own if self.source is not None or data.reasoning_gym is not None else None
 
     def all_sets(self, data: DataSection) -> dict[str, EvalSet]:
-        """Every set by name, the one without a name as an empty text, with all values filled in.
+        """Return every set by name, with all values filled in.
 
-        Raises ``ConfigError``: values that make no sense, a set that has nothing to read, no set at all.
+        The set without a name has the name "".
+
+        Raises ``ConfigError`` for values that make no sense, a set that has no problems to read,
+        and no set at all.
         """
         own = self.own_set(data)
         sets = {"": own} if own is not None else {}
@@ -145,7 +152,7 @@ def _nothing_held_out(key: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutSection:
-    """Held-out pairs of preferences, before the first step and after the last one at least."""
+    """Held-out pairs of preferences, measured at least before the first step and after the last."""
 
     source: str | Sequence[str]
     """Source of the held-out pairs, written like ``data.source``."""
@@ -168,7 +175,10 @@ class HeldoutSection:
 
 
 def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> None:
-    """Raise ``ConfigError`` for sets that nothing would be measured on. ``loss``: the one without a name has its loss, too."""
+    """Raise ``ConfigError`` for sets that nothing would be measured on.
+
+    With ``loss`` the loss of the set without a name is measured, too.
+    """
     sets = section.all_sets(data)
     for name, one in sets.items():
         key = f"eval.sets.{name}" if name else "eval"

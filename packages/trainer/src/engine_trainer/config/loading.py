@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a typed configuration, and back to YAML."""
+"""The way from a YAML file and dotted overrides to a typed configuration, and back to YAML."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from engine_trainer.config.references import check_references
 from engine_trainer.config.secrets import masked, refer
 
 T = TypeVar("T")
-BASE = (
-    "base"  # `base: other.yaml` takes that file first; paths are relative to the file that says so
-)
-MAX_DEPTH = 50  # levels of keys and lists; YAML's and OmegaConf's parsers are recursive
-MAX_BASES = 20  # files that one configuration is made of
-# OmegaConf's and PyYAML's own errors; what converting a scalar raises ("0x_", "!!timestamp x"); what their recursion ends in.
+# `base: other.yaml` reads that file first. Its path is relative to the file with the key.
+BASE = "base"
+# Largest number of levels of keys and lists, because YAML's and OmegaConf's parsers are recursive.
+MAX_DEPTH = 50
+# Largest number of files that one configuration is made of.
+MAX_BASES = 20
+# OmegaConf's and PyYAML's own errors, the errors of converting a scalar ("0x_", "!!timestamp x"),
+# and the errors that their recursion ends in.
 _UNREADABLE = (
     OmegaConfBaseException,
     yaml.YAMLError,
@@ -38,9 +40,10 @@ _UNREADABLE = (
 
 
 def load_config(cls: type[T], path: Path | str, overrides: Sequence[str] = ()) -> T:
-    """The configuration ``cls`` from a YAML file, its ``base`` files and ``key.sub=value`` overrides.
+    """Load ``cls`` from a YAML file, its ``base`` files and ``key.sub=value`` overrides.
 
-    Raises ``ConfigError``: file missing or not YAML, key unknown, value of a wrong type, mandatory value missing.
+    Raises ``ConfigError`` for a file that is missing or not YAML, an unknown key, a value of a
+    wrong type, and a mandatory value that is missing.
     """
     tree = _read(Path(path), ())
     for override in overrides:
@@ -49,7 +52,7 @@ def load_config(cls: type[T], path: Path | str, overrides: Sequence[str] = ()) -
 
 
 def from_tree(cls: type[T], tree: Any) -> T:
-    """The configuration ``cls`` from a mapping; ``${...}`` references are resolved."""
+    """Build the configuration ``cls`` from a mapping, and resolve its ``${...}`` references."""
     with _refused("?", "the reference cannot be resolved", "correct the ${...} reference"):
         made = OmegaConf.create(tree)
         _check_references(made)
@@ -59,20 +62,24 @@ def from_tree(cls: type[T], tree: Any) -> T:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Return the configuration as plain mappings, lists and scalars, as it may be written: without secrets."""
+    """Return the configuration as plain mappings, lists and scalars, without secrets.
+
+    In this form it may be written to files.
+    """
     return masked(asdict(config))
 
 
 def to_yaml(config: Any) -> str:
-    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal one.
+    """Return the whole configuration, defaults included, as YAML.
 
-    References stay references. What is masked (see ``engine_trainer.config.secrets``) must be given again.
+    ``load_config`` reads the YAML back to an equal configuration. References stay references.
+    Values that are masked (see ``engine_trainer.config.secrets``) must be given again.
     """
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def flatten(tree: Any, key: str = "") -> dict[str, Any]:
-    """Dotted key → scalar (lists stay whole)."""
+    """Return the values of a tree by dotted key; lists stay whole."""
     if not isinstance(tree, dict):
         return {key: tree}
     flat: dict[str, Any] = {}
@@ -131,7 +138,10 @@ def _parse(path: Path) -> DictConfig:
 
 
 def _check_yaml(text: str) -> None:
-    """Raise ``ValueError`` for YAML that a parser would break on: it is looked at event by event, without recursion."""
+    """Raise ``ValueError`` for YAML that a recursive parser would fail on.
+
+    The text is read event by event, without recursion.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -144,7 +154,8 @@ def _check_yaml(text: str) -> None:
             )
         if (tag := getattr(event, "tag", None)) is not None:
             raise ValueError(
-                f"the tag {tag!r:.100} in line {event.start_mark.line + 1}: a configuration has none"
+                f"the tag {tag!r:.100} in line {event.start_mark.line + 1}: "
+                "a configuration has none"
             )
 
 
@@ -154,7 +165,10 @@ def _apply(tree: DictConfig, override: str) -> None:
         raise ConfigError(
             _shown(override) or "overrides", "not an override", remedy="write key.sub=value"
         )
-    remedy = "write key.sub=value with a YAML value; a text with braces or colons goes into quotes: key='\"…\"'"
+    remedy = (
+        "write key.sub=value with a YAML value; "
+        "a text with braces or colons goes into quotes: key='\"…\"'"
+    )
     with _refused(_shown(key), "the override cannot be applied", remedy):
         if key.count(".") + key.count("[") > MAX_DEPTH:
             raise ValueError(f"a key of more than {MAX_DEPTH} levels")
@@ -166,13 +180,19 @@ def _apply(tree: DictConfig, override: str) -> None:
 
 
 def _check_references(tree: DictConfig) -> None:
-    """Raise ``ConfigError`` for references that multiply; before whatever may resolve one."""
+    """Raise ``ConfigError`` for references that multiply.
+
+    The check must come before any code that may resolve a reference.
+    """
     check_references(OmegaConf.to_container(tree, resolve=False))
 
 
 @contextmanager
 def _refused(key: str, what: str, remedy: str, *more: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises within into a ``ConfigError`` at ``key``, or at the key that OmegaConf names."""
+    """Turn the errors of a library into a ``ConfigError`` at ``key``.
+
+    With ``key="?"`` it is the key that OmegaConf names, if it names one.
+    """
     try:
         yield
     except (*_UNREADABLE, *more) as error:

@@ -18,7 +18,10 @@ from engine_trainer.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class DPOSection:
-    """Direct preference optimization (arXiv:2305.18290); the losses are in ``engine_trainer.algorithms.preference``."""
+    """Direct preference optimization (arXiv:2305.18290).
+
+    The losses are in ``engine_trainer.algorithms.preference``.
+    """
 
     beta: float = 0.1
     """Strength of the pull towards the reference model, in nats⁻¹, above 0."""
@@ -42,7 +45,10 @@ class DPOSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """``engine-train rm``: a value model that scores the chosen document of a pair above the rejected one."""
+    """The configuration of ``engine-train rm``.
+
+    It trains a value model that scores the chosen document of a pair above the rejected one.
+    """
 
     engine: EngineSection
     """Engine of the reward model, whose ``model_type`` must be ``value_model``."""
@@ -65,7 +71,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig:
-    """``engine-train dpo``."""
+    """The configuration of ``engine-train dpo``."""
 
     engine: PolicyEngineSection
     """Engine of the policy."""
@@ -117,5 +123,6 @@ def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None
             raise ConfigError(
                 f"data.columns.{name}",
                 "nothing reads it for pairs",
-                remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the first",
+                remedy="columns are named prompt, chosen and rejected; "
+                "data.columns.prompt renames the first",
             )

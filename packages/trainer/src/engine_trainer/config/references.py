@@ -1,7 +1,7 @@
-"""How much the references of a configuration (``${…}``) come to, estimated before anything resolves one.
+"""An estimate of the size of a configuration's references (``${…}``), made before any is resolved.
 
-A value may be named twice by the next one, and that one twice again: thirty lines make a billion texts. OmegaConf resolves
-them without a limit, also where it merges two files.
+A value may be named twice by the next value, and that one twice again, so that thirty lines make a
+billion texts. OmegaConf resolves them without a limit, also where it merges two files.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 
 from engine_api.errors import ConfigError
 
-LIMIT = 10_000_000  # characters that all references of a configuration come to
-_NODE = 1_000  # characters that a key, a list's element or a step of resolving is worth
+# Largest number of characters that all references of a configuration come to.
+LIMIT = 10_000_000
+# Number of characters that a key, an element of a list or a step of resolving counts for.
+_NODE = 1_000
 _OPEN = "${"
-_HOPS = 50  # references that a key may lead through
-_OF_NODES = (
-    "oc.select",
-    "oc.deprecated",
-    "oc.dict.keys",
-    "oc.dict.values",
-)  # resolvers whose argument is a key
-_COMPUTED = ("oc.decode",)  # its text may have references that stand nowhere in the file
-_NAME = re.compile(r"[^.\[\]]+")  # a part of a key
+# Largest number of references that a key may lead through.
+_HOPS = 50
+# Resolvers whose argument is a key.
+_OF_NODES = ("oc.select", "oc.deprecated", "oc.dict.keys", "oc.dict.values")
+# A resolver whose text may have references that are not in the file.
+_COMPUTED = ("oc.decode",)
+# A part of a key.
+_NAME = re.compile(r"[^.\[\]]+")
 Path = tuple[str | int, ...]
 
 
@@ -39,7 +40,8 @@ def check_references(tree: Any) -> None:
                 computed += estimate.of(text, path)
                 if computed > LIMIT:
                     raise _too_much(path)
-        # What a computed name leads to may have a computed name itself, and so on: each of them once.
+        # The value of a computed name may have a computed name itself, and so on. Each of these
+        # names needs one more round.
         if rounds >= estimate.computed_names:
             return
         rounds += 1
@@ -48,21 +50,22 @@ def check_references(tree: Any) -> None:
 def _too_much(path: Path) -> ConfigError:
     return ConfigError(
         ".".join(map(str, path)),
-        f"the references up to this one come to more than {LIMIT} characters when they are resolved",
+        f"the references up to this one come to more than {LIMIT} characters "
+        "when they are resolved",
         why="a value that is named several times is written out as often, and so is what names it",
         remedy="write the values out, or name each of them fewer times",
     )
 
 
 class _Estimate:
-    """Upper bounds of what values come to.
+    """Upper bounds of the sizes of resolved values, in characters.
 
     Args:
         tree: plain mappings, lists and scalars.
-        computed: what a reference comes to whose name is known only when it is resolved.
+        computed: the size of a reference whose name is known only when it is resolved.
 
     Attributes:
-        computed_names: how many of those there are.
+        computed_names: the number of such references.
     """
 
     def __init__(self, tree: Any, computed: int) -> None:
@@ -72,7 +75,10 @@ class _Estimate:
         self._known: dict[Path, int] = {}
 
     def of(self, value: Any, path: Path) -> int:
-        """Return the bound of the value at a path; 0 for one that is being asked for, a circle that cannot be resolved."""
+        """Return the bound of the value at a path.
+
+        The bound is 0 for a value that is being computed: a circle that cannot be resolved.
+        """
         if path not in self._known:
             self._known[path] = 0
             self._known[path] = self._sum(value, path)
@@ -93,7 +99,7 @@ class _Estimate:
         if key in _OF_NODES and text[end : end + 1] == ":":
             key, end = self._key(text, end + 1, path)
         elif key is not None and key not in _COMPUTED and text[end : end + 1] == ":":
-            return 0  # the references among its arguments are counted for themselves
+            return 0  # the references among the resolver's arguments are counted separately
         place = None if key is None or key in _COMPUTED else self._find(key, path)
         if place is None:
             self.computed_names += 1
@@ -101,7 +107,10 @@ class _Estimate:
         return self.of(place[1], place[0])
 
     def _key(self, text: str, at: int, path: Path) -> tuple[str | None, int]:
-        """Return the name that begins at a place of a text, and where it ends; None where it is known only later."""
+        """Return the name that begins at a position of a text, and the position of its end.
+
+        The name is None where it is known only when it is resolved.
+        """
         name = ""
         while at < len(text) and text[at] not in "},:":
             if not text.startswith(_OPEN, at):
@@ -122,13 +131,16 @@ class _Estimate:
         return name.strip(" \t'\""), at
 
     def _find(self, key: str, path: Path, hops: int = 0) -> tuple[Path, Any] | None:
-        """Return path and value that a key names, both empty where nothing is; None where that is known only later."""
+        """Return the path and the value that a key names, both empty where there is no value.
+
+        Returns None where the value is known only when it is resolved.
+        """
         above = len(key) - len(key.lstrip("."))
         names: Path = (*(path[:-above] if above else ()), *_NAME.findall(key))
         here: Path = ()
         value = self._tree
         for name in names:
-            if isinstance(value, str):  # a section that stands elsewhere
+            if isinstance(value, str):  # the text may be a reference to a section
                 place = self._section(value, here, hops + 1)
                 if place is None:
                     return None
@@ -141,7 +153,11 @@ class _Estimate:
         return here, value
 
     def _section(self, text: str, path: Path, hops: int) -> tuple[Path, Any] | None:
-        """Return what a text refers to that is a reference as a whole; empty for any other, and for a circle."""
+        """Return the path and the value of a text that is one reference as a whole.
+
+        Both are empty for any other text and for a circle. Returns None where the value is known
+        only when it is resolved.
+        """
         text = text.strip()
         if not text.startswith(_OPEN) or hops > _HOPS:
             return (), None

@@ -22,7 +22,7 @@ from engine_trainer.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """``engine-train rl``."""
+    """The configuration of ``engine-train rl``."""
 
     engine: PolicyEngineSection
     """Engine of the policy."""
@@ -69,7 +69,8 @@ class RLConfig:
                 "rollout.n",
                 f"{self.rollout.n} completion a prompt",
                 why="a group is compared with itself",
-                remedy="draw at least 2, or use advantage: gae or reinforce_pp without dynamic sampling",
+                remedy="draw at least 2, "
+                "or use advantage: gae or reinforce_pp without dynamic sampling",
             )
         if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
             raise ConfigError(

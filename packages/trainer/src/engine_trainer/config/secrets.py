@@ -1,7 +1,8 @@
-"""What of a configuration is not written down: values from the environment, and what is called a key or a password.
+"""Secrets of a configuration, which are not written to files.
 
-A configuration is written to ``config.yaml``, the report, manifests of checkpoints, wandb and the terminal, and all of
-them are shown to people who need not know the secrets of the one who ran it.
+They are values from the environment, and values whose name says that they are a key or a password.
+A configuration is written to ``config.yaml``, the report, manifests of checkpoints, wandb and the
+terminal. All of these are shown to people who need not know the secrets of the run's owner.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from typing import Any, Self
 MASK = "***"
 # A whole word of a key's name: api_key, API-KEY, apiKey.
 NAMES = re.compile(
-    r"(^|_)(key|apikey|token|secret|password|passwd|passphrase|credential|authorization|bearer|cookie)s?($|_)",
+    r"(^|_)(key|apikey|token|secret|password|passwd|passphrase|"
+    r"credential|authorization|bearer|cookie)s?($|_)",
     re.IGNORECASE,
 )
-_WORDS = re.compile(
-    r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-)  # where words meet without an underscore
-OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")  # tokens of a tokenizer
-LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of a URL
-NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")  # a reference to another key
+# Borders between words without an underscore.
+_WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+# Names of a tokenizer's tokens, which are no secrets.
+OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")
+# The user name and password in a URL.
+LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A reference to a different key.
+NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")
 
 
 class Referred(str):
     """A text that a configuration takes from elsewhere (``${oc.env:NAME}``).
 
-    It is its value to whoever uses it; written down and in error texts it is the reference.
+    Code that uses the text gets its value; files and error texts show the reference.
     """
 
     __slots__ = ("reference",)
     reference: str
 
     def __new__(cls, value: str, reference: str) -> Self:
-        """Make a text of ``value`` that is written as ``reference``."""
+        """Build a text with ``value`` that is written as ``reference``."""
         made = super().__new__(cls, value)
         made.reference = reference
         return made
@@ -47,7 +51,10 @@ class Referred(str):
 
 
 def refer(resolved: Any, source: Any) -> Any:
-    """Return ``resolved`` with every text that is a reference in ``source`` as ``Referred``; both are plain trees."""
+    """Return ``resolved`` with every text that has a reference in ``source`` as ``Referred``.
+
+    Both are plain trees.
+    """
     if isinstance(source, str) and "${" in source:
         return _referred(resolved, source)
     if isinstance(resolved, dict):
@@ -58,7 +65,7 @@ def refer(resolved: Any, source: Any) -> Any:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return ``value``, of the key ``name``, as it may be written: plain mappings, lists and scalars."""
+    """Return the value of the key ``name`` without secrets, as plain mappings, lists and scalars."""
     if isinstance(value, Referred):
         return value.reference
     if isinstance(value, Mapping):
@@ -71,7 +78,10 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def _referred(resolved: Any, source: str) -> Any:
-    """Mark what a reference gave; a whole section of it refers to the parts of the section."""
+    """Return the value of a reference with its texts as ``Referred``.
+
+    The texts in a section refer to the parts of the section.
+    """
     if isinstance(resolved, str):
         return resolved if resolved == source else Referred(resolved, source)
     node = NODE.match(source)

@@ -18,7 +18,7 @@ from engine_trainer.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """``engine-train sft``."""
+    """The configuration of ``engine-train sft``."""
 
     engine: EngineSection
     """Engine of the model to train."""
@@ -51,7 +51,7 @@ class SFTConfig:
 
 
 def _check_accuracy(section: EvalSection | None, reward: RewardSection | None) -> None:
-    """Raise ``ConfigError`` for a reward that judges nothing, or problems that nothing judges."""
+    """Raise ``ConfigError`` for a reward that scores nothing, or problems that nothing scores."""
     if reward is None:
         if section is not None and section.sets:
             raise ConfigError(

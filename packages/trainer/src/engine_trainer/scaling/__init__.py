@@ -1,8 +1,9 @@
-"""How long each phase of an RL step takes, by calculation: from the model, the GPUs and the lengths.
+"""A calculation of the time of each phase of an RL step, from the model, the GPUs and the lengths.
 
-``shapes``: what a model costs a token. ``hardware``: a GPU's limits, and the shares of them that were measured. ``phases``: the
-seconds of generation, reward, log-probs, update and sync, and what limits each. ``step``: a whole step. ``python -m
-engine_trainer.scaling`` prints one; docs/scaling.md states the assumptions and how far measurements are off.
+``shapes`` has the cost of a model per token. ``hardware`` has a GPU's limits, and the shares of
+them that were measured. ``phases`` has the seconds of generation, reward, log-probs, update and
+sync, and the limit of each. ``step`` has a whole step. ``python -m engine_trainer.scaling`` prints
+steps. docs/scaling.md states the assumptions, and how far measurements are off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m engine_trainer.scaling``: the phases of an RL step on so many GPUs, by calculation."""
+"""Calculate the phases of an RL step on given numbers of GPUs, from the command line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from engine_trainer.scaling.step import NAMES, Job, Step, step_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each number of GPUs; exit status 2 for a model that is not known."""
+    """Print a row for each number of GPUs, and return the exit status.
+
+    The status is 2 for a model that is not known and for a mean length out of range.
+    """
     options = _parser().parse_args(argv)
     shape = _shape(options.model)
     if shape is None:
         print(
-            f"error: {options.model!r} is no known shape and no config.json\n  to do: {near_matches(options.model, list(SHAPES))}",
+            f"error: {options.model!r} is no known shape and no config.json\n"
+            f"  to do: {near_matches(options.model, list(SHAPES))}",
             file=sys.stderr,
         )
         return 2
     mean = options.mean or options.response / 2
     if not options.response / 2 <= mean <= options.response:
         print(
-            f"error: --mean {mean:g} with --response {options.response}\n  to do: give at least half of it, and at most all",
+            f"error: --mean {mean:g} with --response {options.response}\n"
+            "  to do: give at least half of it, and at most all",
             file=sys.stderr,
         )
         return 2
@@ -41,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reward_processes=options.reward_workers,
     )
     print(
-        f"{shape.name}: {shape.parameters / 1e9:.2f}e9 parameters, {job.completions} completions of {mean:g} tokens, at most {options.response}"
+        f"{shape.name}: {shape.parameters / 1e9:.2f}e9 parameters, "
+        f"{job.completions} completions of {mean:g} tokens, at most {options.response}"
     )
     print(
         f"{'GPUs':>6} {'step s':>9} " + " ".join(f"{name:>10}" for name in NAMES) + "  bottleneck"

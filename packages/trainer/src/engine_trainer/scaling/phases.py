@@ -1,4 +1,4 @@
-"""The seconds of each phase, and what limits it."""
+"""The seconds of each phase of an RL step, and the resource that limits it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,49 @@ from dataclasses import dataclass
 from engine_trainer.scaling.hardware import Hardware
 from engine_trainer.scaling.shapes import Shape
 
-STATE_BYTES = 16  # a parameter: fp32 weight, gradient and AdamW's two moments
-OPTIMIZER_BYTES = 28  # a parameter, read and written in a step: weight, gradient and moments in, weight and moments out
-STATE_SHARE = 0.6  # of a GPU's memory for those; the rest is activations, gathered layers, logits
-WEIGHT_SHARE = 0.4  # of a GPU's memory for served weights; as much again is for keys and values
-GRID = 64  # points at which a generation is looked at
+# Bytes of the states of a parameter: fp32 weight, gradient and AdamW's two moments.
+STATE_BYTES = 16
+# Bytes that an optimizer step reads (weight, gradient, moments) and writes (weight, moments) for
+# each parameter.
+OPTIMIZER_BYTES = 28
+# Share of a GPU's memory for the states. The rest is for activations, gathered layers and logits.
+STATE_SHARE = 0.6
+# Share of a GPU's memory for the weights of a rollout. Keys and values have the rest.
+WEIGHT_SHARE = 0.4
+# Number of points at which a generation is evaluated.
+GRID = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Seconds, and how they fall to resources (computing, HBM, NVLink, network, host)."""
+    """The seconds of a phase in total and by resource.
+
+    Resources are computing, HBM, NVLink, network and host.
+    """
 
     seconds: float
     parts: dict[str, float]
 
     @property
     def bottleneck(self) -> str:
-        """What takes most of it."""
+        """Resource that takes the most time."""
         return max(self.parts, key=lambda name: self.parts[name]) if self.parts else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of a prompt, and of completions: evenly spread up to ``longest`` around ``mean`` (at least half of it)."""
+    """The numbers of tokens of prompts and completions.
+
+    The lengths of completions are evenly spread around ``mean``, up to ``longest``; ``mean`` is at
+    least half of ``longest``.
+    """
 
     prompt: int
     mean: float
     longest: float
 
     def alive(self, token: float) -> float:
-        """The share of completions that are longer than ``token``."""
+        """Return the share of completions that are longer than ``token``."""
         shortest = 2 * self.mean - self.longest
         return (
             1.0
@@ -47,9 +60,10 @@ class Lengths:
 
 
 def shard_group(shape: Shape, hardware: Hardware, gpus: int) -> int:
-    """Over how many GPUs FSDP shards a model, of which there are copies then (HSDP); 0: it does not fit.
+    """Return the number of GPUs that FSDP shards a model over; 0 if the model does not fit.
 
-    A whole node where that is enough: NVLink makes it as good as fewer, and leaves more memory.
+    With more GPUs than that there are several copies of the model (HSDP). The group is a whole
+    node where that is enough: with NVLink it is as fast as a smaller group, and leaves more memory.
     """
     wanted = STATE_BYTES * shape.parameters / (STATE_SHARE * hardware.memory)
     least = 2 ** max(0, math.ceil(math.log2(wanted)))
@@ -57,7 +71,7 @@ def shard_group(shape: Shape, hardware: Hardware, gpus: int) -> int:
 
 
 def replica_gpus(shape: Shape, hardware: Hardware, weight_bytes: int = 2) -> int:
-    """Tensor-parallel GPUs of a replica of the rollout."""
+    """Return the number of tensor-parallel GPUs of a rollout replica."""
     return 2 ** max(
         0, math.ceil(math.log2(weight_bytes * shape.parameters / (WEIGHT_SHARE * hardware.memory)))
     )
@@ -72,7 +86,10 @@ def generate(
     tensor_parallel: int,
     fp8: bool = False,
 ) -> Phase:
-    """One replica answers ``sequences`` prompts, and ends with the longest."""
+    """Return the time in which one replica completes ``sequences`` prompts.
+
+    The phase ends with the longest completion.
+    """
     weight_bytes = shape.parameters * (1 if fp8 else 2) / tensor_parallel
     room = hardware.memory * (1 - WEIGHT_SHARE) * tensor_parallel
     most = room / (shape.kv_bytes * (lengths.prompt + lengths.mean))
@@ -102,9 +119,8 @@ def generate(
             once = hardware.link_latency_s + moved / hardware.link(tensor_parallel)[0]
             _add(parts, "NVLink", steps * 2 * shape.layers * once)
 
-    before = (
-        (sequences - together) / max(together, 1e-9) * lengths.mean
-    )  # steps with every place taken, one in for one out
+    # In these steps the memory is full, and a sequence starts whenever another one ends.
+    before = (sequences - together) / max(together, 1e-9) * lengths.mean
     decode(together, lengths.prompt + lengths.mean / 2, before)
     for point in range(GRID):
         token = (point + 0.5) / GRID * lengths.longest
@@ -115,7 +131,7 @@ def generate(
 
 
 def reward(*, completions: float, seconds: float, processes: int) -> Phase:
-    """One replica's completions, ``seconds`` each."""
+    """Return the time to score one replica's completions, ``seconds`` for each."""
     total = completions * seconds / max(1, processes)
     return Phase(seconds=total, parts={"reward function": total})
 
@@ -123,7 +139,7 @@ def reward(*, completions: float, seconds: float, processes: int) -> Phase:
 def log_probs(
     shape: Shape, hardware: Hardware, *, gpus: int, tokens: float, length: float, micro_batch: int
 ) -> Phase:
-    """A forward pass over all tokens of a step."""
+    """Return the time of a forward pass over all tokens of a step."""
     return _passes(
         shape,
         hardware,
@@ -145,9 +161,12 @@ def update(
     micro_batch: int,
     updates: int = 1,
 ) -> Phase:
-    """Forward, backward and optimizer over all tokens of a step, in ``updates`` parts."""
+    """Return the time of forward, backward and optimizer over all tokens of a step.
+
+    The tokens are divided into ``updates`` parts.
+    """
     group = shard_group(shape, hardware, gpus)
-    # Weights in bf16 are gathered forward and backward, gradients are reduced in fp32.
+    # Weights are gathered in bf16 forward and backward, and gradients are reduced in fp32.
     passes = _passes(
         shape,
         hardware,
@@ -168,7 +187,7 @@ def update(
     )
     _add(parts, "HBM (optimizer)", optimizer)
     copies = gpus // group
-    if copies > 1:  # each shard's gradients over the groups
+    if copies > 1:  # the groups reduce the gradients of each shard
         moved = 2.0 * 4 * shape.parameters / group * (copies - 1) / copies
         speed, name = hardware.link(gpus)
         _add(parts, name, updates * moved / speed)
@@ -178,10 +197,14 @@ def update(
 def sync(
     shape: Shape, hardware: Hardware, *, group: int, tensor_parallel: int, fp8: bool = False
 ) -> Phase:
-    """Weights from the shards of each ``group`` of GPUs to every replica in the same GPUs, audited."""
+    """Return the time to send and audit the weights.
+
+    They go from the shards of each ``group`` of GPUs to every replica in the same GPUs.
+    """
     served = 1 if fp8 else 2
     hbm = hardware.hbm * hardware.sync_share
-    # Read in fp32, written, read for the checksum; on the server read and written, and read for the audit.
+    # The engine reads in fp32, writes, and reads for the checksum. The server reads, writes, and
+    # reads for the audit.
     passes = (4 + 2 * served) / group + 3 * served / tensor_parallel
     parts = {"HBM (weights)": passes * shape.parameters / hbm}
     if group > 1:
@@ -202,7 +225,10 @@ def _passes(
     micro_batch: int,
     updates: int = 1,
 ) -> Phase:
-    """Micro-batches on every GPU: computing hides communication, or the other way round."""
+    """Return the time of the micro-batches on every GPU.
+
+    Computing hides communication, or communication hides computing.
+    """
     group = shard_group(shape, hardware, gpus)
     mine = tokens / gpus / updates
     rounds = max(1, math.ceil(mine / micro_batch))
@@ -215,7 +241,10 @@ def _passes(
 
 
 def _touched(shape: Shape, sequences: float) -> float:
-    """The share of all weights that a decoding step reads: of experts, those that some sequence is routed to."""
+    """Return the share of all weights that a decoding step reads.
+
+    Experts count only if some sequence is routed to them.
+    """
     if not shape.experts:
         return 1.0
     missed = (1 - shape.active_experts / shape.experts) ** sequences

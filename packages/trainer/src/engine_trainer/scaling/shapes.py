@@ -1,4 +1,4 @@
-"""What a model costs: parameters, FLOP a token, bytes of keys and values a token."""
+"""The cost of a model in parameters, FLOP per token, and bytes of keys and values per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder with grouped-query attention and a gated MLP, dense or with experts, as a ``config.json`` describes it."""
+    """A decoder with grouped-query attention and a gated MLP, dense or with experts.
+
+    The fields are those of a ``config.json``.
+    """
 
     name: str
     layers: int
@@ -17,7 +20,9 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    inner: int  # of the MLP, or of one expert
+    inner: int
+    """Inner width of the MLP, or of one expert."""
+
     vocabulary: int
     tied: bool
     experts: int = 0
@@ -25,7 +30,7 @@ class Shape:
 
     @staticmethod
     def from_config(name: str, config: Mapping[str, Any]) -> Shape:
-        """From the content of a ``config.json``."""
+        """Build the shape from the content of a ``config.json``."""
         heads, experts = (
             int(config["num_attention_heads"]),
             int(config.get("num_experts") or config.get("num_local_experts") or 0),
@@ -49,30 +54,36 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights; norms are left out."""
+        """Number of all weights, without those of norms."""
         return self._parameters(max(1, self.experts)) + self.embedding * (1 if self.tied else 2)
 
     @property
     def active(self) -> int:
-        """Weights that a token is multiplied with: the head counts, the input embedding does not."""
+        """Number of weights that a token is multiplied with.
+
+        The head counts, the input embedding does not.
+        """
         return self._parameters(self.active_experts or 1) + self.embedding
 
     @property
     def embedding(self) -> int:
-        """Weights of the embedding, and of the head."""
+        """Number of weights of the embedding, which is also that of the head."""
         return self.vocabulary * self.hidden
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one token in bf16."""
+        """Bytes of the keys and values of one token in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flop(self, context: float) -> float:
-        """FLOP of one token's forward pass with ``context`` tokens before it."""
+        """Return the FLOP of one token's forward pass with ``context`` tokens before it."""
         return 2.0 * self.active + 4.0 * self.layers * self.heads * self.head_dim * context
 
     def train_flop(self, length: float) -> float:
-        """FLOP of one token's forward and backward in a document of ``length``: ``6 N + 6 L H D S`` (``throughput``)."""
+        """Return the FLOP of one token's forward and backward in a document of ``length`` tokens.
+
+        It is ``6 N + 6 L H D S``, as in ``engine_trainer.telemetry.throughput``.
+        """
         return 3.0 * self.forward_flop(length / 2)
 
     def _parameters(self, experts: int) -> int:

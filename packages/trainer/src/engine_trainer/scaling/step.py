@@ -1,4 +1,4 @@
-"""A whole RL step: its phases one after the other on the same GPUs."""
+"""A whole RL step, whose phases run one after the other on the same GPUs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,52 @@ NAMES = ("generate", "reward", "log-probs", "update", "sync")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a step does."""
+    """The work of a step."""
 
     prompts: int = 512
-    n: int = 16  # completions a prompt
+    """Number of prompts."""
+
+    n: int = 16
+    """Number of completions of a prompt."""
+
     lengths: Lengths
-    fp8: bool = False  # rollout
-    micro_batch: int = (
-        32768  # tokens of a GPU in one pass; a longer completion is one pass of its own
-    )
-    updates: int = 1  # optimizer steps
-    reward_s: float = (
-        0.002  # a completion: math-verify takes 1.1 ms on one core, decoding the text the rest
-    )
-    reward_processes: int = 1  # a replica (reward.workers)
+    """Lengths of prompts and completions in tokens."""
+
+    fp8: bool = False
+    """True serves the rollout in FP8."""
+
+    micro_batch: int = 32768
+    """Number of tokens of a GPU in one pass; a longer completion is one pass of its own."""
+
+    updates: int = 1
+    """Number of optimizer steps."""
+
+    reward_s: float = 0.002
+    """Seconds to score a completion.
+
+    math-verify takes 1.1 ms of the default on one core; decoding the text takes the rest.
+    """
+
+    reward_processes: int = 1
+    """Number of processes of a replica that score completions (``reward.workers``)."""
 
     @property
     def completions(self) -> int:
-        """Of the step."""
+        """Number of completions of the step."""
         return self.prompts * self.n
 
     @property
     def tokens(self) -> float:
-        """That are trained on, prompts included."""
+        """Number of tokens that are trained on, prompts included."""
         return self.completions * (self.lengths.prompt + self.lengths.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The phases by name, in seconds; ``fits`` is false, and nothing else known, where the model's states do not fit."""
+    """The phases of a step by name, with their seconds.
+
+    Where the model does not fit into memory, ``fits`` is false and nothing else is known.
+    """
 
     gpus: int
     phases: dict[str, Phase]
@@ -51,31 +68,31 @@ class Step:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough memory."""
+        """True if there is enough memory for the model."""
         return bool(self.phases)
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(phase.seconds for phase in self.phases.values())
 
     @property
     def bottleneck(self) -> str:
-        """The longest phase and what limits it."""
+        """Longest phase and the resource that limits it."""
         name = max(self.phases, key=lambda n: self.phases[n].seconds)
         return f"{name}: {self.phases[name].bottleneck}"
 
     def share(self, name: str) -> float:
-        """Of the step's time."""
+        """Return the share of a phase in the step's time."""
         return self.phases[name].seconds / self.seconds
 
     def tokens_per_gpu_s(self, job: Job) -> float:
-        """Trained tokens a second and GPU."""
+        """Return the number of trained tokens per second and GPU."""
         return job.tokens / self.seconds / self.gpus
 
 
 def step_of(shape: Shape, gpus: int, job: Job, hardware: Hardware = H200) -> Step:
-    """One step of ``job`` on ``gpus``, engine and rollout by turns on all of them."""
+    """Return one step of ``job`` on ``gpus`` GPUs, time-shared by engine and rollout."""
     group = phases.shard_group(shape, hardware, gpus)
     tensor_parallel = phases.replica_gpus(shape, hardware, 1 if job.fp8 else 2)
     if not group or tensor_parallel > gpus:
@@ -85,7 +102,7 @@ def step_of(shape: Shape, gpus: int, job: Job, hardware: Hardware = H200) -> Ste
     micro_batch = max(job.micro_batch, int(job.lengths.prompt + job.lengths.longest))
     work = {"gpus": gpus, "tokens": job.tokens, "length": length, "micro_batch": micro_batch}
     found = {
-        # A replica with less than one sequence still answers one.
+        # A replica with less than one sequence on average still completes one.
         "generate": phases.generate(
             shape,
             hardware,

@@ -173,8 +173,8 @@ class RunLog:
 
     def _start_wandb(self, project: str, step: int) -> Any:
         note = self.folder / "wandb.id"
-        # A run that starts again from step 0 is a new run on wandb, too, because wandb drops rows of
-        # steps that it already has.
+        # A run that starts again from step 0 is a new run on wandb, too, because wandb drops rows
+        # of steps that it already has.
         name = note.read_text().strip() if step and note.is_file() else None
         run = _import_wandb().init(
             project=project, dir=str(self.folder), id=name, resume="allow", config=self._config

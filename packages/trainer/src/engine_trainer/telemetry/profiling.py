@@ -15,7 +15,7 @@ class Trace:
         self._folder = Path()
 
     def begin(self, folder: Path) -> None:
-        """Start to record.
+        """Start recording.
 
         ``end`` writes ``folder/<name>.json.gz``, which Perfetto and chrome://tracing read.
         """
@@ -26,7 +26,7 @@ class Trace:
         self._profiler.__enter__()
 
     def end(self) -> None:
-        """Stop to record and write the trace; without ``begin``, or a second time, do nothing."""
+        """Stop recording and write the trace; without ``begin``, or a second time, do nothing."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.__exit__(None, None, None)

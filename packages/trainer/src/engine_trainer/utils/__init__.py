@@ -1,1 +1,1 @@
-"""Helpers without a home of their own: users' functions, threads, Hugging Face models."""
+"""Helpers of several packages for users' functions, threads and Hugging Face models."""

@@ -1,4 +1,7 @@
-"""A user's own function, named in a configuration: ``path/to/file.py:name`` or ``package.module:name``."""
+"""A user's own function, named in a configuration.
+
+The name is ``path/to/file.py:name`` or ``package.module:name``.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ T = TypeVar("T")
 
 
 def load_function(target: str, key: str) -> Callable[..., Any]:
-    """What ``target`` names. Files beside a named file can be imported by it, as beside a script.
+    """Return the function that ``target`` names.
+
+    A named file can import the files in its folder, as a script can.
 
     Args:
         target: ``file.py:name``, relative to the working directory, or ``package.module:name``.
         key: the configuration's key, for errors.
 
-    Raises ``ConfigError``: not of that form, no such file, module or function, or its import fails.
+    Raises ``ConfigError`` for a target that is not of that form, for a file, module or function
+    that does not exist, and for an import that fails.
     """
     place, separator, name = target.rpartition(":")
     if not separator or not place or not name:
@@ -47,7 +53,10 @@ def load_function(target: str, key: str) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling it gives a coroutine: ``async def``, or an object whose ``__call__`` is one."""
+    """Return whether a call of ``function`` returns a coroutine.
+
+    That holds for an ``async def`` and for an object whose ``__call__`` is one.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is inspected
@@ -57,7 +66,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 def require_arguments(
     function: Callable[..., Any], key: str, positional: Sequence[str], keywords: Mapping[str, Any]
 ) -> None:
-    """Raise ``ConfigError`` unless ``function`` can be called with these; ``positional`` are their names, for the error."""
+    """Raise ``ConfigError`` unless ``function`` can be called with these arguments.
+
+    ``positional`` are the names of the positional arguments, for the error.
+    """
     try:
         inspect.signature(function).bind(*positional, **keywords)
     except TypeError as error:
@@ -68,7 +80,8 @@ def require_arguments(
             why=str(error),
             remedy="give it these parameters, or correct its kwargs",
         ) from error
-    except ValueError:  # a function in C that does not say what it takes: its first call will
+    except ValueError:
+        # A function in C may have no signature. Its first call shows whether the arguments fit.
         return
 
 
@@ -77,17 +90,18 @@ def run_past_exits(
     main: Coroutine[Any, Any, T],
     exits: tuple[type[BaseException], ...] = (SystemExit,),
 ) -> T:
-    """Run ``main`` to its end, though a task that a user's function has started calls ``sys.exit``.
+    """Run ``main`` to its end, even if a task that a user's function started calls ``sys.exit``.
 
-    An event loop ends with the exit of any task of it. Here it goes on: who awaits that task is given the exit, and
-    where nobody does asyncio's log has it. ``exits`` are the exceptions that count as one.
+    An event loop ends with the exit of any of its tasks. Here the loop continues: code that awaits
+    the task receives the exit, and if no code awaits it, asyncio logs it. ``exits`` are the
+    exceptions that count as an exit.
     """
     task = loop.create_task(main)
     while True:
         try:
             return loop.run_until_complete(task)
         except exits:
-            if task.done():  # its own
+            if task.done():  # the exit is that of ``main`` itself
                 raise
 
 
@@ -95,11 +109,11 @@ def _import(place: str, key: str) -> ModuleType:
     try:
         if place.endswith(".py"):
             return _import_file(Path(place), key)
-        _find_in(Path.cwd())  # a console script does not look there
+        _find_in(Path.cwd())  # a console script does not search the working directory
         return importlib.import_module(place)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # a stranger's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             key,
             f"{place} cannot be imported",
@@ -114,7 +128,7 @@ def _import_file(path: Path, key: str) -> ModuleType:
         raise ConfigError(
             key, f"there is no file {path}", remedy="paths are relative to the working directory"
         )
-    # Two files of one name are two modules; one file is loaded once a process.
+    # Two files with the same name are two modules, and each file is loaded once in a process.
     name = f"_engine_trainer_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -126,7 +140,8 @@ def _import_file(path: Path, key: str) -> ModuleType:
     _find_in(path.parent)
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # an interrupt too: half a module must not stay; raised again
+    except BaseException:
+        # A module that is loaded in part must not stay, not even after an interrupt.
         del sys.modules[name]
         raise
     return module
@@ -134,4 +149,4 @@ def _import_file(path: Path, key: str) -> ModuleType:
 
 def _find_in(folder: Path) -> None:
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # at the end: it hides nothing
+        sys.path.append(str(folder))  # at the end, where it hides no other module

@@ -1,4 +1,4 @@
-"""Where a model lies, and what its ``config.json`` says."""
+"""The location of a Hugging Face model, and the content of its ``config.json``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from engine_api.hf_overrides import override
 from engine_trainer.config.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
-_ANY_OF = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)  # a cache that has one of these has been filled
+# A cache that has one of these files has been filled.
+_ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def hf_config(
     source: ModelSource, *, key: str = MODEL_KEY, what: str = "", remedy: str = ""
 ) -> Any:
-    """Return transformers' configuration of a model, with its overrides, as the engines have it. Raises ``ConfigError``.
+    """Return transformers' configuration of a model with its overrides, as the engines read it.
 
     Args:
-        source: where the model lies.
-        key: the configuration key of its path, for errors.
-        what: what an error says; by default that the file is of no use.
-        remedy: what to do, for errors.
+        source: the location of the model, and its overrides.
+        key: the configuration key of the path, for errors.
+        what: the text of an error; the default says that the file cannot be used.
+        remedy: the remedy of an error.
+
+    Raises ``ConfigError``.
     """
     config = read_hf_config(
         source.path,
@@ -58,22 +57,27 @@ def random_rates(source: ModelSource) -> dict[str, float]:
 
 
 def draws_dropout(section: EngineSection) -> bool:
-    """Whether an update computes other log-probs than inference does: dropout in the model, or in its adapter."""
+    """Return whether an update computes different log-probs than inference does.
+
+    The reason is dropout or jitter in the model, or dropout in its adapter.
+    """
     if section.lora is not None and section.lora.dropout > 0:
         return True
     return bool(random_rates(section.model))
 
 
 def require_source(path: str, key: str, revision: str | None = None) -> None:
-    """Raise ``ConfigError`` where ``path`` is no folder, not in the hub's cache, and the hub does not have it or cannot be reached.
+    """Raise ``ConfigError`` for a model that cannot be found.
 
-    transformers finds that out, too, but asks five times for each of several files: without a network most of a minute.
+    Such a ``path`` is no folder and not in the hub's cache, and the hub does not have it or cannot
+    be reached. transformers finds that out, too, but asks five times for each of several files,
+    which takes most of a minute without a network.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if os.path.isdir(path):  # noqa: PTH112 - False for a path that is too long, too
+    if os.path.isdir(path):  # noqa: PTH112 - it is False, not an error, for a path that is too long
         return
-    if path.startswith(("/", ".", "~")):  # never meant as a hub id
+    if path.startswith(("/", ".", "~")):  # no hub id begins so
         raise ConfigError(
             key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded"
         )
@@ -85,7 +89,7 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of its text."""
+    """Return the first line of an error's text, or the error's type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -119,7 +123,7 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
         try:
             get_hf_file_metadata(hf_hub_url(path, _ANY_OF[0], revision=revision))
         except GatedRepoError:
-            return  # transformers says how to be let in
+            return  # transformers says how to get access
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise ConfigError(
                 key,
@@ -128,22 +132,25 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
                 remedy=f"{remedy}; a private one needs `hf auth login`",
             ) from error
         except (HfHubHTTPError, OfflineModeIsEnabled):
-            return  # the hub is there, or must not be asked: transformers says what is wrong
-        except Exception as error:  # no answer; whose class that is, is the hub's release's choice
+            # The hub was reached, or must not be asked. transformers says what is wrong.
+            return
+        # Without an answer, the class of the error depends on the release of the hub's library.
+        except Exception as error:
             if last:
                 raise ConfigError(
                     key,
                     f"there is no folder {path!r}, and the hub cannot be asked for it",
                     why=first_line(error),
-                    remedy=f"{remedy}; without a network download it where there is one (`hf download {path}`)",
+                    remedy=f"{remedy}; without a network "
+                    f"download it where there is one (`hf download {path}`)",
                 ) from error
-            time.sleep(1)  # one lost packet is no end of a run
+            time.sleep(1)  # one lost packet must not end a run
         else:
             return
 
 
 def _inside(folder: Path) -> str:
-    """A remedy where a run's folder is named in place of the model in it; empty otherwise."""
+    """Return a remedy if ``folder`` is a run's folder with a model in it, and "" if not."""
     return (
         f"name {folder / 'hf'}, the model that this run has saved"
         if (folder / "hf" / "config.json").is_file()

@@ -1,4 +1,7 @@
-"""Threads that nobody waits for: a call that never returns must not hold an event loop, nor the end of the process."""
+"""Threads that are never joined.
+
+A call that never returns must not block an event loop or the end of the process.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from typing import Any
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A daemon thread a call, as the default executor of an event loop (``asyncio.to_thread``).
+    """An executor with one daemon thread for each call, the default executor of an event loop.
 
-    The standard one is joined when the loop closes and when the interpreter ends, however long that takes. It is a
-    ``ThreadPoolExecutor`` because event loops take no other.
+    ``asyncio.to_thread`` uses it then. The threads of the standard executor are joined when the
+    loop closes and when the interpreter ends, however long that takes. The class is a
+    ``ThreadPoolExecutor`` because event loops accept no other executor.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See ``Executor.submit``; there is no queue."""
+        """Start the call at once in a thread of its own, without a queue.
+
+        See ``Executor.submit``.
+        """
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -26,7 +33,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for the future
+            except BaseException as error:  # noqa: BLE001 - the code that awaits the future gets it
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -35,12 +42,16 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing is waited for."""
+        """Return at once, without waiting for any call."""
 
 
 @contextmanager
 def event_loop(grace_s: float) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that waits ``grace_s`` for what was cancelled at its end; ``asyncio.Runner`` would wait for ever."""
+    """Yield an event loop whose remaining tasks are cancelled at its end.
+
+    The loop waits at most ``grace_s`` seconds for the cancelled tasks, and as long again for
+    asynchronous generators to close. ``asyncio.Runner`` would wait forever.
+    """
     loop = asyncio.new_event_loop()
     loop.set_default_executor(DaemonThreads())
     try:
