@@ -40,9 +40,8 @@ def wire(
     config = EngineConfig(model=source, optimizer=None, parallelism=Parallelism(**layout))
     engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
     engine.initialize()
-    here = Resolution(
-        plugin=None, row=None, device="cpu", source="", trace=()
-    )  # only the device is read
+    # Only the device is read.
+    here = Resolution(plugin=None, row=None, device="cpu", source="", trace=())
     exporter = Exporter(resolution=here, model=source, dtype="bfloat16", quantization=quantization)
     # As bytes: eight-bit floats cannot be pickled.
     sent = {

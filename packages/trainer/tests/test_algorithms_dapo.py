@@ -41,11 +41,12 @@ def punishment(length: int) -> float:
 
 def test_the_objective_by_the_equations():
     dice = random.Random(9)
+    # The middle group is left out by eq. 11.
     correct = [
         [1.0, -1.0, -1.0],
         [1.0, 1.0, 1.0],
         [-1.0, 1.0, 1.0],
-    ]  # the middle group is left out, eq. 11
+    ]
     lengths = [[2, 7, 10], [8, 9, 10], [6, 3, 9]]
     ratios = [[[dice.uniform(0.5, 1.6) for _ in range(n)] for n in row] for row in lengths]
 

@@ -149,9 +149,8 @@ def test_on_policy_has_the_gradient_of_a_ratio_of_one():
         PolicyLoss(clip_low=0.2, clip_high=0.28),
         PolicyLoss(dual_clip=1.5),
         PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
-        PolicyLoss(
-            kl_coef=0.3, kl_estimator="k2", kl_importance=False
-        ),  # with it the ratio of k2 has no gradient
+        # With kl_importance the ratio of k2 has no gradient.
+        PolicyLoss(kl_coef=0.3, kl_estimator="k2", kl_importance=False),
         PolicyLoss(kl_coef=0.3, kl_estimator="k3", kl_importance=False),
         PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.05),
     ],

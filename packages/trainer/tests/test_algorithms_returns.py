@@ -143,9 +143,8 @@ def test_one_token_is_its_own_return():
 
 def test_moments_of_parts_are_those_of_the_whole():
     dice = random.Random(2)
-    values = [
-        dice.gauss(1e4, 1e-2) for _ in range(50)
-    ]  # a difference of squares would lose everything in float32
+    # A difference of squares would lose all digits in float32.
+    values = [dice.gauss(1e4, 1e-2) for _ in range(50)]
     parts = [
         Moments.of(f64(*values[a:b]), torch.ones(b - a))
         for a, b in ((0, 1), (1, 1), (1, 30), (30, 50))
@@ -161,9 +160,8 @@ def test_whitening_by_hand():
     values = f64(9, 1, 2, 3, 9)
     mask = f64(0, 1, 1, 1, 0)
     given = whiten(values, mask, Moments.of(values, mask))
-    torch.testing.assert_close(
-        given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7
-    )  # mean 2, Bessel variance 1
+    # The mean is 2 and the Bessel-corrected variance 1.
+    torch.testing.assert_close(given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7)
     same = torch.full((8,), 0.1)
     assert whiten(same, same, Moments.of(same, same)).abs().max() < 1e-9
 

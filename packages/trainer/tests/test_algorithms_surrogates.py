@@ -181,9 +181,9 @@ def test_nothing_counts_and_far_ratios(kind):
 def test_what_is_not_a_number_outside_of_the_answers_stays_there():
     batch, new = make(PER_DOCUMENT)
     spoilt = new.detach().clone()
-    spoilt[4] = (
-        math.nan
-    )  # a prompt's token; an engine gives finite ones, and a sequence must not depend on it
+    # This is a prompt's token. Engines return finite values there, and a sequence must not depend
+    # on it.
+    spoilt[4] = math.nan
     log_ratio = spoilt - batch["old_log_probs"]
     assert bool(mean_log_ratio(log_ratio, MASK > 0, CU).isfinite().all())
 

@@ -374,9 +374,8 @@ def test_every_option_of_the_trainer_has_a_reader():
         if dataclasses.is_dataclass(c) and c.__module__ == module.__name__
     ]
     assert len(classes) > 15
-    own = [
-        (c.__name__, name) for c in classes for name in c.__annotations__
-    ]  # what is inherited is the contract's
+    # Inherited fields belong to the contract.
+    own = [(c.__name__, name) for c in classes for name in c.__annotations__]
     assert not [f"{section}.{name}" for section, name in own if name not in read]
 
 
@@ -419,9 +418,8 @@ def test_the_rate_is_the_tasks(file):
 def test_another_implementations_rollout_is_corrected_by_default(file, overrides, weight):
     config = load_config(RLConfig, file, overrides)
     assert config.algorithm.correction.weight == weight
-    assert (
-        from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config
-    )  # what is printed is what runs
+    # The printed configuration is the one that runs.
+    assert from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config
 
 
 @pytest.mark.parametrize(

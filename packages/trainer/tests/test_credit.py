@@ -122,9 +122,8 @@ def test_gae_with_a_kl_by_hand():
     given = torch.cat(whitened.advantages)[[1, 2, 4, 6, 7, 9]]
     assert float(given.mean()) == pytest.approx(0, abs=1e-6)
     assert float(given.std()) == pytest.approx(1, abs=1e-6)
-    close(
-        whitened.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75]
-    )  # the critic's targets are not whitened
+    # The critic's targets are not whitened.
+    close(whitened.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75])
 
 
 def test_the_coefficient_follows_its_target():
@@ -134,9 +133,8 @@ def test_the_coefficient_follows_its_target():
     )
     first = section.assign(SHARDS, PLACES, REWARDS, []).figures
     assert first["train/kl_coefficient"] == 0.5
-    assert section.kl_coefficient == pytest.approx(
-        0.5 * 1.02
-    )  # 0.375 nats: half above the target, held at a fifth
+    # The KL is 0.375 nats, half above the target; the correction is limited to a fifth.
+    assert section.kl_coefficient == pytest.approx(0.5 * 1.02)
     assert section.assign(SHARDS, PLACES, REWARDS, []).figures[
         "train/kl_coefficient"
     ] == pytest.approx(0.51)

@@ -228,9 +228,8 @@ def test_a_null_in_the_first_row_does_not_choose_other_columns(jsonl):
         {"problem": "hi", "solution": "so it is", "answer": None},
         {"problem": "hi", "solution": "ho", "answer": "7"},
     )
-    with pytest.raises(
-        DataError, match="missing or null"
-    ) as caught:  # the answers were taken from `solution`
+    # The answers were taken from `solution`.
+    with pytest.raises(DataError, match="missing or null") as caught:
         examples(path, "prompt")
     assert (caught.value.row, caught.value.column) == (1, "answer")
     first, second = examples(path)  # SFT reads no answer

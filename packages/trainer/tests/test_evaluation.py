@@ -87,6 +87,5 @@ def test_the_standard_error_is_over_problems_by_hand():
     figures = summary([group(True, True), group(True, False), group(False, False)])
     assert (figures["accuracy"], figures["problems"]) == (0.5, 3)
     assert figures["accuracy_stderr"] == pytest.approx(math.sqrt(1 / 12), rel=1e-12)
-    assert (
-        summary([group(True, False)])["accuracy_stderr"] == 0.0
-    )  # one problem says nothing of others
+    # One problem gives no estimate of the spread.
+    assert summary([group(True, False)])["accuracy_stderr"] == 0.0

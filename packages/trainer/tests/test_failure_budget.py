@@ -22,9 +22,8 @@ from engine_trainer.sampling.failure_budget import Failures
 from engine_trainer.sft import train_sft
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 MOST = 30
 FAILS = """

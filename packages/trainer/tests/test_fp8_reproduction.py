@@ -101,9 +101,8 @@ def test_the_table_and_the_picture_say_what_the_runs_wrote(recipe, tmp_path):
     assert cells[0][" accuracy before "] == " 0.4 ± 0 "
     assert cells[0][" accuracy after "] == " 0.7 ± 0.14 "
     assert cells[0][" mismatch KL "] == " 0.002 ± 0 "
-    assert (
-        cells[0][" generate, s a step "] == " 1 ± 0 "
-    )  # neither the first step nor one with an evaluation
+    # Neither the first step nor one with an evaluation counts.
+    assert cells[0][" generate, s a step "] == " 1 ± 0 "
     assert cells[1][" accuracy after "] == " 0.5 "
     assert plot.draw(runs, tmp_path / "images" / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -40,13 +40,14 @@ odd = st.fixed_dictionaries(
         "text": texts,
     }
 )
+# Arguments that a built-in reward takes.
 TAKEN = {
     "extract",
     "ignore_case",
     "flexible",
     "boxed_only",
     "full_match",
-}  # by a reward of the house
+}
 # Names of parameters of what passes them on.
 names = st.one_of(
     st.sampled_from(

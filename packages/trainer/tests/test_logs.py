@@ -85,9 +85,8 @@ def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(
         log.open(begin)
         log.write(step, {"train/loss": loss})
         log.close()
-        second = int(
-            time.time()
-        )  # TensorBoard orders its files by the second that their names hold
+        # TensorBoard orders its files by the second in their names.
+        second = int(time.time())
         until(lambda second=second: int(time.time()) > second)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.125)]
@@ -135,9 +134,8 @@ def test_flop_formula_against_a_model_counted_by_hand():
     n = 4 * 64 + 3 * 8 * 16 + 8 * 11
     speed = Throughput(parameters=n, attention=1 * 2 * 4, peak=1e9)
     matmul = 3 * 2 * n * 10  # 2 FLOP a weight and token, forward and twice backward
-    attention = (
-        3 * (2 * 2 * 6 * 6 * 8 + 2 * 2 * 4 * 4 * 8) / 2
-    )  # QK and PV of 6 and 4 tokens, half of it masked
+    # The terms are QK and PV of 6 and 4 tokens, half of which is masked.
+    attention = 3 * (2 * 2 * 6 * 6 * 8 + 2 * 2 * 4 * 4 * 8) / 2
     assert speed.flop([6, 4]) == matmul + attention
     assert speed.metrics([6, 4], 2.0) == {
         "perf/tokens_per_s": 5.0,

@@ -58,16 +58,14 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     check(engine - gradient + rollout, {"offload_engine": True})
     with pytest.raises(ConfigError, match=r"(?s)37\.3 GiB.*time-shared"):
         check(engine - gradient + rollout - 1e6, {"offload_engine": True})
-    check(
-        engine, {"offload_engine": True, "quantization": "fp8"}
-    )  # 24 and 8 in a sync, 32 while it trains
+    # A sync needs 24e9 and 8e9 bytes, training 32e9.
+    check(engine, {"offload_engine": True, "quantization": "fp8"})
     with pytest.raises(ConfigError, match=r"at least 29\.8 GiB"):
         check(engine - 1e6, {"offload_engine": True, "quantization": "fp8"})
     check(engine - gradient + rollout / 2, {"quantization": "fp8"})
     check(gradient + rollout, optimizer={"name": "torch.optim.SGD"})
-    check(
-        gradient + rollout, optimizer={"name": "bitsandbytes.optim.AdamW8bit"}
-    )  # of its moments nothing is known
+    # The moments of this optimizer are unknown.
+    check(gradient + rollout, optimizer={"name": "bitsandbytes.optim.AdamW8bit"})
     with pytest.raises(ConfigError, match=r"37\.3 GiB"):
         check(engine - gradient + rollout - 1e6, optimizer={"name": "torch.optim.Adam"})
     check(gradient + rollout, memory={"offload_optimizer": True})
@@ -76,10 +74,11 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     host = {"host": 4 * engine + 4 * rollout - 1e6}
     with pytest.raises(ConfigError, match="4 engine rank"):
         needed(tmp_path, free=host, device="cpu", engine=mixed)
+    # Offloading from the host to the host frees nothing.
     for memory_given in (
         {"offload_params": True},
         {"offload_optimizer": True},
-    ):  # from the host to the host
+    ):
         with pytest.raises(ConfigError, match="4 engine rank"):
             needed(tmp_path, free=host, device="cpu", engine=mixed | {"memory": memory_given})
 

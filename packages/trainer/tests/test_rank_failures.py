@@ -124,10 +124,11 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(
             assert any(w in stopped for w in ([wanted] if isinstance(wanted, str) else wanted)), (
                 stopped
             )
+            # In the excluded case all ranks agreed, and the error is complete.
             if how != "raises" and (task, how) != (
                 "rl",
                 "exits",
-            ):  # on which all ranks agreed: the error is whole
+            ):
                 assert str(tmp_path / f"rank-{world - 1}.log") in stopped, "its log is not named"
 
 

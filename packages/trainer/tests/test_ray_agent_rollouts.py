@@ -27,9 +27,8 @@ from engine_trainer.rewards import Score
 from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from engine_trainer.placement.ray.agent_rollouts import Conversing  # noqa: E402 - behind importorskip
 

@@ -25,9 +25,8 @@ from engine_trainer.rl.learner import Learner, _document
 from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from engine_trainer.placement.ray.partial_rollouts import Continuing  # noqa: E402 - behind importorskip
 
@@ -157,9 +156,8 @@ def test_what_a_tool_said_is_neither_stale_nor_fresh():
     They carry the version of the turn before.
     """
     said = replace(completion([3, 3, 3, 6]), loss_weights=[1.0, 0.0, 0.0, 1.0])
-    never = replace(
-        completion([-1, -1]), loss_weights=[0.0, 0.0]
-    )  # a tool's words before the model's first: it failed there
+    # A tool's text comes before the model's first token, where the model failed.
+    never = replace(completion([-1, -1]), loss_weights=[0.0, 0.0])
     figures = staleness_figures(
         [Group(prompt=prompts([6])[0][1], completions=[said, never])], version=6, oldest=5
     )
@@ -244,10 +242,11 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
     first = rows_of(tmp_path / "a")
     second = rows_of(tmp_path / "b")
     assert first == second
+    # A step without a difference in rewards makes no version.
     behind = [
         0,
         *(r["train/updates"] for r in first[1:-1]),
-    ]  # a step without a difference makes no version
+    ]
     assert (
         [r["rollout/staleness"] for r in first[1:]]
         == [r["rollout/staleness_max"] for r in first[1:]]

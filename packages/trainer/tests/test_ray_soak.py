@@ -55,9 +55,8 @@ class Reaper(threading.Thread):
             )
             victims = self._workers()
             if newest > since and len(victims) == 3:
-                time.sleep(
-                    self._random.uniform(0.0, 2.0)
-                )  # generation, update, sync, save, or the start of the workers
+                # The kill hits generation, update, sync, save, or the start of the workers.
+                time.sleep(self._random.uniform(0.0, 2.0))
                 pid, name = self._random.choice(victims)
                 try:
                     os.kill(pid, signal.SIGKILL)

@@ -129,9 +129,8 @@ def test_math(kwargs, completion, answer, expected):
     assert math(**kwargs)(sample(completion, answer)) == expected
 
 
-@pytest.mark.filterwarnings(
-    "ignore::SyntaxWarning"
-)  # in a dependency of reasoning-gym, when it is first compiled
+# A dependency of reasoning-gym warns when it is first compiled.
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
 def test_reasoning_gym_uses_the_tasks_own_scorer():
     import reasoning_gym as gym
 

@@ -25,9 +25,8 @@ from engine_trainer.telemetry.logs import Timers, read_metrics
 from engine_trainer.telemetry.report import HEADLINES
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,8 @@ def test_a_whole_run_with_an_agent_repeats_exactly(rl):
     assert rows[1]["agent/turns"] == 2.0
     assert rows[1]["agent/tool_tokens"] == 1.0
     assert rows[1]["rollout/tokens"] == 64 * (rows[1]["rollout/response_length"] - 1)
-    assert (
-        rows[1]["mismatch/max"] < 1e-4 < rows[1]["train/grad_norm"]
-    )  # over the model's tokens alone
+    # The mismatch is measured on the model's tokens alone.
+    assert rows[1]["mismatch/max"] < 1e-4 < rows[1]["train/grad_norm"]
     assert rows[0]["eval/problems"] == 3
     again, _ = rl("again")
     left, right = (load_file(folder / "hf" / "model.safetensors") for folder in (out, again))

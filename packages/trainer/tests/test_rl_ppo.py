@@ -36,9 +36,8 @@ from engine_trainer.rl.learner import policy_loss
 from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 GAE = {"advantage": "gae", "gamma": 0.9, "lam": 0.8, "critic": {"optimizer": {"lr": 0.003}}}
 SGD = {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}
@@ -298,9 +297,8 @@ def test_every_setting_runs_and_reports(sums_model, tmp_path, name):
     assert all(math.isfinite(v) for r in rows for v in r.values())
     assert all(r["train/updates"] >= 1 for r in rows)
     if name == "gspo":
-        assert (
-            rows[-1]["train/clipped_high"] + rows[-1]["train/clipped_low"] > 0
-        )  # after the first update
+        # Clipping occurs only after the first update.
+        assert rows[-1]["train/clipped_high"] + rows[-1]["train/clipped_low"] > 0
     if name == "adaptive":
         expected = [0.5]
         for row in rows[:-1]:

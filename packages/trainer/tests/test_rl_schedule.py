@@ -11,9 +11,8 @@ from rl_runs import configure, rows_of
 from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_a_linear_schedule_ends_with_the_last_update_of_policy_and_critic(sums_model, tmp_path):
@@ -41,9 +40,7 @@ def test_a_linear_schedule_ends_with_the_last_update_of_policy_and_critic(sums_m
     )
     rows = rows_of(out)
     assert [(r["train/updates"], r["critic/updates"]) for r in rows] == [(4, 6), (4, 6)]
-    assert [r["train/lr"] for r in rows] == pytest.approx(
-        [0.005, 0.001], rel=1e-12
-    )  # of the 4th and the 8th
-    assert [r["critic/lr"] for r in rows] == pytest.approx(
-        [0.007, 0.001], rel=1e-12
-    )  # of the 6th and the 12th
+    # The rates are those of the 4th and the 8th update.
+    assert [r["train/lr"] for r in rows] == pytest.approx([0.005, 0.001], rel=1e-12)
+    # The rates are those of the 6th and the 12th update.
+    assert [r["critic/lr"] for r in rows] == pytest.approx([0.007, 0.001], rel=1e-12)

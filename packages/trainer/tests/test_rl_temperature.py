@@ -14,9 +14,8 @@ from engine_trainer.rl.experience import collect
 from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 TEMPERATURE = 0.7
 RATE = 0.25
@@ -94,9 +93,8 @@ def test_a_step_is_the_textbooks_at_another_temperature(
     monkeypatch.setattr(
         "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
-    register("quarters")(
-        lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4
-    )  # means are exact
+    # Quarters have exact means.
+    register("quarters")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4)
     optimizer = {"name": "torch.optim.SGD", "lr": RATE, "clip_norm": None}
     train_rl(
         configure(
@@ -114,9 +112,8 @@ def test_a_step_is_the_textbooks_at_another_temperature(
     updated = tensors_of(out / "hf")
 
     book = Textbook(sums_model, groups)
-    in_loss = (
-        KL if "mini_batches" in algorithm else 0.0
-    )  # in the reward it is 0: the reference is the policy still
+    # A KL in the reward is 0, because the reference still equals the policy.
+    in_loss = KL if "mini_batches" in algorithm else 0.0
     size = len(groups) // algorithm.get("mini_batches", 1)
     entropies = [
         book.update(book.completions[start : start + size], in_loss, "kl" in algorithm)

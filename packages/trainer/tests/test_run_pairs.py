@@ -31,9 +31,8 @@ from engine_trainer.preferences.reward_model import train_reward_model
 from engine_trainer.run.run import Run
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # torch 2.13 renames a collective under FSDP
+# Torch 2.13 renames a collective under FSDP.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SGD = {"name": "torch.optim.SGD", "lr": 0.2, "clip_norm": None}
 TRAIN = {"dpo": (DPOConfig, train_dpo), "rm": (RewardModelConfig, train_reward_model)}
@@ -205,9 +204,8 @@ def test_a_step_of_a_reward_model_is_the_textbooks(models, pairs, tmp_path):
 
     def reward(row, name):
         ids, _ = encode(tokenizer, row, name)
-        return model(input_ids=torch.tensor([ids[:-1]])).logits[
-            0, -1, 0
-        ]  # all before the token that ends the answer
+        # The input has all tokens before the one that ends the response.
+        return model(input_ids=torch.tensor([ids[:-1]])).logits[0, -1, 0]
 
     part = first_batch(pairs, 10)
     margins = torch.stack([reward(row, "chosen") - reward(row, "rejected") for row in part])

@@ -291,6 +291,7 @@ def prompt(*tokens: int) -> Prompt:
     return Prompt(tokens=list(tokens), rendered="", text="", answer=None)
 
 
+# At the end of an epoch some prompts come twice.
 PROMPTS = [
     prompt(1),
     prompt(2),
@@ -298,7 +299,7 @@ PROMPTS = [
     prompt(3),
     prompt(2),
     prompt(1),
-]  # the end of an epoch: some come twice
+]
 
 
 class Replicas:

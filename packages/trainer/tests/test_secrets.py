@@ -128,9 +128,8 @@ def test_no_secret_is_in_what_a_run_writes_or_says(
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     assert main([task, str(file), OVERRIDE]) == 0
-    assert (
-        main([task, str(file), OVERRIDE]) == 0
-    )  # nothing is left to do: what is compared with the checkpoint's
+    # The second run has nothing left to do, and only compares its configuration.
+    assert main([task, str(file), OVERRIDE]) == 0
     said = capfd.readouterr()
     (tmp_path / "score.py").unlink()  # it holds them itself
     assert board

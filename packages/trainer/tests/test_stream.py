@@ -174,10 +174,11 @@ def test_a_group_without_a_fresh_token_is_dropped_and_counted(stream):
     assert (positions(first.groups), positions(second.groups)) == ([1, 2], [3, 4])
     assert [e.metrics["rollout/dropped_groups"] for e in (first, second)] == [1, 0]
     assert first.metrics["rollout/stale_tokens"] == 4
+    # Positions that are neither returned nor dropped are pending.
     for given, experience in (
         (3, first),
         (5, second),
-    ):  # what is neither given out nor dropped is under way
+    ):
         assert experience.pending == list(range(given, experience.position))
 
 
@@ -312,7 +313,8 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
         )
     (shard,) = trained
     counted = [shard.loss_weight[a:b].tolist() for a, b in pairwise(shard.cu_seqlens.tolist())]
+    # No token of the third counts, so it is left out.
     assert sorted(counted) == [
         [0, 0, 0, 0, 1, 1],
         [0, 0, 1, 1],
-    ]  # of the third no token counts: it is left out
+    ]

@@ -295,9 +295,10 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
 ) -> None:
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    # There is no other rank.
     monkeypatch.setattr(
         "engine_trainer.placement.spmd.connect_ranks", lambda timeout_s: SingleComm()
-    )  # the other rank is not there
+    )
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     given = [
         *overrides,

@@ -45,11 +45,12 @@ ALGORITHMS = {
         "mini_batches": 2,
     },
 }
+# This is the smallest head that vLLM's CPU kernels support.
 HEAD = {
     "head_dim": 32,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}  # vLLM's CPU kernels know no smaller one
+}
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,8 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     rows, others = (result_of(folder)[1] for folder in (tmp_path / "out", alone("grpo")))
-    assert (
-        rows[1]["train/reward"] == others[1]["train/reward"]
-    )  # the same weights still, and replicas as many
+    # The weights and the number of replicas are still the same.
+    assert rows[1]["train/reward"] == others[1]["train/reward"]
     assert rows[-1]["eval/reward"] > 0.8
 
 
