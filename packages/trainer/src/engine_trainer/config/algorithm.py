@@ -1,4 +1,7 @@
-"""How completions and rewards become an update: the parts below ``algorithm``. Every field has a reader."""
+"""The parts below ``algorithm``, which turn completions and rewards into an update.
+
+Every field has a reader.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,22 @@ from engine_api.losses import Aggregation
 from engine_trainer.config.sections import EngineSection, at_least
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
-BY_TOKEN = (
-    "reinforce_pp",
-    "gae",
-)  # advantages that differ within a completion; the others compare a group's completions
+# Advantages that differ within a completion. All other advantages compare a group's completions.
+BY_TOKEN = ("reinforce_pp", "gae")
+# Advantages that are normalized over the whole step by default.
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
-
-
-KL_BOUND = 10.0  # as in verl and NeMo-RL
+# Default of the largest k3 of a token, in nats, as in verl and NeMo-RL.
+KL_BOUND = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLSection:
-    """Penalty on the KL to the reference: the model as the run began (with LoRA, the adapter off).
+    """The penalty on the KL to the reference model.
 
-    In the reward it is taken from each token's reward where the advantage is one of tokens (gae, reinforce_pp), else its sum
-    from the completion's. The expected gradient of every choice is in docs/algorithms.md.
+    The reference is the model as it was when the run began; with LoRA it is the model with the
+    adapter off. In the reward, the KL is subtracted from each token's reward if the advantage
+    differs by token (gae, reinforce_pp). If not, its sum is subtracted from the completion's
+    reward. The expected gradient of every choice is in docs/algorithms.md.
     """
 
     coefficient: float = 0.0
@@ -86,7 +89,7 @@ class KLSection:
 
     @property
     def chosen(self) -> Literal["k1", "k2", "k3"]:
-        """The estimator that is used: the one that is named, or the default of its place."""
+        """Estimator that is used: ``estimator``, or the default of ``where`` if it is null."""
         if self.estimator is not None:
             return self.estimator
         return "k1" if self.where == "reward" else "k3"
@@ -94,7 +97,10 @@ class KLSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingSection:
-    """Groups whose rewards are all equal are replaced by new prompts (DAPO, arXiv:2503.14476, section 3.2)."""
+    """The replacement of groups whose rewards are all equal by new prompts.
+
+    The method is that of DAPO (arXiv:2503.14476, section 3.2).
+    """
 
     enabled: bool = False
     """True replaces groups whose rewards are all equal by the groups of new prompts."""
@@ -110,7 +116,10 @@ class DynamicSamplingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongSection:
-    """Completions at the length limit (DAPO, section 3.4): a soft penalty over the last ``buffer`` tokens, or no loss."""
+    """The treatment of completions at the length limit (DAPO, section 3.4).
+
+    It is a soft penalty over the last ``buffer`` tokens, or no loss.
+    """
 
     buffer: int = 0
     """Number of tokens below ``rollout.max_new_tokens`` at which the penalty begins; 0 is no
@@ -143,10 +152,11 @@ REJECT_BOUNDS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSection:
-    """Importance weights and rejection where the rollout's log-probs are not the engine's (docs/rollout-correction.md).
+    """Importance weights and rejection for differences between rollout and engine.
 
-    A ratio is the engine's probability over the rollout's. Weights multiply the policy term; what is rejected carries
-    no loss. The two are separate.
+    They are described in docs/rollout-correction.md. A ratio is the engine's probability over the
+    rollout's. Weights multiply the policy term, and rejected tokens and completions carry no loss.
+    The two are separate.
     """
 
     weight: Literal["auto", "none", "token", "sequence", "icepop"] = "auto"
@@ -203,17 +213,17 @@ class CorrectionSection:
 
     @property
     def weighted(self) -> bool:
-        """Whether there are weights; ``auto`` that no configuration has resolved is none."""
+        """True if there are weights; an ``auto`` that is not resolved yet counts as none."""
         return self.weight not in ("auto", "none")
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is corrected."""
+        """True if there are weights or rejection."""
         return self.weighted or self.reject != "none"
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The band of ratios that rejection keeps."""
+        """Lowest and highest ratio that rejection keeps."""
         low, high = REJECT_BOUNDS.get(self.reject, (0.0, math.inf))
         return (
             low if self.reject_low is None else self.reject_low,
@@ -221,7 +231,7 @@ class CorrectionSection:
         )
 
     def resolved(self, *, rollout: str, old_log_probs: str) -> CorrectionSection:
-        """Return the section with what ``auto`` means for a rollout of this name."""
+        """Return the section with ``auto`` replaced by its meaning for the rollout."""
         if self.weight != "auto":
             return self
         return replace(
@@ -231,7 +241,11 @@ class CorrectionSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSection:
-    """The critic of PPO: a value model on an engine of its own. Null: as the policy's engine has it."""
+    """The critic of PPO, a value model on an engine of its own.
+
+    Null in ``model``, ``backend``, ``parallelism``, ``precision`` or ``memory`` is the setting of
+    the policy's engine.
+    """
 
     model: ModelSource | None = None
     """Model that the critic starts from; null is ``engine.model`` with a new value head."""
@@ -290,7 +304,7 @@ class CriticSection:
             )
 
     def engine(self, actor: EngineSection) -> EngineSection:
-        """The whole section of the critic's engine; ``actor`` is the policy's."""
+        """Return the whole section of the critic's engine; ``actor`` is the policy's section."""
         backend = self.backend or actor.backend
         options = actor.options if backend == actor.backend else {}
         return replace(
@@ -310,7 +324,10 @@ class CriticSection:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSection:
-    """How completions and rewards become an update; the estimators and losses are in ``engine_trainer.algorithms``."""
+    """The settings that turn completions and rewards into an update.
+
+    The estimators and losses are in ``engine_trainer.algorithms``.
+    """
 
     loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
     """Policy loss: PPO's clipped loss, GSPO over sequences, GSPO over tokens, or CISPO."""
@@ -404,16 +421,19 @@ class AlgorithmSection:
 
     @property
     def whitened(self) -> bool:
-        """Whether advantages are normalized over the whole step."""
+        """True if advantages are normalized over the whole step."""
         return self.advantage in WHITENED if self.whiten is None else self.whiten
 
     @property
     def by_token(self) -> bool:
-        """Whether advantages differ within a completion; else they compare the completions of a group."""
+        """True if advantages differ within a completion.
+
+        If not, they compare the completions of a group.
+        """
         return self.advantage in BY_TOKEN
 
 
-# (whether it is wrong, key, what, why, remedy)
+# The parts are: true if it is wrong, then the key and the texts what, why and remedy of the error.
 Refusal = tuple[bool, str, str, str, str]
 
 
@@ -425,20 +445,26 @@ def _refuse(section: str, refusals: Iterator[Refusal]) -> None:
 
 
 def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
-    """Yield what does not go together in a KL section."""
+    """Yield a refusal for each combination of values that a KL section may not have."""
     in_reward, estimator = section.where == "reward", section.chosen
     yield (
         in_reward and estimator != "k1",
         "estimator",
         f"expected k1 with where: reward, got {estimator}",
-        f"the expected gradient of {estimator} hardly pulls towards the reference and may push away, see docs/algorithms.md",
+        (
+            f"the expected gradient of {estimator} hardly pulls towards the reference "
+            "and may push away, see docs/algorithms.md"
+        ),
         "use estimator: k1 (or null), or where: loss",
     )
     yield (
         not in_reward and not section.importance and estimator == "k1",
         "estimator",
         "expected k2 or k3 with where: loss and importance: false, got k1",
-        "the bare k1 has the gradient of the log-probs alone: its expectation is 0, whatever the reference is",
+        (
+            "the bare k1 has the gradient of the log-probs alone: "
+            "its expectation is 0, whatever the reference is"
+        ),
         "use importance: true, another estimator, or where: reward",
     )
     yield (
@@ -481,7 +507,7 @@ def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
 
 
 def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
-    """Yield what does not go together in the algorithm."""
+    """Yield a refusal for each combination of values that the algorithm may not have."""
     loss, advantage, dual_clip = section.loss, section.advantage, section.dual_clip
     yield (
         section.clip_low > 1,
@@ -531,7 +557,10 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "critic",
         "missing",
         "gae needs values",
-        "write `critic: {optimizer: {lr: 1.0e-5}}`, or take an advantage without a critic (grpo, reinforce_pp)",
+        (
+            "write `critic: {optimizer: {lr: 1.0e-5}}`, "
+            "or take an advantage without a critic (grpo, reinforce_pp)"
+        ),
     )
     yield (
         section.critic is not None and advantage != "gae",

@@ -29,7 +29,10 @@ Path = tuple[str | int, ...]
 
 
 def check_references(tree: Any) -> None:
-    """Raise ``ConfigError`` where the references of a plain, unresolved tree come to more than ``LIMIT``."""
+    """Raise ``ConfigError`` if the references of a plain tree come to more than ``LIMIT``.
+
+    The references of the tree must be unresolved.
+    """
     computed = 0
     rounds = 0
     while True:

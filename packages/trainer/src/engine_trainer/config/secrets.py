@@ -65,7 +65,7 @@ def refer(resolved: Any, source: Any) -> Any:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return the value of the key ``name`` without secrets, as plain mappings, lists and scalars."""
+    """Return the value of the key ``name`` without secrets, as a plain tree."""
     if isinstance(value, Referred):
         return value.reference
     if isinstance(value, Mapping):

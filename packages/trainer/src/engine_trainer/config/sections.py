@@ -1,7 +1,7 @@
-"""The parts that the configurations of SFT and RL share: one frozen dataclass a concern.
+"""The parts that the configurations of the tasks share, each a frozen dataclass.
 
-The parts below ``engine`` are the contract's own dataclasses, so that what an engine
-can be told is written down once. Every field has a reader.
+The parts below ``engine`` are the contract's own dataclasses, so that the settings of an engine
+are defined once. Every field has a reader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine_trainer.config.combined_reward import COMBINE, parts_of, refuse_limi
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """Which engine, and everything that it is told."""
+    """The choice of an engine, and all of its settings."""
 
     model: ModelSource
     """Model that the engine loads."""
@@ -72,7 +72,9 @@ class EngineSection:
     """Options that the engine plug-in declares itself."""
 
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
-        """What ``EngineRegistry.create`` wants; ``seed`` and ``total_steps`` fill what was left null.
+        """Build the configuration that ``EngineRegistry.create`` takes.
+
+        ``seed`` and ``total_steps`` replace the values that are null.
 
         Raises ``ConfigError`` that names the key below ``engine.``.
         """
@@ -120,7 +122,7 @@ class PolicyEngineSection(EngineSection):
 
 @dataclass(frozen=True, kw_only=True)
 class GymDataset:
-    """One reasoning-gym task in a mixture."""
+    """A reasoning-gym task in a mixture."""
 
     name: str
     """Name of the reasoning-gym task."""
@@ -134,10 +136,10 @@ class GymDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class GymSection:
-    """Procedurally generated problems; a question's own hash decides whether it is held out.
+    """Procedurally generated problems, held out or not by the hash of the question.
 
-    ``skip`` passes over that many training questions first: with one seed, SFT on the first 4096 and RL
-    with ``skip: 4096`` never meet the same question.
+    ``skip`` passes over that many training questions first. With the same seed, SFT on the first
+    4096 and RL with ``skip: 4096`` never meet the same question.
     """
 
     datasets: Sequence[GymDataset]
@@ -184,7 +186,10 @@ class GymSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnsSection:
-    """Which column holds what; null: the usual names are tried (see engine_trainer.data.layouts)."""
+    """The names of the columns; with null the usual names are tried.
+
+    The usual names are in ``engine_trainer.data.layouts``.
+    """
 
     messages: str | None = None
     """Column with a conversation as a list of messages; null tries the usual names."""
@@ -214,7 +219,7 @@ class ColumnsSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Where the rows come from, and how they become tokens."""
+    """The source of the rows, and their conversion to tokens."""
 
     source: str | Sequence[str] | None = None
     """File (.jsonl, .parquet or .arrow), folder of such files, or
@@ -281,7 +286,8 @@ class DataSection:
             raise ConfigError(
                 "data.source",
                 "give data.source or data.reasoning_gym, one of the two",
-                remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name",
+                remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, "
+                "or hf://datasets/owner/name",
             )
         if self.max_length is not None:
             at_least("data", self, 1, "max_length")
@@ -302,7 +308,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """How long, where to, and what is kept."""
+    """The length of a run, its folder, and the files it writes and keeps."""
 
     output_dir: str
     """Folder that the run writes checkpoints, logs and reports to."""
@@ -374,11 +380,12 @@ class RunSection:
                 "run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100"
             )
         name, length = ("steps", self.steps) if self.steps is not None else ("epochs", self.epochs)
-        if length is None or not 0 < length < math.inf:  # not a number is none either
+        if length is None or not 0 < length < math.inf:  # NaN fails too
             raise ConfigError(
                 f"run.{name}",
                 f"{length} is not a length",
-                remedy="give a number above 0; `engine-train eval` measures a model without training it",
+                remedy="give a number above 0; "
+                "`engine-train eval` measures a model without training it",
             )
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
@@ -390,18 +397,23 @@ class RunSection:
             )
 
     def total_steps(self, samples: int, batch_size: int, *, key: str, data: DataSection) -> int:
-        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
+        """Return the number of steps of the whole run.
+
+        ``epochs`` counts whole batches only, and at least one.
 
         Args:
-            samples: of ``data``, without those that were dropped.
-            key: of the configuration, where ``batch_size`` stands.
+            samples: the number of samples of ``data``, without those that were dropped.
+            batch_size: the number of samples of a step.
+            key: the configuration's key of ``batch_size``, for errors.
+            data: the section of the data, for errors.
 
         Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
         """
         if samples < batch_size:
             raise ConfigError(
                 "data.source",
-                f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, but a step takes {batch_size}",
+                f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, "
+                f"but a step takes {batch_size}",
                 why="rows that data.on_too_long: drop leaves out do not count",
                 remedy=f"give more rows, or a smaller {key}",
             )
@@ -414,7 +426,7 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """Which rollout, and how completions are drawn."""
+    """The choice of a rollout, and the sampling of completions."""
 
     name: str = "local"
     """Name of the rollout plug-in; ``local`` generates with the engine itself."""
@@ -477,7 +489,10 @@ class RolloutSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RaySection:
-    """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.placement.ray)."""
+    """The cluster and the workers of ``launcher: ray``.
+
+    The workers are documented in ``engine_trainer.placement.ray``.
+    """
 
     address: str | None = None
     """Address of the Ray cluster, ``host:port`` or ``auto``; null starts a cluster on this
@@ -537,10 +552,11 @@ class RaySection:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSection:
-    """Generation beside training, on replicas of their own (``ray.rollouts``).
+    """Generation that overlaps with training, on replicas of its own (``ray.rollouts``).
 
-    ``one_step_off``: the completions of a step are generated while the step before is trained on.
-    ``full``: replicas never stop but for a weight sync; what was begun before it goes on after it with the new weights.
+    With ``one_step_off`` the completions of a step are generated while the previous step is
+    trained on. With ``full`` replicas stop only for a weight sync, and completions that began
+    before it continue after it with the new weights.
     """
 
     mode: Literal["none", "one_step_off", "full"] = "none"
@@ -562,9 +578,11 @@ class OverlapSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection:
-    """A reward function: by name (entry-point group ``engine_trainer.rewards``), or one's own; and its arguments.
+    """A reward function, given by name or as a user's own function, and its arguments.
 
-    One's own function takes an ``engine_trainer.rewards.Sample`` and returns a number; ``async def`` runs side by side.
+    Names are those of the entry-point group ``engine_trainer.rewards``. A user's own function takes
+    an ``engine_trainer.rewards.Sample`` and returns a number. Calls of an ``async def`` run
+    concurrently.
     """
 
     name: str | None = None
@@ -619,8 +637,12 @@ class RewardSection:
             at_least("reward", self, 0, "max_timeouts")
         if (self.name is None) == (self.function is None):
             remedy = "reward.name: math, or reward.function: rewards.py:score"
-            if self.name is not None:  # a recipe names one, the command line another
-                remedy = f"reward.name: null for {self.function}, or reward.function: null for {self.name}"
+            # A recipe may name one reward, and the command line a different one.
+            if self.name is not None:
+                remedy = (
+                    f"reward.name: null for {self.function}, "
+                    f"or reward.function: null for {self.name}"
+                )
             raise ConfigError(
                 "reward.name", "give reward.name or reward.function, one of the two", remedy=remedy
             )
@@ -639,9 +661,10 @@ class RewardSection:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSection:
-    """Conversations of several turns with tools, in place of one completion; see ``engine_trainer.agent``.
+    """Conversations of several turns with tools, in place of one completion.
 
-    ``rollout.max_new_tokens`` then is of the whole conversation after the prompt, what tools say included.
+    They are described in ``engine_trainer.agent``. ``rollout.max_new_tokens`` then limits the whole
+    conversation after the prompt, the output of tools included.
     """
 
     function: str
@@ -698,7 +721,10 @@ def at_least(section: str, part: object, low: float, *names: str) -> None:
 
 
 def positive_option(rollout: RolloutSection, name: str, default: int = 1) -> int:
-    """Return one of the rollout's options that the trainer reads, too. Raises ``ConfigError`` for no positive integer."""
+    """Return an option of the rollout that the trainer reads, too.
+
+    Raises ``ConfigError`` for a value that is not a positive integer.
+    """
     value: object = rollout.options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         key = f"rollout.options.{name}"
