@@ -1,6 +1,6 @@
 """A step of verl's GRPO (FSDP2, colocated vLLM) on the work of ``benchmarks.rl_step``.
 
-vLLM runs beside every rank, that is, on the same GPU.
+vLLM shares the GPU of every rank.
 ``python -m benchmarks.incumbent --shape qwen3-0.6b --gpus 4`` prints one JSON line: medians of
 verl's own clocks of each phase (``timing_s/*``) over the steps after ``--warmup``. The weights are
 random, completions have exactly ``--new`` tokens, the reward is drawn from the text, and no network

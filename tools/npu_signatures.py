@@ -25,7 +25,8 @@ sys.path[:0] = [str(ROOT / "packages" / name / "src") for name in ("engine-api",
 from engine_npu.versions import MINDSPEED, TORCH_NPU  # noqa: E402 - found through the line above
 
 TABLE = ROOT / "packages/engine-npu/tests/signatures.json"
-LIBRARY = "torch_npu/lib/libtorch_npu.so"  # operators register their schemas as text
+# Operators register their schemas as text in this library.
+LIBRARY = "torch_npu/lib/libtorch_npu.so"
 OPERATORS = ("npu_fusion_attention",)
 GROUP_HEADER = "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
 GROUP_HELPER = "torch_npu/_init/registry/distributed.py"

@@ -33,8 +33,9 @@ GENERATION = re.compile(r"^\| Qwen3-8B \| ([\d,]+) tokens/s .*?\| ([\d,]+) token
 RL_STEP = re.compile(
     r"^\| ([\d.]+B), (2|1 \+ 1) GPUs, [^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE
 )
-RL_REPLICAS = {"2": 2, "1 + 1": 1}  # of 256 answers
-RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each
+# The measured steps have 256 completions on these numbers of replicas, of these numbers of tokens.
+RL_REPLICAS = {"2": 2, "1 + 1": 1}
+RL_RESPONSES = {"0.6B": 1024, "8B": 512}
 
 
 def job(response: int, prompts: int = 512) -> Job:
