@@ -89,9 +89,10 @@ def flatten(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
+    # A loop of links raises RuntimeError.
     with _refused(
         BASE, f"{str(path)!r:.200} is no path to a file", "name a YAML file", OSError, RuntimeError
-    ):  # the last: a loop of links
+    ):
         here = path.resolve()
         there = path.is_file()
     if here in above or len(above) >= MAX_BASES:

@@ -99,9 +99,10 @@ def generate(
         if fp8
         else hardware.peak * hardware.serve_share
     ) * tensor_parallel
+    # The parts begin with the prefill.
     parts = {
         "computing": sequences * lengths.prompt * shape.forward_flop(lengths.prompt / 2) / flops
-    }  # prefill
+    }
 
     def decode(alive: float, context: float, steps: float) -> None:
         read = weight_bytes * _touched(shape, alive)

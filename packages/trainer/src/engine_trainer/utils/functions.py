@@ -101,7 +101,7 @@ def run_past_exits(
         try:
             return loop.run_until_complete(task)
         except exits:
-            if task.done():  # the exit is that of ``main`` itself
+            if task.done():  # the exit is that of `main` itself
                 raise
 
 

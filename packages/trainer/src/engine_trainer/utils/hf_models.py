@@ -77,7 +77,7 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
 
     if os.path.isdir(path):  # noqa: PTH112 - it is False, not an error, for a path that is too long
         return
-    if path.startswith(("/", ".", "~")):  # no hub id begins so
+    if path.startswith(("/", ".", "~")):  # no hub id begins with these
         raise ConfigError(
             key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded"
         )
