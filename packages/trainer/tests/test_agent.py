@@ -147,12 +147,7 @@ def test_messages_go_through_the_template_and_the_models_tokens_stay(chat, agent
     ((trajectory,),) = agents("messages").run(rollout, prompts(chat, "q"), sampling())
     assert trajectory.tokens == chat.encode_text("ab<|eos|>\n<|tool|>42<|assistant|>ok<|eos|>")
     # The model's end of turn is learned, the line break is not.
-    assert trajectory.loss_weights[:4] == [
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-    ]
+    assert trajectory.loss_weights[:4] == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_a_template_that_leaves_tools_out_is_refused(tokenizer_of):
@@ -183,10 +178,7 @@ def test_turns_and_tokens_are_bounded_whatever_the_function_catches(chat, agents
         Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=26)
     )
     # The third turn had two tokens.
-    assert (len(trajectory.tokens), trajectory.finished) == (
-        26,
-        False,
-    )
+    assert (len(trajectory.tokens), trajectory.finished) == (26, False)
     rollout = Scripted(chat, "hello")
     agents("ask_twice", max_turn_tokens=2).run(rollout, prompts(chat, "q"), sampling())
     assert {s.max_new_tokens for _, s in rollout.batches} == {2}
@@ -224,10 +216,7 @@ def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
     assert (slow[0].end, slow[0].finished, slow[0].turns) == ("timeout", False, 1)
     assert slow[0].info == {"began": True, "turns": ["one"]}
     # It is finished although the model alone took longer than the limit.
-    assert (fast[0].end, fast[0].turns) == (
-        "done",
-        2,
-    )
+    assert (fast[0].end, fast[0].turns) == ("done", 2)
 
 
 def test_a_tool_that_does_not_return_holds_nobody(chat, agents, tmp_path):

@@ -30,11 +30,7 @@ def outputs(*values: float) -> TokenOutputs:
         (1.1, 0.5 * 0.9**2, -0.9),  # within 0.2 of the old value: the plain square
         # The value rose past the clip towards the return of 2: it is held at 1.2, without a
         # gradient.
-        (
-            1.5,
-            0.5 * 0.8**2,
-            0.0,
-        ),
+        (1.5, 0.5 * 0.8**2, 0.0),
         (0.5, 0.5 * 1.5**2, -1.5),  # away from the return: the plain square is the larger
     ],
 )

@@ -70,11 +70,7 @@ AIME_JIA = {
     "Answer": 33,
 }
 # math-ai/aime25
-AIME_2025 = {
-    "problem": "Find the sum of all integer bases $b>9$…",
-    "answer": "70",
-    "id": "0",
-}
+AIME_2025 = {"problem": "Find the sum of all integer bases $b>9$…", "answer": "70", "id": "0"}
 GSM8K_VERL = {  # what verl's examples make of it
     "data_source": "openai/gsm8k",
     "prompt": [{"content": "Natalia… Let's think step by step.", "role": "user"}],

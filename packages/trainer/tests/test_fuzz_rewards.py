@@ -41,13 +41,7 @@ odd = st.fixed_dictionaries(
     }
 )
 # Arguments that a built-in reward takes.
-TAKEN = {
-    "extract",
-    "ignore_case",
-    "flexible",
-    "boxed_only",
-    "full_match",
-}
+TAKEN = {"extract", "ignore_case", "flexible", "boxed_only", "full_match"}
 # Names of parameters of what passes them on.
 names = st.one_of(
     st.sampled_from(

@@ -417,12 +417,7 @@ def test_truncation_by_hand():
     assert left(top_p=0.51) == [True, True, False, False]
     assert left(top_p=0.01) == [True, False, False, False]  # one is always left
     # Of the two remaining tokens the first has 0.625.
-    assert left(top_k=2, top_p=0.62) == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert left(top_k=2, top_p=0.62) == [True, False, False, False]
 
 
 def test_uniform_numbers_are_a_function_of_seed_prompt_and_place():

@@ -75,10 +75,7 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     with pytest.raises(ConfigError, match="4 engine rank"):
         needed(tmp_path, free=host, device="cpu", engine=mixed)
     # Offloading from the host to the host frees nothing.
-    for memory_given in (
-        {"offload_params": True},
-        {"offload_optimizer": True},
-    ):
+    for memory_given in ({"offload_params": True}, {"offload_optimizer": True}):
         with pytest.raises(ConfigError, match="4 engine rank"):
             needed(tmp_path, free=host, device="cpu", engine=mixed | {"memory": memory_given})
 

@@ -125,10 +125,7 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(
                 stopped
             )
             # In the excluded case all ranks agreed, and the error is complete.
-            if how != "raises" and (task, how) != (
-                "rl",
-                "exits",
-            ):
+            if how != "raises" and (task, how) != ("rl", "exits"):
                 assert str(tmp_path / f"rank-{world - 1}.log") in stopped, "its log is not named"
 
 

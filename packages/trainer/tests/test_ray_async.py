@@ -243,10 +243,7 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
     second = rows_of(tmp_path / "b")
     assert first == second
     # A step without a difference in rewards makes no version.
-    behind = [
-        0,
-        *(r["train/updates"] for r in first[1:-1]),
-    ]
+    behind = [0, *(r["train/updates"] for r in first[1:-1])]
     assert (
         [r["rollout/staleness"] for r in first[1:]]
         == [r["rollout/staleness_max"] for r in first[1:]]

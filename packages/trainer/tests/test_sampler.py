@@ -292,14 +292,7 @@ def prompt(*tokens: int) -> Prompt:
 
 
 # At the end of an epoch some prompts come twice.
-PROMPTS = [
-    prompt(1),
-    prompt(2),
-    prompt(1),
-    prompt(3),
-    prompt(2),
-    prompt(1),
-]
+PROMPTS = [prompt(1), prompt(2), prompt(1), prompt(3), prompt(2), prompt(1)]
 
 
 class Replicas:

@@ -175,10 +175,7 @@ def test_a_group_without_a_fresh_token_is_dropped_and_counted(stream):
     assert [e.metrics["rollout/dropped_groups"] for e in (first, second)] == [1, 0]
     assert first.metrics["rollout/stale_tokens"] == 4
     # Positions that are neither returned nor dropped are pending.
-    for given, experience in (
-        (3, first),
-        (5, second),
-    ):
+    for given, experience in ((3, first), (5, second)):
         assert experience.pending == list(range(given, experience.position))
 
 
@@ -314,7 +311,4 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
     (shard,) = trained
     counted = [shard.loss_weight[a:b].tolist() for a, b in pairwise(shard.cu_seqlens.tolist())]
     # No token of the third counts, so it is left out.
-    assert sorted(counted) == [
-        [0, 0, 0, 0, 1, 1],
-        [0, 0, 1, 1],
-    ]
+    assert sorted(counted) == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1]]

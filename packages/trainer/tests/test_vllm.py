@@ -46,11 +46,7 @@ ALGORITHMS = {
     },
 }
 # This is the smallest head that vLLM's CPU kernels support.
-HEAD = {
-    "head_dim": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+HEAD = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
