@@ -81,7 +81,7 @@ def steps(
 
 
 def threads_left(path: str, parallelism: dict[str, int]) -> list[int]:
-    """Threads of this process, those of its groups among them, after each of three engines that trained and answered."""
+    """Return the number of this process's threads after each of three engines was used."""
     left: list[int] = []
     for _ in range(3):
         steps(path, parallelism, {})
@@ -130,7 +130,10 @@ def value_steps(
 def exports(
     path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any
 ) -> tuple[list[str], list[str], Shards]:
-    """Names whose whole export is not the folder's, bit for bit; the order; this rank's boxes in the masters' dtype."""
+    """Return names whose whole export differs from the folder's, the order, and this rank's boxes.
+
+    Exports are compared bit for bit; boxes are in the masters' dtype.
+    """
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     stored, wrong = load_file(f"{path}/model.safetensors"), list[str]()
@@ -193,7 +196,7 @@ class _NotANumberBack(torch.autograd.Function):
 
 
 def not_finite(outputs: Any, batch: Any) -> Any:
-    """A finite loss, whose gradient is not a number for documents that begin with the first row's token."""
+    """Return a finite loss with a NaN gradient at documents that begin as the first row does."""
     result = sft_loss(outputs, batch)
     if int(batch.input_ids[0]) != ROWS[0]["input_ids"][0]:
         return result
@@ -232,7 +235,10 @@ class BreaksOnce:
 def a_loss_that_raises(
     path: str, parallelism: dict[str, int], options: dict[str, Any], alone: bool = False
 ) -> tuple[str, float]:
-    """Return the error's type, and the gradient norm of the step after it; ``alone``: it raises on the last rank only."""
+    """Return the error's type, and the gradient norm of the step after it.
+
+    With ``alone`` it raises on the last rank only.
+    """
     engine = create(path, parallelism, options)
     engine.initialize()
     last = engine.topology.rank == engine.topology.world_size - 1
@@ -271,7 +277,10 @@ def dense_beside_experts(
     options: dict[str, Any],
     dense: dict[str, int],
 ) -> tuple[list[float], list[float], str]:
-    """Loss and norm of a dense engine's step beside an engine with experts, the same alone, and what these get as second."""
+    """Return loss and norm of a dense engine's step next to an engine with experts, and alone.
+
+    The third value is the error of an engine with experts that is built second.
+    """
 
     def step(engine: Any) -> list[float]:
         place = engine.topology
@@ -300,7 +309,10 @@ def dense_beside_experts(
 
 
 def one_rank_fails(path: str, what: str) -> tuple[str, bool]:
-    """What building raises where the last rank runs out of memory, and whether an engine can be built afterwards."""
+    """Return the error of a build in which the last rank runs out of memory.
+
+    The second value says whether an engine can be built afterwards.
+    """
     import engine_megatron.engine as module
 
     def fail(*_: Any) -> None:

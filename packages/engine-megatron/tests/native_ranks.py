@@ -54,7 +54,10 @@ def parameters_of(engine: Any) -> list[Tensor]:
 def uninterrupted(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[State, State, list[float]]:
-    """A run of three steps, saved after two: its state then, its state at the end, the figures of the third."""
+    """Return the states of a run saved after two of three steps, then and at the end, and figures.
+
+    The figures are those of the third step.
+    """
     engine = ready(path, parallelism, "megatron", **config)
     step(engine)
     step(engine)
@@ -70,7 +73,7 @@ def uninterrupted(
 def resumed(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[State, State, list[float]]:
-    """The state after a load into an engine that went elsewhere, the state after one more step, the step's figures."""
+    """Return the state after a load into a trained engine, after one more step, and its figures."""
     engine = ready(path, parallelism, "portable", **config)
     if engine.config.optimizer is not None:
         step(engine)
@@ -125,7 +128,10 @@ def refused(
 
 
 def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[str, list[str], int]:
-    """What a save raises where the last rank cannot write and whether it says what to do, what it leaves, and the step of the next save."""
+    """Return the error of a save in which the last rank cannot write, what it leaves, and a step.
+
+    The text says whether the error has a remedy; the step is that of the next save.
+    """
     engine = ready(path, parallelism, "megatron")
     step(engine)
     true, kind = FileSystemWriter.write_data, ""
@@ -165,7 +171,10 @@ def killed_while_saving(path: str, parallelism: dict[str, int], folder: str) -> 
 def begun_again(
     path: str, parallelism: dict[str, int], folder: str
 ) -> tuple[list[float], list[float]]:
-    """Figures of the first step of a run that was saved before it, and of the same after a load into one that has moments."""
+    """Return the figures of a run's first step, and of the same step after a load.
+
+    The load goes into an engine that has moments already.
+    """
     engine = ready(path, parallelism, "megatron")
     engine.save_checkpoint(folder)
     first = step(engine)
@@ -182,8 +191,10 @@ def carried(
     wrote: dict[str, Any],
     reads: dict[str, Any],
 ) -> tuple[State, State, list[set[torch.dtype]], int]:
-    """A checkpoint for an engine with other dtypes: what was saved and what is loaded, the moments' dtypes of the reader before
-    the load, after it and after another step, and its version then.
+    """Load a checkpoint into an engine with different dtypes.
+
+    Returns what was saved and what is loaded, the dtypes of the reader's moments before the load,
+    after it and after another step, and its version then.
     """
     first = ready(path, parallelism, **wrote)
     step(first)

@@ -1,4 +1,4 @@
-"""Fuzz model folders: whatever is in one, its architecture and its files are read or refused by a typed error."""
+"""Damaged model folders, which are read or refused by a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks show beyond the conformance suite: options of this engine's own, and its globals."""
+"""Options of this engine and its global state on several ranks, beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ DENSE = [
     ({"pp": 2}, {}),
     ({"dp_shard": 2}, {}),
 ]
-# Experts of a stage's four ranks: over data-parallel ones, split over tensor-parallel ones, whole over both.
+# Experts of a stage's four ranks: over data-parallel ones, split over tensor-parallel ones, whole
+# over both.
 EXPERTS = [
     ({"ep": 2}, {}),
     ({"ep": 4}, {}),
@@ -65,7 +66,8 @@ EXPERTS = [
 ]
 
 
-# Model chunks in turn, of four layers: stages of two ranks; of four, with experts and with split matrices.
+# Model chunks in turn, of four layers: stages of two ranks; of four, with experts and with split
+# matrices.
 CHUNKS = ({"pp": 2}, {"virtual_stages": 2})
 CHUNKS_OF_FOUR = [
     ({"pp": 2, "ep": 2}, {"virtual_stages": 2}),
@@ -74,7 +76,8 @@ CHUNKS_OF_FOUR = [
 ]
 DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
 
-# With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly vanishes.
+# With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly
+# vanishes.
 OPTIMIZERS = [
     OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5),
     OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=1.0),

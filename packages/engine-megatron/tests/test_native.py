@@ -1,4 +1,7 @@
-"""Megatron's own checkpoint format: bit for bit in its layout, refused elsewhere, checked, and never half there."""
+"""Megatron's own checkpoint format.
+
+It loads bit for bit in its layout, is refused elsewhere, is checked, and is never half there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures that config.json describes and Megatron has not: refused by key, before a weight is read."""
+"""Architectures that Megatron does not have, which are refused by key before a weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's side, as far as it shows without it: which spec is chosen, its names, how tokens are shared."""
+"""The choice of Transformer Engine's spec, its names and its order of tokens, without it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def test_fp8_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- names -------------------------------------------------------------------------------------
 
-# By reading megatron/core/models/gpt/gpt_layer_specs.py and transformer_engine/pytorch/module; without biases.
+# By reading megatron/core/models/gpt/gpt_layer_specs.py and transformer_engine/pytorch/module;
+# without biases.
 _LAYER = (
     "self_attention.linear_qkv.layer_norm_weight",
     "self_attention.linear_qkv.weight",
@@ -243,7 +244,7 @@ def test_saved_names_do_not_depend_on_the_spec(family: str) -> None:
 
 
 def test_the_order_of_tokens() -> None:
-    """Chunks r and 2n-1-r of each document: the example of Transformer Engine's ``attn_forward_func_with_cp``."""
+    """Chunks r and 2n-1-r of each document, as in ``attn_forward_func_with_cp``'s example."""
     assert token_order([8, 4], 2).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     assert token_order([3, 2], 1).tolist() == [[0, 1, 2, 3, 4]]
 

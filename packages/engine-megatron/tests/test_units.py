@@ -356,7 +356,7 @@ def test_a_window_of_an_override_is_refused(tmp_path: Path) -> None:
     "overrides", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}], ids=str
 )
 def test_rope_without_its_base_is_refused(folder: Path, overrides: dict[str, Any]) -> None:
-    """An override replaces all of RoPE's parameters: the base was then 10,000, whatever the file says."""
+    """An override replaces all of RoPE's parameters, so the base would become 10,000."""
     model = ModelSource(path=str(folder), config_overrides=overrides)
     with pytest.raises(ConfigError, match="rope_theta") as caught:
         EngineRegistry.create(

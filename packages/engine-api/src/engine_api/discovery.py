@@ -95,7 +95,7 @@ def _entries(group: str) -> Iterator[tuple[str, str, importlib.metadata.EntryPoi
         name = source = "a distribution without a readable name"
         try:
             # Python 3.12 warns where a missing field is indexed, as Distribution.version does.
-            metadata = distribution.metadata
+            metadata: Any = distribution.metadata
             name = printable(str(metadata.get("Name")))
             source = printable(f"{name}=={metadata.get('Version')}")
             entries = [entry for entry in distribution.entry_points if entry.group == group]

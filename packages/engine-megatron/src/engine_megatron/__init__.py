@@ -1,1 +1,4 @@
-"""Megatron-core engine for engine-api. Kept empty so that loading the plug-in descriptor stays light."""
+"""Megatron-core engine for engine-api.
+
+It is empty, so that loading the plug-in descriptor stays light.
+"""

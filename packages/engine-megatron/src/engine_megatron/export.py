@@ -81,7 +81,7 @@ def _stage(weight: Weight) -> int:
 def _gather(
     bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device
 ) -> WeightExport:
-    """Gather a bucket over the ranks that divide its stage, and broadcast it to all other stages."""
+    """Gather a bucket over the ranks that divide its stage, and broadcast it to other stages."""
     stage = _stage(bucket[0])
     here = layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]

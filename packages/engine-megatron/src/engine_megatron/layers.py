@@ -70,8 +70,8 @@ def steady_longest(lengths: Sequence[int], step: int) -> int:
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) that may run on this rank's tokens alone.
 
-    Megatron's own wrapper of torch's norm refuses sequence parallelism, although a mark on the weight
-    is enough: its gradient is then summed over the tensor-parallel ranks.
+    Megatron's own wrapper of torch's norm refuses sequence parallelism, although a mark on the
+    weight is enough: its gradient is then summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:

@@ -95,8 +95,8 @@ class Masters:
     def gather_scalar(self, param: nn.Parameter, value: Tensor | None) -> Tensor | None:
         """Return a scalar that some ranks have, on all ranks.
 
-        It is the same on the ranks that have it; ``value`` is None on those that do not. Returns None
-        if ``value`` is a tensor of the range's shape.
+        It is the same on the ranks that have it; ``value`` is None on those that do not. Returns
+        None if ``value`` is a tensor of the range's shape.
         """
         found = torch.full((2,), -math.inf, device=param.device)
         if value is not None:

@@ -210,9 +210,9 @@ def _build_chunk(
 def release_model(chunks: nn.ModuleList) -> None:
     """Cut the references that would keep an unused model, with its memory and its groups' threads.
 
-    A token dispatcher keeps the last micro-batch's probabilities, whose graph ends in the hooks that
-    hold the model. This is a cycle through autograd, which Python's collector cannot see. RoPE's
-    cache of frequencies has the module as a key.
+    A token dispatcher keeps the last micro-batch's probabilities, whose graph ends in the hooks
+    that hold the model. This is a cycle through autograd, which Python's collector cannot see.
+    RoPE's cache of frequencies has the module as a key.
     """
     for layer in chunks.modules():
         if (dispatcher := getattr(layer, "token_dispatcher", None)) is not None:
@@ -301,8 +301,8 @@ def pack(
     """Pad a micro-batch and move this rank's tokens to the device.
 
     The micro-batch is padded to a multiple of ``multiple`` with a separate document at its end; an
-    empty one is all padding. Under context parallelism each document is padded to a multiple of twice
-    the ranks. With ``steady`` the stated length of the longest document is rounded up
+    empty one is all padding. Under context parallelism each document is padded to a multiple of
+    twice the ranks. With ``steady`` the stated length of the longest document is rounded up
     (`steady_longest`).
     """
     step = 2 * layout.context if layout.context > 1 else 1

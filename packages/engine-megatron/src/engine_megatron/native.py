@@ -2,9 +2,9 @@
 
 The format is ``torch_dist`` of ``dist_checkpointing``. Each rank writes the masters and optimizer
 state that it updates, as flat ranges of Megatron's parameters, so nothing is gathered. A key is
-``model.<place>.<parameter>`` or ``optim.<place>.<parameter>.<field>``, where a place names the ranks
-that hold the same part of the model. So ``dp`` and ``cp`` may differ when it is loaded; all other
-sizes that divide or name parameters must be the same.
+``model.<place>.<parameter>`` or ``optim.<place>.<parameter>.<field>``, where a place names the
+ranks that hold the same part of the model. So ``dp`` and ``cp`` may differ when it is loaded; all
+other sizes that divide or name parameters must be the same.
 
 Megatron's index is a pickle. Before Megatron sees it, it is read with an unpickler that accepts the
 index's own classes only; torch reads tensors as weights only.
@@ -360,7 +360,8 @@ _INDEX_CLASSES = {
         "bool",
     },
     "torch.serialization": {"_get_layout"},
-    # The path of the folder that it was written to, whose class is in another module in Python 3.13.
+    # The path of the folder that it was written to, whose class is in another module in Python
+    # 3.13.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }

@@ -36,7 +36,7 @@ from engine_megatron.parallel import Layout, holders_group, is_spread_expert, mo
 
 
 class ParameterGroup:
-    """Parameters held by the same ranks, and the torch optimizer over this rank's shards of them."""
+    """Parameters held by the same ranks, and the torch optimizer over this rank's shards."""
 
     def __init__(
         self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype
@@ -230,7 +230,7 @@ class StageOptimizer:
         self._fetch()
 
     def publish(self) -> None:
-        """Round masters that were just set into the weights, and give every rank all new weights."""
+        """Round new masters into the weights, and give every rank all new weights."""
         self.masters.publish()
         self._fetch()
 

@@ -19,8 +19,8 @@ class MegatronOptions:
     spec: Literal["auto", "local", "te"] = "auto"
     """Layers of the model: Megatron's own (``local``) or Transformer Engine's (``te``).
 
-    ``auto`` means ``te`` on CUDA where Transformer Engine is installed and the computation is not in
-    float32, which it does not have. The log names the choice.
+    ``auto`` means ``te`` on CUDA where Transformer Engine is installed and the computation is not
+    in float32, which it does not have. The log names the choice.
     """
 
     sequence_parallel: bool = False

@@ -143,8 +143,8 @@ def build_layout(
 ) -> Layout:
     """Return the layout for a world of ``world`` ranks, without making a process group.
 
-    ``expert_tensor`` 0 means as many as ``tp``. Raises ``ConfigError`` when the sizes do not fit the
-    world.
+    ``expert_tensor`` 0 means as many as ``tp``. Raises ``ConfigError`` when the sizes do not fit
+    the world.
     """
     model = parallelism.tp * parallelism.cp * parallelism.pp
     data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
@@ -206,9 +206,9 @@ def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bo
 class ModelParallel:
     """The process groups of model parallelism.
 
-    Megatron keeps its groups in global variables, so engines that exist at the same time share them.
-    A dense model does not use the experts' groups, so its engine can share groups made with any
-    experts' sizes.
+    Megatron keeps its groups in global variables, so engines that exist at the same time share
+    them. A dense model does not use the experts' groups, so its engine can share groups made with
+    any experts' sizes.
     """
 
     _users = 0
@@ -310,7 +310,7 @@ def context_group() -> Any:
 
 
 def is_spread_expert(param: Tensor) -> bool:
-    """Return True if a parameter belongs to an expert that is divided differently from other weights.
+    """Return True if an expert with this parameter is divided differently from other weights.
 
     It reads Megatron's mark on the parameter.
     """
@@ -327,7 +327,7 @@ def holders_group(param: Tensor) -> Any:
 
 
 def model_group(param: Tensor) -> Any:
-    """Return the group of the ranks of one whole model, with all weights divided as ``param`` is."""
+    """Return the ranks of one whole model, with all weights divided as ``param`` is."""
     from megatron.core import parallel_state
 
     if is_spread_expert(param):

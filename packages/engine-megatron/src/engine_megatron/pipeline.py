@@ -55,7 +55,8 @@ def run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, collected = on_last(hidden, packed, batch)
-            # With a token count of 1 and calculate_per_token_loss Megatron does not divide the loss.
+            # With a token count of 1 and calculate_per_token_loss Megatron does not divide the
+            # loss.
             return scalar, torch.ones((), dtype=torch.int, device=hidden.device), collected
 
         return hidden, finish

@@ -48,7 +48,8 @@ def missing() -> ProbeResult | None:
     if importlib.util.find_spec("psutil") is None:
         return ProbeResult(
             ok=False,
-            reason="psutil is not installed, which Megatron-core needs to save and does not declare",
+            reason="psutil is not installed, which Megatron-core needs to save "
+            "and does not declare",
             remedy=_INSTALL,
         )
     return None

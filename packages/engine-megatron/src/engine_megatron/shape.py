@@ -110,7 +110,7 @@ def read_hf_config(source: ModelSource, folder: str) -> Any:
 
 
 def refuse_other_models(config: Any) -> None:
-    """Raise ``ConfigError`` for models without a mapping and models that would be computed wrongly."""
+    """Raise ``ConfigError`` for models that have no mapping or would be computed wrongly."""
     file = Path(config.name_or_path) / "config.json"
     family = config.model_type
     if family not in FAMILIES:

@@ -235,8 +235,8 @@ def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
 def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
     """Set the parameter of each weight that this rank holds.
 
-    ``chunks`` holds the model's chunks under their numbers. Raises ``ConfigError`` for a hole in the
-    mapping: a parameter that no weight fills, or a weight without a parameter.
+    ``chunks`` holds the model's chunks under their numbers. Raises ``ConfigError`` for a hole in
+    the mapping: a parameter that no weight fills, or a weight without a parameter.
     """
     params = dict(chunks.named_parameters())
     stage = layout.here.stage
