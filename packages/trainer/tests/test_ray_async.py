@@ -293,7 +293,7 @@ def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     from engine_trainer.rl.on_ray import train_on_ray
 
     sections = {
-        "overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 2},
+        "overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 1},
         "run": {"steps": 40, "save_every": 0},
     }
     out = tmp_path / "out"
