@@ -293,6 +293,20 @@ def training_matches(
     return max(*margins, weights)
 
 
+def same_step(trained: Trained, undisturbed: Trained, rank: int, *, after: str) -> None:
+    """Require a rank's results and weights to equal, bit for bit, those of an undisturbed run.
+
+    ``after`` names the disturbance, for the failure.
+    """
+    same = trained.outputs == undisturbed.outputs and trained.digest == undisturbed.digest
+    must(
+        same,
+        "step",
+        f"after {after}, it differs from the same step without",
+        where=f"rank {rank}",
+    )
+
+
 def raised_everywhere(
     name: str,
     errors: Sequence[EngineError | None],

@@ -30,6 +30,7 @@ from engine_conformance.cases._expect import (
     oracle_of,
     oracle_training,
     raised_everywhere,
+    same_step,
     training_matches,
 )
 from engine_conformance.cases._ranks import (
@@ -216,16 +217,7 @@ def failed_load(target: Target) -> float:
     undisturbed = target.run(train, target.config(model), batches=[batch, batch])
     for rank, (_, digests, trained) in enumerate(ranks):
         must(digests[0] == digests[1], "weights", "changed by a failed load", where=f"rank {rank}")
-        same = (
-            trained.outputs == undisturbed[rank].outputs
-            and trained.digest == undisturbed[rank].digest
-        )
-        must(
-            same,
-            "step",
-            "after a failed load, it differs from the same step without",
-            where=f"rank {rank}",
-        )
+        same_step(trained, undisturbed[rank], rank, after="a failed load")
     if portable:
         must(
             read_rank_files(looks[0]) == read_rank_files(looks[1]),

@@ -25,6 +25,7 @@ from engine_conformance.cases._expect import (
     oracle_training,
     raised_everywhere,
     same_on_all_ranks,
+    same_step,
     training_matches,
 )
 from engine_conformance.cases._ranks import (
@@ -108,16 +109,7 @@ def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], floa
     for rank, (skipped, digests, trained) in enumerate(ranks):
         _reported(rank, skipped, ranks[0][0])
         must(digests[0] == digests[1], "weights", "changed by a skipped step", where=f"rank {rank}")
-        same = (
-            trained.outputs == undisturbed[rank].outputs
-            and trained.digest == undisturbed[rank].digest
-        )
-        must(
-            same,
-            "step",
-            "after a skipped one, it differs from the same step without",
-            where=f"rank {rank}",
-        )
+        same_step(trained, undisturbed[rank], rank, after="a skipped one")
     if portable:
         assert_same_state(folders[1], folders[0], name="state after a skipped step")
     want = oracle_training(
