@@ -64,7 +64,7 @@ class Place:
     expert_copy: int
     """Index of the copy of all experts to which the rank belongs."""
     is_end: bool
-    """Whether the rank's stage is the first or the last."""
+    """True if the rank's stage is the first or the last."""
 
 
 # An axis is a group of ranks: those for which this key is the same.
@@ -155,12 +155,12 @@ class Layout:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first pipeline stage."""
+        """True on the first pipeline stage."""
         return self.here.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last pipeline stage."""
+        """True on the last pipeline stage."""
         return self.here.stage == self.stages - 1
 
     # --- groups --------------------------------------------------------------------------------

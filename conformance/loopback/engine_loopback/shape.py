@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
+        """True if queries and keys are normalised per head."""
         return self.family in ("qwen3", "qwen3_moe")
 
 

@@ -41,7 +41,7 @@ class Weight:
     adapter: bool
     trainable: bool
     merges: bool = True
-    """Whether an export adds the weight's adapter to it."""
+    """True if an export adds the weight's adapter to it."""
 
     @property
     def held(self) -> nn.Parameter:

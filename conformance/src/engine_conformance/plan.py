@@ -56,7 +56,7 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was left out by hand, without which no verdict is ``conformant``."""
+        """True if nothing was left out by hand; no verdict is ``conformant`` without it."""
         return is_complete({"cases": self.cases, "quick": self.quick})
 
     def as_dict(self) -> dict[str, Any]:

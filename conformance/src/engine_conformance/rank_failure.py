@@ -47,7 +47,7 @@ class RankError(AssertionError):
 
     @property
     def timed_out(self) -> bool:
-        """Whether the deadline passed without any rank that raised or died."""
+        """True if the deadline passed and no rank raised or died."""
         return all(failure.kind == "stalled" for failure in self.failures)
 
 

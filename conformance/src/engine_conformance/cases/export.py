@@ -195,7 +195,7 @@ def _alive(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 @case(id="export.bounded", model_types=TYPES)
 def bounded(target: Target) -> float:
-    """At most ``bucket_bytes`` of whole tensors, or one larger tensor, MUST exist at a time.
+    """Whole tensors MUST take ``bucket_bytes`` at most at a time, or be one larger tensor.
 
     Looked at from outside: new tensors that live at a yield, and on an accelerator the peak of its
     memory. Four times the bound is allowed: what is packed, sent and received, and the tensor that

@@ -203,7 +203,7 @@ def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
 
 @case(id="lora.switched", requires=LORA)
 def switched(target: Target) -> float:
-    """With the adapter off and on again, answers and the next step MUST be as if it was always on.
+    """Answers and the next step MUST be the same after the adapter was off and on again.
 
     The answers are the trained adapter's, also where it trains with dropout.
 
@@ -282,7 +282,7 @@ def base_weights(
 
 @case(id="lora.base", since="1.1", requires=LORA, quick=True)
 def base(target: Target) -> None:
-    """After a step the base export MUST be the folder's weights bit for bit, in the merged order.
+    """The base export after a step MUST be the folder's weights bit for bit, in the merged order.
 
     The merged order is that of the merged export. Of an engine that has no adapter it is a
     ``ConfigError``.
@@ -356,7 +356,7 @@ def save_merged(
 
 @case(id="lora.save_hf", requires=(*LORA, Capability.SAVE_HF), world=(1, 2))
 def save_hf(target: Target) -> float:
-    """What ``save_hf`` writes MUST be the merged model, without a trace of the adapter.
+    """The folder of ``save_hf`` MUST hold the merged model, without a trace of the adapter.
 
     If this fails: names of the adapter's layers, or weights of the base.
     """

@@ -67,7 +67,7 @@ class WithEntropy:
 def on_policy(
     setup: Setup, batch: PackedDocuments, temperatures: Sequence[float]
 ) -> list[TrainOutput]:
-    """At each temperature, infer, then train and compare the loss's inputs with the inference.
+    """Infer, then train, and compare the loss's inputs with the inference at each temperature.
 
     The second step computes entropy, too.
     """
@@ -91,7 +91,7 @@ def on_policy(
 
 @case(id="rl.ratio_is_one", profile="rl", model_types=BOTH)
 def ratio_is_one(target: Target) -> float:
-    """On policy, log-probs in ``train_batch`` MUST be those of ``infer_batch`` bit for bit.
+    """Log-probs in ``train_batch`` on policy MUST be those of ``infer_batch`` bit for bit.
 
     PPO's ratio is then exactly 1. At one micro-batch split, whether or not entropy is computed, at
     temperatures 1 and 0.7, before and after a step, in one micro-batch and in several. A value
@@ -376,7 +376,7 @@ def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
 
 @case(id="rl.reference", profile="rl", requires=(Capability.LORA,))
 def reference(target: Target) -> float:
-    """With its adapter off the policy MUST be the base model's reference bit for bit.
+    """The policy with its adapter off MUST be the base model's reference bit for bit.
 
     The first KL is exactly 0. Before and after steps, as an engine without any adapter computes it.
 

@@ -357,7 +357,7 @@ def bad_requests(target: Target) -> float:
 
 @case(id="rollout.engine", world=(1,), profile="rollout", partner=True)
 def engine(target: Target) -> float:
-    """After each step and sync, log-probs of generated tokens MUST be the engine's own.
+    """Log-probs of generated tokens MUST be the engine's own after each step and sync.
 
     Both are of the same text. Versions are the engine's, one more after each step. Needs the name
     of an engine.

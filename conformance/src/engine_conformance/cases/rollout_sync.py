@@ -24,7 +24,7 @@ from engine_conformance.cases._target import Target
 
 @case(id="rollout.sync", world=(1,), profile="rollout")
 def sync(target: Target) -> float:
-    """After every sync, first and later, all of the new weights and nothing else MUST be served.
+    """All of the new weights and nothing else MUST be served after every sync, first and later.
 
     Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as
     an engine may do. Prompts repeat, one of them long enough for a cache of prefixes. Every token

@@ -363,7 +363,7 @@ def train_then_look(
 
 @case(id="train.visible_at_once", model_types=TYPES, quick=True)
 def visible_at_once(target: Target) -> float:
-    """After each step export and inference MUST use the stepped weights, tied ones as one.
+    """Export and inference MUST use the stepped weights after each step, tied ones as one.
 
     If this fails: the export reads a copy that the optimizer does not move, inference uses weights
     gathered before the step, or a tied embedding and head part with the first step (NeMo-RL #227).

@@ -56,7 +56,7 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head (Qwen3)."""
+        """True if queries and keys are normalised per head (Qwen3)."""
         return self.family in ("qwen3", "qwen3_moe")
 
 

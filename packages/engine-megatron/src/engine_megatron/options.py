@@ -24,7 +24,7 @@ class MegatronOptions:
     """
 
     sequence_parallel: bool = False
-    """Whether norms and residuals are split over the tensor-parallel ranks by tokens.
+    """Split norms and residuals over the tensor-parallel ranks by tokens.
 
     See Korthikanti et al. 2022, arXiv:2205.05198.
     """
