@@ -90,9 +90,10 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
 
 def parts_of(document: Mapping[str, Any]) -> list[Part]:
     """Return the runs that a report consists of: its parts, or itself."""
+    if parts := document.get("parts"):
+        return [Part(**part) for part in parts]
     names = ("digest", "started", "seconds", "command", "selection", "environment")
-    own = Part(**{name: document[name] for name in names})
-    return [Part(**part) for part in document.get("parts", [])] or [own]
+    return [Part(**{name: document[name] for name in names})]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

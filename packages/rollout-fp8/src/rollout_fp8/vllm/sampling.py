@@ -138,8 +138,8 @@ def check_request(
             why="the rollout was made with truncation=false",
             remedy="rollout.options.truncation=true",
         )
-    is_in_range = sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST
-    if not truncation and not is_in_range:
+    in_range = COLDEST <= sampling.temperature <= HOTTEST
+    if not truncation and sampling.temperature > 0 and not in_range:
         raise RolloutError(
             f"temperature={sampling.temperature}",
             where=where,

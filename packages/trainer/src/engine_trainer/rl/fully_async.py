@@ -7,6 +7,7 @@ no prompt is lost.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -259,8 +260,8 @@ class FullyAsync:
         section = self._config.rollout
         room = self._room()
         total = sum(self._under_way.values()) + room
-        fraction = -(-total // len(self._rollouts.local_replicas))  # rounded up
-        slots = min(fraction, max(1, section.batch_size // section.n))
+        per_replica = math.ceil(total / len(self._rollouts.local_replicas))
+        slots = min(per_replica, max(1, section.batch_size // section.n))
         positions: list[int] = []
         for _ in range(min(room, slots - self._under_way[replica])):
             if self._again:

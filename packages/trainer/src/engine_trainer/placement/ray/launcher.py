@@ -114,10 +114,10 @@ class OnRay:
         Workers close their engines and rollouts where they still can, and are ended in any case.
         """
 
-        def close() -> None:
+        def close_workers() -> None:
             finish([call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S)
 
-        attempt(close)
+        attempt(close_workers)
         for pool in self._pools:
             cluster.kill(pool.actors)
         for placement in self._placements:
