@@ -105,8 +105,9 @@ def killed(model: str, *, parallel: int, busy: bool) -> list[Any]:
     """
     said: list[Any] = []
     with opened(model, executor="workers", tensor_parallel_size=parallel) as rollout:
-        running = rollout.submit(PROMPTS[0], LONG) if busy else None
+        # vLLM's client serves one thread: while a request runs, that is the rollout's own.
         worker, _ = rollout._engine.collective_rpc("rollout_fp8_processes")[-1]
+        running = rollout.submit(PROMPTS[0], LONG) if busy else None
         os.kill(worker, signal.SIGKILL)
         calls = [
             *([lambda: running.result(None)] if running is not None else []),
