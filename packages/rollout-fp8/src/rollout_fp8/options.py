@@ -12,25 +12,28 @@ from engine_api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options that the rollout of every server takes.
-
-    Attributes:
-        gpu_memory_utilization: share of a GPU's memory for weights, activations and caches
-            together; the rest is the engine's.
-        max_model_len: tokens of a prompt with its completion; None: the length that the model was
-            made for.
-        tensor_parallel_size: GPUs that serve one replica.
-        scales: kind of the scales of FP8 blocks; ``pow2`` rounds them up to powers of two.
-        audit: compare the served weights with the exported ones after every sync.
-        allow_untested_version: accept a server that is not in the table of tested versions.
-    """
+    """Options that the rollout of every server takes."""
 
     gpu_memory_utilization: float = 0.5
+    """Share of a GPU's memory for weights, activations and caches together, in (0, 1].
+
+    The rest is the engine's.
+    """
+
     max_model_len: int | None = None
+    """Largest number of tokens of a prompt with its completion. Null is the model's own limit."""
+
     tensor_parallel_size: int = 1
+    """Number of GPUs that serve one replica."""
+
     scales: Literal["fp32", "pow2"] = "fp32"
+    """Kind of the scales of FP8 blocks. ``pow2`` rounds them up to powers of two."""
+
     audit: bool = True
+    """True compares the served weights with the exported ones after every sync."""
+
     allow_untested_version: bool = False
+    """True accepts a server that is not in the table of tested versions."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
@@ -55,40 +58,57 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmOptions(Options):
-    """Options that ``VllmRollout`` takes in addition to those of every server.
-
-    Attributes:
-        executor: ``in_process``: vLLM's engine lives in this process, on its device; where
-            torch.distributed runs, ``tensor_parallel_size`` neighbouring ranks serve one replica.
-            ``workers``: vLLM starts processes of its own.
-        enforce_eager: use no CUDA graphs and no compilation; None: on the CPU only.
-        max_num_batched_tokens: tokens of one forward pass; None: vLLM's choice.
-        deterministic: give every completion its own seed, so that its draw depends on nothing else.
-            Without it completions are drawn from one stream, which is faster with hundreds of them
-            at a time, and no run can be repeated.
-        memory_saver: on CUDA, let ``sleep`` free memory; vLLM then serves only one rollout in each
-            process at a time.
-        prefix_caching: keep keys and values of common prefixes; they are dropped at every sync.
-        kv_cache_bytes: size of the cache on each GPU, instead of the memory that
-            ``gpu_memory_utilization`` leaves; None on the CPU: 1 GiB.
-        kv_cache_for_batch: make the cache large enough for ``batch_size`` sequences of
-            ``max_model_len`` at once instead of using all memory that is left. No generation uses
-            more, and a smaller cache sleeps and wakes faster.
-        truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and so are
-            temperatures that vLLM changes (below 0.01, except 0) or does not accept (above 2). vLLM
-            may then use its newer model runner, which seeds the draws of all sequences in one
-            kernel.
-    """
+    """Options that ``VllmRollout`` takes in addition to those of every server."""
 
     executor: Literal["in_process", "workers"] = "in_process"
+    """Place of vLLM's engine. ``in_process`` puts it into this process, on its device.
+
+    Where torch.distributed runs, ``tensor_parallel_size`` neighbouring ranks then serve one
+    replica. With ``workers`` vLLM starts processes of its own.
+    """
+
     enforce_eager: bool | None = None
+    """True uses no CUDA graphs and no compilation. Null is true on the CPU only."""
+
     max_num_batched_tokens: int | None = None
+    """Largest number of tokens of one forward pass. Null leaves the choice to vLLM."""
+
     deterministic: bool = True
+    """True gives every completion its own seed, so that its draw depends on nothing else.
+
+    With false completions are drawn from one stream, which is faster with hundreds of them at a
+    time, and no run can be repeated.
+    """
+
     memory_saver: bool = True
+    """True lets ``sleep`` free memory on CUDA.
+
+    vLLM then serves only one rollout in each process at a time.
+    """
+
     prefix_caching: bool = True
+    """True keeps keys and values of common prefixes. They are dropped at every sync."""
+
     kv_cache_bytes: int | None = None
+    """Size of the cache on each GPU, instead of the memory that ``gpu_memory_utilization`` leaves.
+
+    Null is that memory, and 1 GiB on the CPU.
+    """
+
     kv_cache_for_batch: bool = False
+    """True makes the cache just large enough for one batch, instead of using all memory left.
+
+    That is the size of ``batch_size`` sequences of ``max_model_len`` at once. No generation uses
+    more, and a smaller cache sleeps and wakes faster.
+    """
+
     truncation: bool = True
+    """True serves ``top_p`` and ``top_k``.
+
+    With false they are refused, and so are temperatures that vLLM changes (below 0.01, except 0)
+    or does not accept (above 2). vLLM may then use its newer model runner, which seeds the draws
+    of all sequences in one kernel.
+    """
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
