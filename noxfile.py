@@ -45,7 +45,15 @@ API, FSDP, TRAINER, SUITE = (
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # These tools write a page from its source, and compare the two with --check.
-GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling", "kl_gradients")
+GENERATORS = (
+    "matrix",
+    "cases",
+    "configuration",
+    "reports",
+    "mutants",
+    "scaling",
+    "kl_gradients",
+)
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 # These extras need a GPU, a server or an account.
@@ -340,7 +348,7 @@ def kills(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Write the generated pages."""
-    install(session, [API, SUITE])
+    install(session, packages())
     for tool in GENERATORS:
         session.run("python", f"tools/{tool}.py", *(["--page"] if tool == "mutants" else []))
 

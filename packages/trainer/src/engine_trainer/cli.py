@@ -1,5 +1,7 @@
 """The command line ``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``.
 
+``engine-train schema TASK`` prints the JSON schema of a task's files.
+
 Exit status: 0 for a run that is done (or was stopped by Ctrl-C and saved), 1 for a run that
 failed, 2 for wrong usage or input, 130 for a run that a second Ctrl-C aborted.
 """
@@ -14,9 +16,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine_api.config import near_matches
 from engine_api.errors import ConfigError, EngineError, RankFailure
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
-from engine_trainer.config.loading import load_config, to_yaml
+from engine_trainer.config.loading import load_config, schema_text, to_yaml
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
@@ -31,6 +34,7 @@ CONFIGS: dict[str, type[Config]] = {
     "rm": RewardModelConfig,
     "eval": RLConfig,
 }
+SCHEMA = "schema"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # This comes before anything slow: until here a rank would outlive its launcher.
     end_with_torchrun()
     options = _parser().parse_intermixed_args(argv)
+    if options.task == SCHEMA:
+        return _print_schema(options.config)
     _set_up_logging()
     config: Config | None = None
     try:
@@ -53,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if global_rank() == 0:
             _say(_aborted(options.task, config))
         return ABORTED
+
+
+def _print_schema(task: str) -> int:
+    if task not in CONFIGS:
+        remedy = near_matches(task, sorted(CONFIGS))
+        _say(f"error: expected a task after `schema`, got {task!r:.100}; {remedy}")
+        return USAGE
+    print(schema_text(task), end="")
+    return DONE
 
 
 def _run(options: argparse.Namespace, config: Config) -> int:
@@ -137,8 +152,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine-train",
         description="SFT, RL, DPO, reward models and evaluation over any engine, by name.",
     )
-    parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
-    parser.add_argument("config", help="a YAML file; recipes/ holds some")
+    parser.add_argument(
+        "task",
+        choices=[*sorted(CONFIGS), SCHEMA],
+        help=f"task to run, or `{SCHEMA}` for the JSON schema of a task's files",
+    )
+    parser.add_argument(
+        "config", help=f"YAML file, of which recipes/ holds some; after `{SCHEMA}` a task"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",

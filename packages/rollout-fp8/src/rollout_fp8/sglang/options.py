@@ -32,25 +32,30 @@ ACTIVATIONS = 0.08
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangOptions(Options):
-    """Options that ``SglangRollout`` takes in addition to those of every server.
-
-    Attributes:
-        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200), and ``triton``
-            for float32, which FlashAttention 3 does not support.
-        sampling_backend: ``auto`` is SGLang's choice.
-        cuda_graph: capture decoding in CUDA graphs, for up to ``batch_size`` completions.
-            deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode,
-                whose kernels do not depend on the batch and are slower (34 % on average,
-                https://lmsys.org/blog/2025-09-22-sglang-deterministic). False: faster, and every
-                draw differs.
-            memory_saver: load torch_memory_saver into SGLang's processes, which ``sleep`` needs.
-    """
+    """Options that ``SglangRollout`` takes in addition to those of every server."""
 
     attention_backend: Literal["auto", "fa3", "flashinfer", "triton", "torch_native"] = "auto"
+    """Kernels of attention.
+
+    ``auto`` is SGLang's choice (FlashAttention 3 on an H200), and ``triton`` for float32, which
+    FlashAttention 3 does not support.
+    """
+
     sampling_backend: Literal["auto", "flashinfer", "pytorch"] = "auto"
+    """Kernels of sampling. ``auto`` is SGLang's choice."""
+
     cuda_graph: bool = True
+    """True captures decoding in CUDA graphs, for up to ``batch_size`` completions."""
+
     deterministic: bool = True
+    """True lets every draw follow its seed, in SGLang's deterministic mode.
+
+    The kernels of that mode do not depend on the batch and are slower (34 % on average,
+    https://lmsys.org/blog/2025-09-22-sglang-deterministic). With false every draw differs.
+    """
+
     memory_saver: bool = True
+    """True loads torch_memory_saver into SGLang's processes, which ``sleep`` needs."""
 
 
 def check_arguments(

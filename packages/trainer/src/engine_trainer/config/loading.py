@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,6 +77,15 @@ def to_yaml(config: Any) -> str:
     Values that are masked (see ``engine_trainer.config.secrets``) must be given again.
     """
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def schema_text(task: str) -> str:
+    """Return the JSON schema of the files of ``task``, as an editor's language server reads it.
+
+    The files are made by tools/configuration.py from the dataclasses of this package.
+    """
+    file = resources.files("engine_trainer.config") / "schemas" / f"{task}.json"
+    return file.read_text(encoding="utf-8")
 
 
 def flatten(tree: Any, key: str = "") -> dict[str, Any]:
