@@ -30,7 +30,9 @@ EXCEPTIONS = {
         "wait": "who does not end within it is killed"
     },
     "packages/rollout-fp8/tests/transport_peers.py::buckets": {"sleep": "a receiver that is late"},
-    "packages/trainer/tests/agent_parts.py::generate": {"sleep": "a model that takes its time"},
+    "packages/trainer/tests/helpers/agent_parts.py::generate": {
+        "sleep": "a model that takes its time"
+    },
     "packages/trainer/tests/test_interrupt.py::press": {
         "sleep": "two presses within a second are one to the product"
     },

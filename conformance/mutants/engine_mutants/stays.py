@@ -48,7 +48,7 @@ STAYS: dict[str, str] = {
         "the core cases test its parts one by one"
     ),
     "rollout.*": (
-        "about rollouts: wrong ones are in packages/trainer/tests/rollouts_with_defects.py"
+        "about rollouts: wrong ones are in packages/trainer/tests/helpers/rollouts_with_defects.py"
     ),
 }
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import odd_rewards
 import pytest
 from fuzzing import fuzz
 from hypothesis import example, given
 from hypothesis import strategies as st
-from odd_rewards import KINDS
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
@@ -23,7 +22,7 @@ from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards import RewardError, Sample, Score, Scorer
 from engine_trainer.rewards.registry import RewardSpec
 
-FILE = Path(__file__).with_name("odd_rewards.py")
+FILE = odd_rewards.__file__
 FINE = {"kind": "the number", "number": 1.0, "text": ""}
 # An interrupt within the trainer's own process is its user's.
 OF_THE_PROCESS = {"interrupt"}
@@ -35,7 +34,7 @@ texts = st.one_of(
 )
 odd = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(KINDS),
+        "kind": st.sampled_from(odd_rewards.KINDS),
         "number": st.floats(allow_nan=False, allow_infinity=False),
         "text": texts,
     }
@@ -131,7 +130,7 @@ def judge(scorer: Scorer, rows: list[dict], name: str) -> None:
     assert str(error)
 
 
-EVERY_KIND = [{"kind": kind, "number": 2.5, "text": "x\ud800"} for kind in KINDS]
+EVERY_KIND = [{"kind": kind, "number": 2.5, "text": "x\ud800"} for kind in odd_rewards.KINDS]
 FUNCTIONS = ["score", "ascore", "nested"]
 
 

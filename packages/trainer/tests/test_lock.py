@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from rl_runs import configure, tree
+from rl_runs import configure, start, tree
 from waiting import DEADLINE_S
 
 from engine_api.comm import SingleComm
@@ -48,8 +48,6 @@ def test_every_kind_of_run_takes_the_lock(sums_model, taken, monkeypatch, what):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_under_torchrun_all_ranks_say_so_together(sums_model, taken):
-    from test_rl import start
-
     process = start(taken.parent, tree(sums_model, taken), 2)
     text, _ = process.communicate(timeout=DEADLINE_S)
     assert "[rank 0] error: config run.output_dir: another run writes to" in text

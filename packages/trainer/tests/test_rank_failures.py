@@ -19,7 +19,7 @@ import yaml
 from rl_runs import tree
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-SCRIPT = Path(__file__).with_name("rank_faults.py")
+SCRIPT = Path(__file__).parent / "helpers" / "rank_faults.py"
 DEADLINE_S = 400.0
 STOPPED_S = 60  # longer than an engine takes for a step on a busy machine
 SAID = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-from ray_runs import on_ray, result_of, tree
+from ray_runs import let_workers_import_helpers, on_ray, result_of, tree
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -35,10 +32,7 @@ def sevens(sample):
 def test_an_agent_and_an_own_reward_give_the_bits_of_one_process(sums_model, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    )
+    let_workers_import_helpers(monkeypatch)
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = {
         "agent": {"function": "own.py:add"},

@@ -5,12 +5,10 @@ The run continues when the cluster has enough resources again.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from ray_runs import on_ray, result_of
+from ray_runs import let_workers_import_helpers, on_ray, result_of
 from waiting import DEADLINE_S, until
 
 ray = pytest.importorskip("ray", reason="the extra ray")
@@ -30,10 +28,7 @@ def nodes(monkeypatch):
     """Start a cluster whose head cannot run workers."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    )
+    let_workers_import_helpers(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cluster = Cluster(

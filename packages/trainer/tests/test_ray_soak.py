@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_runs import on_ray, result_of
+from ray_runs import let_workers_import_helpers, on_ray, result_of
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -82,10 +82,7 @@ class Reaper(threading.Thread):
 
 
 def test_random_kills(sums_model, tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    )
+    let_workers_import_helpers(monkeypatch)
     monkeypatch.setenv("RAY_FAULTS", str(tmp_path / "none"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

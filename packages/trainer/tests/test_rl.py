@@ -7,13 +7,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
+from rl_runs import configure, rows_of, same, start, tensors_of, tree
 from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
@@ -384,44 +382,6 @@ def test_shaped_rewards_by_hand(folder, tmp_path):
 
 
 # --- several processes --------------------------------------------------------------------------
-
-MAIN = (
-    SEVENS
-    + f"""
-import sys
-from engine_api.registry import RolloutRegistry
-from engine_trainer.cli import main
-
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from rollouts_with_defects import ShiftsLogProbs
-
-RolloutRegistry.register(backend="shifted", device="cpu")(ShiftsLogProbs)
-sys.exit(main(sys.argv[1:]))
-"""
-)
-
-
-def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
-    import yaml
-
-    script = tmp_path / "main.py"
-    file = tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
-    script.write_text(MAIN)
-    file.write_text(yaml.safe_dump(config))
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script), "rl", str(file)],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 @pytest.mark.slow

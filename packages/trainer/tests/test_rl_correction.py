@@ -5,12 +5,11 @@ The rollout's log-probs are of a different distribution, and the update must fol
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
+import rollouts_with_defects
 import torch
 
 from engine_api.registry import RolloutRegistry
@@ -29,16 +28,9 @@ LEARNING_RATE = 0.5
 
 @pytest.fixture(autouse=True)
 def shifted_rollout():
-    spec = importlib.util.spec_from_file_location(
-        "defects", Path(__file__).parent / "rollouts_with_defects.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    RolloutRegistry.register(backend="shifted", device="cpu")(module.ShiftsLogProbs)
+    RolloutRegistry.register(backend="shifted", device="cpu")(rollouts_with_defects.ShiftsLogProbs)
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
-    yield module
+    yield rollouts_with_defects
     RolloutRegistry.unregister("shifted")
 
 

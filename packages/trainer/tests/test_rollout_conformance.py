@@ -59,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "[engine_api.rollouts]\nwith-defects = defects_descriptor:PLUGIN\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(site), str(Path(__file__).parent), *sys.path])
+        patch.setattr(sys, "path", [str(site), *sys.path])
         close_pools()  # ranks look for plug-ins once
         RolloutRegistry.refresh()
         yield tmp_path_factory.mktemp("conformance")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,7 +78,6 @@ def pool() -> Iterator[Pools]:
     """As many ranks as are asked for, where CUDA is simulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIMULATED_CUDA, "1")
-        patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
         pools: dict[int, RankPool] = {}
         yield lambda world: pools.setdefault(world, RankPool(world, deadline=280.0))
         for one in pools.values():

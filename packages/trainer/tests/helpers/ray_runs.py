@@ -20,8 +20,13 @@ from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
 
 CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/")
-HERE = Path(__file__).parent
 ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 120.0, "start_timeout_s": 60.0}
+
+
+def let_workers_import_helpers(patch: pytest.MonkeyPatch) -> None:
+    """Put this folder on the path of the processes that Ray starts."""
+    here = str(Path(__file__).parent)
+    patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
 
 
 @contextmanager
@@ -33,7 +38,7 @@ def local_cluster(cpus: int, faults: Path | None = None) -> Iterator[None]:
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        let_workers_import_helpers(patch)
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         if faults is not None:
@@ -115,7 +120,7 @@ def start(
     )
     script = file.with_suffix(".py")
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ray_faults\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport ray_faults\n"
         "from engine_trainer.cli import main\nsys.exit(main(sys.argv[1:]))\n"
     )
     return subprocess.Popen(

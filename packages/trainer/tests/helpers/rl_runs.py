@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import yaml
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
@@ -19,6 +23,20 @@ def sevens():
     return lambda sample: sample.completion.count("7") / 4
 """
 exec(SEVENS)
+MAIN = (
+    SEVENS
+    + f"""
+import sys
+from engine_api.registry import RolloutRegistry
+from engine_trainer.cli import main
+
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rollouts_with_defects import ShiftsLogProbs
+
+RolloutRegistry.register(backend="shifted", device="cpu")(ShiftsLogProbs)
+sys.exit(main(sys.argv[1:]))
+"""
+)
 
 
 def tree(folder: Path, out: Path, **sections) -> dict:
@@ -64,3 +82,25 @@ def same(a: Path, b: Path) -> bool:
     left, right = tensors_of(a), tensors_of(b)
     assert left
     return set(left) == set(right) and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
+    """Start ``engine-train rl``, with the reward and a rollout whose log-probs are shifted."""
+    script = tmp_path / "main.py"
+    file = tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
+    script.write_text(MAIN)
+    file.write_text(yaml.safe_dump(config))
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(script), "rl", str(file)],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
