@@ -6,6 +6,8 @@ keys of a family listed here are the few whose values depend on each other.
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,6 +148,19 @@ roberta-prelayernorm roformer rwkv seed_oss smollm3 solar_open stablelm starcode
 xlm-roberta xlm-roberta-xl xlstm youtu zaya
 """
 MODEL_TYPES = tuple(_MODEL_TYPES.split())
+
+
+def models_of(name: str, environment: str) -> frozenset[str]:
+    """Return the model types that matrix.toml says an engine or rollout computes there."""
+    matrix = tomllib.loads((Path(__file__).parents[1] / "matrix.toml").read_text())
+    (found,) = [
+        run["models"]
+        for part in [*matrix["engines"], *matrix["rollouts"]]
+        if name == (part.get("backend") or part["name"])
+        for run in part["runs"]
+        if run["environment"] == environment and "models" in run
+    ]
+    return frozenset(found)
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "matrix.md"
+README = ROOT / "README.md"
 STATUSES = ("tested", "seen", "not run")
 INTRODUCTION = """\
 # What runs where
@@ -17,7 +18,15 @@ INTRODUCTION = """\
 <!-- Generated from matrix.toml by tools/matrix.py: change it there. -->
 
 *tested*: by `nox -s tests` at every change. *seen*: run by hand on such a machine.
-*not run*: nobody has run it yet, expect nothing.
+*not run*: no one has run it yet, expect nothing.
+"""
+MODELS = """\
+These model types (`model_type` in `config.json`) were held to a reference: on a *CPU* and with \
+*simulated CUDA* at every change, on an *H200* by hand. For engines and `local` that is every \
+token's log-prob against a reference implementation, for `vllm` the tokens of a fresh server on \
+the same weights, for fp8 and `sglang` the audit of every weight sync and generation \
+(docs/benchmarks.md). An empty cell says that no one has tried: such a model may be refused, or \
+served unproven.
 """
 
 
@@ -141,8 +150,41 @@ def render(matrix: dict[str, Any]) -> str:
     )
     return (
         f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}"
+        f"\n## Models\n\n{MODELS}\n{render_models(matrix)}"
         f"\n## Environments\n\n{environments}"
     )
+
+
+def render_models(matrix: dict[str, Any], longest: int | None = None) -> str:
+    """Return the table of model types by engine and rollout.
+
+    Types with equal cells share a row, the most served ones first; of more than ``longest`` types
+    in a row only some are named.
+    """
+    columns: dict[str, dict[str, list[str]]] = {}
+    for part in [*matrix["engines"], *matrix["rollouts"]]:
+        for run in part["runs"]:
+            short = matrix["environments"][run["environment"]]["short"]
+            for quantization in run.get("quantization", ["none"]):
+                name = f"`{part.get('backend') or part['name']}`"
+                column = name if quantization == "none" else f"{name} {quantization}"
+                for model in run.get("models", ()):
+                    columns.setdefault(column, {}).setdefault(model, []).append(short)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for model in sorted({model for column in columns.values() for model in column}):
+        cells = tuple(", ".join(column.get(model, ())) for column in columns.values())
+        rows.setdefault(cells, []).append(model)
+    ordered = sorted(rows.items(), key=lambda row: sum(map(bool, row[0])), reverse=True)
+    return table(
+        ("model types", *columns),
+        [(_shortened(models, longest), *cells) for cells, models in ordered],
+    )
+
+
+def _shortened(names: list[str], longest: int | None) -> str:
+    shown = names[:longest]
+    more = len(names) - len(shown)
+    return ", ".join(f"`{name}`" for name in shown) + (f" and {more} more" if more else "")
 
 
 def _engines(matrix: dict[str, Any]) -> str:
@@ -223,5 +265,15 @@ def write_or_check(page: Path, text: str, tool: str) -> int:
     return 1
 
 
+def main() -> int:
+    """Write or check the page and the README's table of models, and return the exit status."""
+    matrix = load()
+    models = replace_section(README.read_text(), "models", render_models(matrix, longest=12))
+    return max(
+        write_or_check(PAGE, render(matrix), "matrix.py"),
+        write_or_check(README, models, "matrix.py"),
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, render(load()), "matrix.py"))
+    sys.exit(main())

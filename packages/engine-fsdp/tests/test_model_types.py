@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, documents, log_probs, oracle, tiny_model
+from tiny_models import MODEL_TYPES, documents, log_probs, models_of, oracle, tiny_model
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
@@ -18,13 +18,7 @@ from engine_fsdp import model as model_module
 NEAR = 1e-4
 
 # Model types that must not be refused. Any other type that is accepted must be right as well.
-_TAKEN = """
-afmoe arcee aria_text bitnet cwm deepseek_v2 diffllama ernie4_5 ernie4_5_moe exaone4 flex_olmo
-gemma gemma3_text glm glm4 gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense
-hunyuan_v1_moe hyperclovax jais2 jetmoe laguna llama mellum ministral ministral3 mistral mixtral
-olmo olmo2 olmo3 olmoe persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 youtu
-"""
-TAKEN = frozenset(_TAKEN.split())
+TAKEN = models_of("fsdp2", "cpu")
 
 
 def create(folder: Path, **overrides: Any) -> Any:
