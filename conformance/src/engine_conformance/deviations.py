@@ -33,12 +33,18 @@ _NARROWING: Mapping[str, type] = {"world": int, "dtype": str, "device": str, "mo
 
 
 class DeviationError(ValueError):
-    """A deviations file that cannot be used; the text says where and why."""
+    """A deviations file that cannot be used.
+
+    The text says where and why.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """One entry of the file; ``only`` narrows it to some settings, by field of `Setting`."""
+    """One entry of the file.
+
+    ``only`` narrows it to some settings, by field of `Setting`.
+    """
 
     case: str
     reason: str

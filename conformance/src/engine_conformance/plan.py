@@ -56,7 +56,10 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """True if nothing was left out by hand; no verdict is ``conformant`` without it."""
+        """True if nothing was left out by hand.
+
+        No verdict is ``conformant`` without it.
+        """
         return is_complete({"cases": self.cases, "quick": self.quick})
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,7 +72,10 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One case in one setting; ``absent`` holds the reason if it cannot run here."""
+    """One case in one setting.
+
+    ``absent`` holds the reason if it cannot run here.
+    """
 
     case: Case
     target: Target

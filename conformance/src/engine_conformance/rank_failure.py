@@ -28,7 +28,10 @@ class RankFailure:
 
 
 class RankError(AssertionError):
-    """The failure of a function on some rank; ``failures`` has every rank that did not return."""
+    """The failure of a function on some rank.
+
+    ``failures`` has every rank that did not return.
+    """
 
     def __init__(
         self, function: str, world: int, failures: Sequence[RankFailure], seconds: float

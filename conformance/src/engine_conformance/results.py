@@ -35,7 +35,10 @@ BAD: frozenset[Status] = frozenset({"failed", "accepted-undeclared", "stale-devi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of a case; ``margin`` is its largest error over the tolerance."""
+    """The result of a case.
+
+    ``margin`` is its largest error over the tolerance.
+    """
 
     status: Status
     seconds: float

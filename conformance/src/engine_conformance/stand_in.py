@@ -54,7 +54,10 @@ class _Queue:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor on the device; ``host`` holds its values."""
+    """A tensor on the device.
+
+    ``host`` holds its values.
+    """
 
     host: torch.Tensor
 

@@ -65,7 +65,10 @@ _PRECISION: dict[torch.dtype, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """The bound ``|got - want| <= atol + rtol * |want|``; both zero means bit for bit."""
+    """The bound ``|got - want| <= atol + rtol * |want|``.
+
+    Both zero means bit for bit.
+    """
 
     atol: float = 0.0
     rtol: float = 0.0

@@ -34,7 +34,10 @@ __all__ = ["OracleModel", "OracleOutputs", "load_oracle"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OracleOutputs:
-    """Per-token outputs of a language model, float64 ``[T]``, in nats; zero at first tokens."""
+    """Per-token outputs of a language model, float64 ``[T]``, in nats.
+
+    They are zero at first tokens.
+    """
 
     log_probs: Tensor
     entropy: Tensor

@@ -11,7 +11,9 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The learning rate at step k, counted from 0; step 0 is the first update.
+    """The learning rate at step k, counted from 0.
+
+    Step 0 is the first update.
 
     With W warm-up steps, N total steps and minimum ratio m:
 

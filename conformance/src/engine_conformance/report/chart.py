@@ -31,7 +31,10 @@ _LEAST = 26.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dot:
-    """One row of the run; ``kind`` is a style: good, bad or deviation."""
+    """One row of the run.
+
+    ``kind`` is a style: good, bad or deviation.
+    """
 
     x: float
     y: float

@@ -1,4 +1,7 @@
-"""Conversion of a run to one JSON document and back; `schema.json` describes it field by field."""
+"""Conversion of a run to one JSON document and back.
+
+`schema.json` describes it field by field.
+"""
 
 from __future__ import annotations
 
