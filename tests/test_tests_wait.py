@@ -33,21 +33,25 @@ EXCEPTIONS = {
     "packages/trainer/tests/helpers/agent_parts.py::generate": {
         "sleep": "a model that takes its time"
     },
-    "packages/trainer/tests/test_interrupt.py::press": {
+    "packages/trainer/tests/run/test_interrupt.py::press": {
         "sleep": "two presses within a second are one to the product"
     },
-    "packages/trainer/tests/test_interrupt.py::test_one_press_ends_the_step_and_saves": {
+    "packages/trainer/tests/run/test_interrupt.py::test_one_press_ends_the_step_and_saves": {
         "sleep": "nothing tells outside that the press was heard"
     },
-    "packages/trainer/tests/test_logs.py::test_phases_add_up_and_begin_anew": {
+    "packages/trainer/tests/telemetry/test_logs.py::test_phases_add_up_and_begin_anew": {
         "sleep": "a phase that takes at least so long, which is all that is asserted"
     },
     (
-        "packages/trainer/tests/test_ray_agent_rollouts.py::"
+        "packages/trainer/tests/placement/ray/test_ray_agent_rollouts.py::"
         "test_a_turn_that_nobody_waits_for_any_more_is_dropped"
     ): {"sleep": "a model that takes longer than its caller waits"},
-    "packages/trainer/tests/test_stream.py::ready": {"sleep": "a pool that waits for its replicas"},
-    "packages/trainer/tests/test_stream.py::unfinished": {"sleep": "a replica that takes its time"},
+    "packages/trainer/tests/rl/test_stream.py::ready": {
+        "sleep": "a pool that waits for its replicas"
+    },
+    "packages/trainer/tests/rl/test_stream.py::unfinished": {
+        "sleep": "a replica that takes its time"
+    },
 }
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from agent_parts import Scripted, prompts, sampling
+from layout import ROOT
 
 from engine_trainer.agent import AgentLoop
 from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

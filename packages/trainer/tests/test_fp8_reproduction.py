@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from layout import ROOT
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import load_config, to_plain
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "fp8_reproduction"
+RECIPE = ROOT / "recipes" / "fp8_reproduction"
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ The quickstart and the first hour begin with its model.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import jinja2
 import pytest
+from layout import ROOT
 
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data import ChatTokenizer, Example
 from engine_trainer.errors import DataError
 
-PREPARE = Path(__file__).parents[3] / "recipes" / "quickstart" / "prepare.py"
+PREPARE = ROOT / "recipes" / "quickstart" / "prepare.py"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from layout import ROOT
 from safetensors.torch import load_file
 
 from engine_api.comm import SingleComm
@@ -50,7 +51,7 @@ SHAPE = {
     "initializer_range": 0.2,
     "tie_word_embeddings": True,
 }
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = ROOT / "recipes"
 # What makes a recipe small enough for a CPU, whichever engine runs it.
 SMALL = {
     "sft/gsm8k.yaml": [

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
+from layout import ROOT
 
 from engine_api.batch import Batch
 from engine_api.losses import token_weights
@@ -99,7 +99,7 @@ def test_the_recipe_has_the_papers_numbers():
     512 prompts of 16 completions, 16 updates, 16384 tokens and 4096 of punishment, AdamW at 1e-6
     after 20 steps.
     """
-    recipe = Path(__file__).parents[3] / "recipes" / "rl" / "dapo.yaml"
+    recipe = ROOT / "recipes" / "rl" / "dapo.yaml"
     config = load_config(RLConfig, recipe, ["engine.model.path=m"])
     algorithm = config.algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (
@@ -122,9 +122,7 @@ def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
 
     A right completion at the limit is half-way from wrong to right.
     """
-    config = load_config(
-        RLConfig, Path(__file__).parents[3] / "recipes" / "rl" / recipe, ["engine.model.path=m"]
-    )
+    config = load_config(RLConfig, ROOT / "recipes" / "rl" / recipe, ["engine.model.path=m"])
     limit = 16384 + 4096
     buffer = 4096
     lengths = [1, limit - buffer, limit - buffer + 1, limit - buffer // 2, limit]

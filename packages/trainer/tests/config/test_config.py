@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from layout import ROOT
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import (
@@ -489,7 +490,7 @@ def test_epochs_count_whole_batches(file, epochs, samples, expected):
     )
 
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = ROOT / "recipes"
 
 
 RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*/*.yaml"))

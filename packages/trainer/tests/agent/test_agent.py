@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 
 import pytest
 from agent_parts import Scripted, Submitting, prompts, sampling
@@ -20,7 +19,6 @@ from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.errors import DataError
 
-ROOT = Path(__file__).parents[3]
 AGENTS = """
 import asyncio, pathlib, sys, time
 
