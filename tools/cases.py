@@ -18,15 +18,12 @@ INTRODUCTION = """\
 
 <!-- Generated from the cases' docstrings by tools/cases.py: change them there. -->
 
-`engine-conformance run NAME [--world 1,2] [--case ID]` runs them against any engine by name; \
-`explain ID` tells the whole
-of one. Each compares per token or per weight with a float64 oracle that shares no code with any \
-engine, bit for bit with
-the engine itself, or asks for an error. *Core* cases apply to every engine, the others to engines \
-that declare the
-capability that is their group; *undeclared* ones to engines that do not. What each demands stands \
-in
-[the contract](contract.md).
+`engine-conformance run NAME [--world 1,2] [--case ID]` runs these cases against any engine by name,
+and `explain ID` prints a whole one. Each case compares results per token or per weight with a
+float64 oracle that shares no code with any engine, or bit for bit with the engine itself, or asks
+for an error. *Core* cases apply to every engine, *undeclared* ones to engines that do not declare
+the capability, and the others to engines that declare the capability that is their group.
+[The contract](contract.md) states what each case demands.
 """
 SHORT = {"language_model": "lm", "value_model": "value"}
 

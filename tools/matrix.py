@@ -13,20 +13,20 @@ PAGE = ROOT / "docs" / "matrix.md"
 README = ROOT / "README.md"
 STATUSES = ("tested", "seen", "not run")
 INTRODUCTION = """\
-# What runs where
+# Tested combinations
 
 <!-- Generated from matrix.toml by tools/matrix.py: change it there. -->
 
-*tested*: by `nox -s tests` at every change. *seen*: run by hand on such a machine.
-*not run*: no one has run it yet, expect nothing.
+The status *tested* means that `nox -s tests` runs the combination at every change, *seen* that it
+was run by hand on such a machine, and *not run* that no one has run it yet.
 """
 MODELS = """\
-These model types (`model_type` in `config.json`) were held to a reference: on a *CPU* and with \
-*simulated CUDA* at every change, on an *H200* by hand. For engines and `local` that is every \
-token's log-prob against a reference implementation, for `vllm` the tokens of a fresh server on \
-the same weights, for fp8 and `sglang` the audit of every weight sync and generation \
-(docs/benchmarks.md). An empty cell says that no one has tried: such a model may be refused, or \
-served unproven.
+These model types (`model_type` in `config.json`) were compared with a reference: on a *CPU* and
+with *simulated CUDA* at every change, on an *H200* by hand. For engines and `local` the comparison
+is of every token's log-prob with a reference implementation, for `vllm` of the tokens with those of
+a fresh server on the same weights, and for fp8 and `sglang` it is the audit of every weight sync
+and generation (docs/benchmarks.md). In an empty cell the model type was not tried: it may be
+refused, or served unproven.
 """
 
 

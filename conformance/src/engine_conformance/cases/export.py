@@ -128,7 +128,7 @@ def moe(target: Target) -> None:
 
 @case(id="export.round_trip", model_types=TYPES)
 def round_trip(target: Target) -> None:
-    """Trained weights, exported as a folder and loaded anew, MUST be exported alike, bit for bit.
+    """Trained weights, exported as a folder and loaded again, MUST be exported alike, bit for bit.
 
     The folder is written here, from the export alone.
 
