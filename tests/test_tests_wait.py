@@ -26,7 +26,7 @@ EXCEPTIONS = {
         "packages/rollout-fp8/tests/test_collective.py::"
         "test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at"
     ): {"port": "the socket that has it is held to the end, so that no other process takes it"},
-    "packages/rollout-fp8/tests/test_transports.py::close": {
+    "packages/rollout-fp8/tests/transport_processes.py::close": {
         "wait": "who does not end within it is killed"
     },
     "packages/rollout-fp8/tests/transport_peers.py::buckets": {"sleep": "a receiver that is late"},

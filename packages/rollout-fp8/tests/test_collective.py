@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_plan import rows, source
+from plan_sources import rows, source
 from waiting import NEVER_S
 
 from rollout_fp8.export.plan import make_plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from served_model import ServedModel, checkpoint
-from test_sync import CPU, InProcess, expected, stream_of
+from sync_parts import CPU, InProcess, expected, stream_of
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from served_model import ServedModel, checkpoint
+from served_model import ServedModel
 from torch.multiprocessing import reductions
-from transport_peers import CPU, Spoilt, send, serve, stream_of
+from transport_peers import CPU, Spoilt, send, stream_of
+from transport_processes import SPAWN, Receivers, check_bytes, folder, started
 from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.errors import RolloutError
-from rollout_fp8.fp8.quantize import quantize
 from rollout_fp8.transports import channel, handshake, ipc
 from rollout_fp8.transports.channel import Channel, PeerError
 from rollout_fp8.transports.listener import STRANGERS, Listener, connect
@@ -35,104 +33,7 @@ from rollout_fp8.wire.format import WirePlan
 
 pytestmark = pytest.mark.distributed
 KINDS = ["shm", "collective"]
-# New processes, which need not import torch again.
-SPAWN = multiprocessing.get_context("forkserver")
-# A trace needs the first module.
-SPAWN.set_forkserver_preload(
-    ["torch._dynamo", "rollout_fp8.install.receiver", "rollout_fp8.transports.remote"]
-)
-channel.secret("channel")  # before the first of them, that they inherit it
-
-
-class Receivers:
-    """Processes that serve, one for each rank."""
-
-    def __init__(
-        self,
-        tp: int = 1,
-        *,
-        fp8: bool = False,
-        defects: tuple[str | None, ...] = (),
-        timeout_s: float = NEVER_S,
-        device: str = "cpu",
-    ) -> None:
-        self.results: Any = SPAWN.Queue()
-        self.addresses = [SPAWN.Queue() for _ in range(tp)]
-        defects = defects or (None,) * tp
-        self.processes = [
-            SPAWN.Process(
-                target=serve,
-                args=(self.addresses[r], self.results, r, tp, fp8, device, defects[r], timeout_s),
-            )
-            for r in range(tp)
-        ]
-        for process in self.processes:
-            process.start()
-        for _ in self.processes:
-            assert self.results.get(timeout=DEADLINE_S) == "up"
-
-    def tell(self, address: str) -> None:
-        for queue in self.addresses:
-            queue.put(address)
-
-    def rows(self) -> list[Any]:
-        return sorted(
-            (self.results.get(timeout=DEADLINE_S) for _ in self.processes), key=lambda row: row[1]
-        )
-
-    def close(self) -> None:
-        for queue, process in zip(self.addresses, self.processes, strict=True):
-            queue.put(None)
-            process.join(2)  # they may end well; those that are stopped or wait are killed
-            process.kill()
-            process.join()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-    """Return the folder that all processes inherit for files of those that are killed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("sockets")))
-        patch.setattr(tempfile, "tempdir", None)
-        yield
-
-
-@pytest.fixture
-def started():
-    """Return a list whose members are closed after the test."""
-    things: list[Any] = []
-
-    def add(thing):
-        things.append(thing)
-        return thing
-
-    yield add
-    for thing in things:
-        thing.close()
-
-
-def expected(seed: int, tp: int, rank: int, fp8: bool) -> dict[str, Any]:
-    """Return the checkpoint, as the server's own loader loads it."""
-    model = ServedModel(tp=tp, rank=rank, fp8=fp8, dtype=torch.bfloat16)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in checkpoint(seed).items():
-        if fp8 and "_proj" in name:
-            tensors[name], tensors[name + "_scale_inv"] = quantize(tensor, scales="fp32")
-        else:
-            tensors[name] = tensor.to(torch.bfloat16)
-    model.load_weights(tensors.items())
-    return {
-        name: p.detach().contiguous().view(torch.uint8).numpy()
-        for name, p in model.named_parameters()
-    }
-
-
-def check_bytes(row: Any, seed: int, tp: int, fp8: bool) -> None:
-    assert row[0] == "ok", row
-    want = expected(seed, tp, row[1], fp8)
-    assert row[2].keys() == want.keys()
-    for name, raw in row[2].items():
-        assert (raw == want[name]).all(), name
+__all__ = ["folder", "started"]  # fixtures
 
 
 @pytest.mark.parametrize("kind", KINDS)

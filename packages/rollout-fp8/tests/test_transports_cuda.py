@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_transports import Receivers, check_bytes, folder, started
 from transport_peers import Spoilt, stream_of
+from transport_processes import Receivers, check_bytes, folder, started
 from waiting import NEVER_S
 
 from engine_api.errors import RolloutError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from exporter_ranks import RESOLUTION, Lora, Shards, exporter
+from local_model import CONFIG, PROMPTS, SAMPLING, weights
 from served_model import ServedModel, checkpoint
-from test_server import CONFIG, PROMPTS, SAMPLING, weights
 from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.config import LoraConfig, ModelSource
