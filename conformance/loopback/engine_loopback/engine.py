@@ -17,6 +17,7 @@ from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
 from engine_api.errors import ConfigError, EngineStateError
+from engine_api.hf_folder import WeightFiles
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_loopback import lora
@@ -26,7 +27,7 @@ from engine_loopback.optimizer import build_optimizer, clip_factor, move_state
 from engine_loopback.options import LoopbackOptions
 from engine_loopback.parallel import DTYPES, Layout, ensure_process_group, world_and_rank
 from engine_loopback.shape import Kind, read_config, shape_of, weight_shapes
-from engine_loopback.weights import Files, Partition, Weight, fill
+from engine_loopback.weights import Partition, Weight, fill
 
 
 class LoopbackEngine(ExportEngine):
@@ -100,9 +101,9 @@ class LoopbackEngine(ExportEngine):
         if config.optimizer is not None:
             self.optimizer = build_optimizer(config.optimizer, self.trained(), self.adamw)
 
-    def files(self) -> Files | None:
+    def files(self) -> WeightFiles | None:
         """Return the folder's weights, or None if they are made from the seed."""
-        return None if self.config.model.init == "random" else Files(self.config.model.path)
+        return None if self.config.model.init == "random" else WeightFiles(self.config.model.path)
 
     def weight_table(self) -> dict[str, Weight]:
         """Return the model's weights in order, then the adapters, each with this rank's box."""

@@ -18,20 +18,12 @@ from engine_api.comm import together
 from engine_api.contract import Adapter
 from engine_api.errors import CheckpointWriteError, ConfigError
 from engine_api.folders import real, replace_folder, restore
+from engine_api.hf_folder import WEIGHT_FILES, copy_companions
 from engine_api.weights import ShardExport, WeightExport
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
 from engine_loopback.parallel import Layout
 from engine_loopback.weights import Weight
-
-_COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "generation_config.json",
-)
 
 
 class ExportEngine(CheckpointEngine):
@@ -186,8 +178,8 @@ class ExportEngine(CheckpointEngine):
             (partial / "config.json").write_text(
                 json.dumps(self.hf_config(tensors), indent=2, sort_keys=True)
             )
-            self.copy_companions(directory, partial)
-            replace_folder(partial, directory, stale=("model*.safetensors*",))
+            copy_companions(Path(self.config.model.path), partial, former=directory)
+            replace_folder(partial, directory, stale=WEIGHT_FILES)
         except (OSError, SafetensorError) as error:
             raise CheckpointWriteError(
                 "the model could not be written",
@@ -213,10 +205,3 @@ class ExportEngine(CheckpointEngine):
                 "label2id": {"LABEL_0": 0},
             }
         return config
-
-    def copy_companions(self, directory: Path, partial: Path) -> None:
-        """Copy the tokenizer's files, except those that ``directory`` already has."""
-        for pattern in _COMPANIONS:
-            for file in Path(self.config.model.path).glob(pattern):
-                if not (directory / file.name).exists():
-                    shutil.copy(file, partial / file.name)

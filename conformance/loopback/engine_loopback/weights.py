@@ -6,14 +6,13 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine_api.errors import ConfigError
-from engine_api.weights import ShardSpec
+from engine_api.hf_folder import WeightFiles
+from engine_api.weights import ShardSpec, random_weight
 from engine_loopback.parallel import Layout, Place
 from engine_loopback.shape import Shape
 
@@ -161,67 +160,21 @@ class Partition:
         return sum(self.holds(name, place) for place in self.layout.places[: self.layout.rank])
 
 
-class Files:
-    """Safetensors files of a folder."""
-
-    def __init__(self, folder: str) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.folder = folder
-        self.handles: dict[str, Any] = {}
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            try:
-                handle: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    "model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again"
-                ) from error
-            self.handles |= dict.fromkeys(handle.keys(), handle)
-
-    def read(self, weight: Weight) -> Tensor:
-        """Return a weight's box.
-
-        Raises:
-            ConfigError: if the files lack the weight or have it in another shape.
-        """
-        if weight.name not in self.handles:
-            raise ConfigError(
-                "model.path",
-                f"{self.folder} has no tensor {weight.name} (*.safetensors)",
-                remedy="use the files that belong to config.json, or model.init: random",
-            )
-        source = self.handles[weight.name].get_slice(weight.name)
-        if tuple(source.get_shape()) != weight.shape:
-            raise ConfigError(
-                "model.path",
-                f"{weight.name} is {tuple(source.get_shape())}, config.json says {weight.shape}",
-                remedy="use files and config.json of the same model",
-            )
-        result: Tensor = source[weight.box.slices]
-        return result
-
-
-def fill(weights: Mapping[str, Weight], files: Files | None, seed: int, std: float) -> None:
+def fill(weights: Mapping[str, Weight], files: WeightFiles | None, seed: int, std: float) -> None:
     """Fill this rank's boxes from ``files``, or from the seed.
 
     Without files, or for a value head that they lack, values are made from the seed. Adapters are
     left as they are.
     """
+    if files is not None:
+        files.check(
+            {weight.name: weight.shape for weight in weights.values() if not weight.adapter}
+        )
     for weight in weights.values():
         if weight.param is None or weight.adapter:
             continue
-        absent = files is None or (
-            weight.name.startswith("score.") and weight.name not in files.handles
-        )
-        value = random_weight(weight, seed, std) if absent else files.read(weight)  # type: ignore[union-attr]
+        if files is not None and weight.name in files:
+            value = files.read(weight.name, weight.box.slices)
+        else:
+            value = random_weight(weight.name, weight.box, seed=seed, std=std)
         weight.local.copy_(value)
-
-
-def random_weight(weight: Weight, seed: int, std: float) -> Tensor:
-    """Return normal values, ones for norms and zeros for biases, the same in every layout."""
-    if weight.name.endswith("norm.weight"):
-        return torch.ones(weight.box.shape)
-    if weight.name.endswith(".bias"):
-        return torch.zeros(weight.box.shape)
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.name.encode()))
-    return (torch.randn(weight.shape, generator=generator) * std)[weight.box.slices]

@@ -1,4 +1,4 @@
-"""The chunked head, attention over packs, layouts and the reader of folders, without an engine."""
+"""The chunked head, attention over packs, layouts and model folders, without an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_api.config import ModelSource
@@ -18,7 +17,7 @@ from engine_api.hf_folder import fetch
 from engine_api.registry import EngineRegistry
 from engine_fsdp.attention import build_packing, check_heads, choose_kernel, packed_attention
 from engine_fsdp.head import chunked_log_probs
-from engine_fsdp.weights import first_row, weight_files
+from engine_fsdp.weights import first_row
 
 TOKENS = 13
 HIDDEN = 6
@@ -197,32 +196,6 @@ def test_first_rows_are_where_chunk_cuts(rows: int, ranks: int) -> None:
     for rank in range(ranks):
         layout: Any = SimpleNamespace(shard_rank=rank, shard_size=ranks)
         assert first_row(rows, layout) == (chunks[rank][0] if rank < len(chunks) else rows)
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no weights"):
-        weight_files(str(tmp_path))
-
-
-def test_a_pickle_is_never_read(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError) as caught:
-        weight_files(str(tmp_path))
-    assert "pytorch_model.bin is a pickle" in caught.value.why
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    save_file({"x": torch.zeros(64)}, tmp_path / "model.safetensors")
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        weight_files(str(tmp_path))
-
-
-def test_names_of_all_files_without_an_index(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    assert weight_files(str(tmp_path)) == {"a": "a.safetensors", "b": "b.safetensors"}
 
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from engine_api.config import ModelSource
 from engine_api.errors import EngineError
+from engine_api.hf_folder import WeightFiles
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import read_hf_config, refuse_other_models, shape_of
-from engine_megatron.weights import Files, check_layout, weight_table
+from engine_megatron.weights import check_layout, weight_table
 
 LAYOUT = Layout(world=1, rank=0, tensor=1, data=1, stages=1)
 
@@ -37,7 +38,8 @@ def test_a_damaged_folder_is_refused_by_a_typed_error_or_read(
         refuse_other_models(config)
         shape = shape_of(config, "language_model")
         check_layout(shape, LAYOUT, 1)
-        Files(str(folder)).check(weight_table(shape, LAYOUT, 1, torch.float32))
+        table = weight_table(shape, LAYOUT, 1, torch.float32)
+        WeightFiles(str(folder)).check({weight.name: weight.shape for weight in table})
     except EngineError as error:
         refused = error
         assert refused.remedy

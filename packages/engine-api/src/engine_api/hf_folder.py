@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,15 @@ from engine_api.weights import WeightExport
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("engine_api")
+
 INDEX = "model.safetensors.index.json"
 # Patterns of the names that save_hf gives to files of weights.
 WEIGHT_FILES = ("model*.safetensors*",)
+# Names of floating-point dtypes in safetensors' files.
+_FLOATING = ("F64", "F32", "F16", "BF16")
+# The value head, which the folder of a language model lacks: an engine draws it.
+_VALUE_HEAD = "score."
 _FILE_BYTES = 4 << 30
 _COMPANIONS = (
     "tokenizer*",
@@ -100,6 +108,120 @@ def read_index(folder: Path) -> dict[str, str] | None:
                 remedy="fetch the model again from a source that you trust",
             )
     return files  # pyright: ignore[reportUnknownVariableType] - checked above
+
+
+class WeightFiles:
+    """The weights in a model's folder, by their names.
+
+    The files are those that the folder's index names, or without an index all of its safetensors
+    files. They are opened, which reads their headers. Weights are read one box at a time, so no
+    rank holds the whole model.
+
+    Raises:
+        ConfigError: the folder has no weights, or a file cannot be read.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.handles: dict[str, Any] = {}
+        """The open file of each weight."""
+        # Files that the index names and the folder lacks. They matter only to an engine that needs
+        # their weights.
+        self._absent: list[Path] = []
+        index = read_index(self.folder)
+        for path in _weight_files(self.folder, index):
+            if index is not None and not path.exists():
+                self._absent.append(path)
+                continue
+            handle = _open(path)
+            self.handles |= dict.fromkeys(handle.keys(), handle)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.handles
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the files hold the weights of ``shapes``, without reading any.
+
+        A value head may be missing. A warning names weights that are not in ``shapes``.
+
+        Raises:
+            ConfigError: a weight is missing, or is stored in another shape or quantized.
+        """
+        missing = [name for name in shapes if name not in self and not name.startswith(_VALUE_HEAD)]
+        if missing and self._absent:
+            raise _unreadable(self._absent[0], "the index names it, and it is not there")
+        if missing:
+            raise ConfigError(
+                "model.path",
+                f"{self.folder} lacks {len(missing)} tensors: {_first_of(missing, 3)}",
+                remedy="use the folder that save_pretrained wrote for this config.json",
+            )
+        for name, shape in shapes.items():
+            if name in self:
+                self._check_one(name, shape)
+        if unused := sorted(set(self.handles) - set(shapes)):
+            log.warning(
+                "%s: %d tensors are not used: %s", self.folder, len(unused), _first_of(unused, 4)
+            )
+
+    def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self.handles[name].get_slice(name)
+        found = tuple(stored.get_shape())
+        # Quantized weights may be packed into another shape, so their dtype is looked at first.
+        if stored.get_dtype() not in _FLOATING:
+            raise ConfigError(
+                "model.path",
+                f"{name} is stored as {stored.get_dtype()}",
+                why="this engine reads floating-point weights as they are, not quantized ones",
+                remedy="use the model's bf16, fp16 or fp32 files",
+            )
+        if found != shape:
+            raise ConfigError(
+                "model.path",
+                f"{name} is {found}, config.json says {shape}",
+                remedy="use files and config.json of the same model",
+            )
+
+    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """Return a box of a weight that ``check`` has accepted, in the stored dtype."""
+        result: torch.Tensor = self.handles[name].get_slice(name)[box]
+        return result
+
+
+def _first_of(names: list[str], count: int) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+
+
+def _weight_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
+    """Return the files of the weights, or raise ``ConfigError`` for a folder without any."""
+    if index is not None:
+        return sorted({folder / name for name in index.values()})
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        raise ConfigError(
+            "model.path",
+            f"{folder} holds no weights (*.safetensors)",
+            why=f"{pickled[0]} is a pickle, which is never read" if pickled else "",
+            remedy="convert it with transformers' save_pretrained, or set model.init: random",
+        )
+    return files
+
+
+def _open(path: Path) -> Any:
+    """Open a safetensors file, or raise ``ConfigError``."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, str(error) or type(error).__name__) from error
+
+
+def _unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        "model.path", f"{path} cannot be read", why=why, remedy="fetch the file again"
+    )
 
 
 def save_hf(
@@ -227,7 +349,15 @@ def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> 
     (writer.directory / "config.json").write_text(
         json.dumps(content, indent=2, sort_keys=True, default=str)
     )
+    copy_companions(Path(source), writer.directory, former=directory)
+
+
+def copy_companions(source: Path, directory: Path, *, former: Path) -> None:
+    """Copy the tokenizer's files of a model to ``directory``, except those that ``former`` has.
+
+    ``former`` is the folder that ``directory`` replaces, which keeps its own files.
+    """
     for pattern in _COMPANIONS:
-        for file in Path(source).glob(pattern):
-            if not (directory / file.name).exists():
-                shutil.copy(file, writer.directory / file.name)
+        for file in source.glob(pattern):
+            if not (former / file.name).exists():
+                shutil.copy(file, directory / file.name)

@@ -1,7 +1,11 @@
-"""Weight export: names, shards and the position of each shard in the whole tensor."""
+"""Weights by name: shards, the position of each shard in the whole tensor, and new values."""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,3 +83,18 @@ def assemble(shards: Iterable[tuple[torch.Tensor, ShardSpec]]) -> torch.Tensor:
     if not bool((seen == 1).all()):
         raise ValueError(f"shards do not cover {shape} exactly once: {[spec for _, spec in parts]}")
     return whole
+
+
+def random_weight(name: str, box: ShardSpec, *, seed: int, std: float) -> torch.Tensor:
+    """Return a box of a new weight, whose values are the same in every layout.
+
+    They are normal with the standard deviation ``std``, ones for a norm, and zeros for a bias.
+    """
+    import torch
+
+    if name.endswith("norm.weight"):
+        return torch.ones(box.shape)
+    if name.endswith(".bias"):
+        return torch.zeros(box.shape)
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    return (torch.randn(box.global_shape, generator=generator) * std)[box.slices]

@@ -108,14 +108,15 @@ class FSDPEngine(BaseEngine):
         blocks = blocks_of(lm)
         shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
         home = torch.device("cpu") if config.memory.offload_params else self.device
-        if not built.materialized:
+        files = built.files
+        if files is not None:
             self._materialize(lm, home)
         elif not isinstance(self.module, FSDPModule):
             self.module.to(home)
         self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
-        if not built.materialized:
+        if files is not None:
             # A file may be damaged on one machine only.
-            together(self.comm, lambda: fill(self.table, built.folder, config.seed))
+            together(self.comm, lambda: fill(self.table, files, config.seed))
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
             verify_model(self, [5, 8])

@@ -14,7 +14,7 @@ from engine_api.config import EngineConfig
 from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_config import read_hf_config, require_memory, unbuildable
-from engine_api.hf_folder import fetch
+from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
@@ -22,7 +22,6 @@ from engine_api.results import TokenOutputs
 from engine_fsdp import attention
 from engine_fsdp.head import chunked_log_probs
 from engine_fsdp.parallel import DTYPES, Layout, gather_tokens
-from engine_fsdp.weights import check_files
 
 WHERE = "engine-fsdp"
 
@@ -162,13 +161,14 @@ class BuiltModel:
         lm: the transformers model.
         pieces: saved tensors by parameter name (without an adapter's or wrapper's prefix).
         folder: folder of the model's files.
-        materialized: false when the parameters are on the meta device, to be read after sharding.
+        files: weights that are read after sharding, for parameters on the meta device; None for a
+            model that has its random weights.
     """
 
     lm: Any
     pieces: dict[str, list[Piece]]
     folder: str
-    materialized: bool
+    files: WeightFiles | None
 
 
 def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
@@ -198,9 +198,10 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     pieces = pieces_of(lm)
-    if not random:
-        check_files(folder, [piece for name, _ in lm.named_parameters() for piece in pieces[name]])
-    return BuiltModel(lm=lm, pieces=pieces, folder=folder, materialized=random)
+    files = None if random else WeightFiles(folder)
+    if files is not None:
+        files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
+    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files)
 
 
 def _from_config(

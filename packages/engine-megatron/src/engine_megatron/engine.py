@@ -22,7 +22,7 @@ from engine_api.contract import Adapter
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.heartbeat import watched_each
-from engine_api.hf_folder import fetch, save_hf
+from engine_api.hf_folder import WeightFiles, fetch, save_hf
 from engine_api.losses import LossFn, evaluate, needs_of
 from engine_api.manifest import Entry, Manifest
 from engine_api.optimizers import state_fields
@@ -54,7 +54,7 @@ from engine_megatron.parallel import (
     world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.weights import Files, Reader, attach, check_layout, fill, weight_table
+from engine_megatron.weights import Reader, attach, check_layout, fill, weight_table
 
 
 class MegatronEngine(BaseEngine):
@@ -116,9 +116,9 @@ class MegatronEngine(BaseEngine):
         self.table = weight_table(
             self.shape, self.layout, multiple, DTYPES[config.precision.master]
         )
-        files = None if config.model.init == "random" else Files(self.folder)
+        files = None if config.model.init == "random" else WeightFiles(self.folder)
         if files is not None:
-            files.check(self.table)
+            files.check({weight.name: weight.shape for weight in self.table})
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
         settings = transformer_config(
             self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
@@ -156,7 +156,7 @@ class MegatronEngine(BaseEngine):
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
         self._groups.callback(self.comm.close)
 
-    def _build_model(self, settings: TransformerConfig, files: Files | None) -> None:
+    def _build_model(self, settings: TransformerConfig, files: WeightFiles | None) -> None:
         # One rank may run out of memory, or one machine may have a damaged file: then every other
         # rank raises too and does not wait for it.
         together(self.comm, lambda: self._build_stage(settings))

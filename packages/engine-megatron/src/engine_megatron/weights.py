@@ -7,15 +7,13 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine_api.errors import ConfigError
-from engine_api.hf_folder import read_index
-from engine_api.weights import ShardSpec
+from engine_api.hf_folder import WeightFiles
+from engine_api.weights import ShardSpec, random_weight
 from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
 from engine_megatron.masters import Masters
 from engine_megatron.parallel import Layout, Place
@@ -262,97 +260,6 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
         weight.param.allreduce = not is_spread  # type: ignore[attr-defined]
 
 
-# Floating-point dtypes by safetensors' names.
-_FLOATING = ("F64", "F32", "F16", "BF16")
-
-
-class Files:
-    """The safetensors files of a folder.
-
-    Names and shapes are checked without reading a weight.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.handles: dict[str, Any] = {}
-        for path in _weight_files(Path(folder)):
-            handle = _open(path)
-            self.handles |= dict.fromkeys(handle.keys(), handle)
-
-    def check(self, table: Sequence[Weight]) -> None:
-        """Raise ``ConfigError`` where a tensor is missing or has a wrong shape or dtype.
-
-        A value head may be missing. Tensors that are not used are logged as a warning.
-        """
-        missing = [
-            w.name for w in table if w.name not in self.handles and not w.name.startswith("score.")
-        ]
-        if missing:
-            raise ConfigError(
-                "model.path",
-                f"{self.folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
-                remedy="use the folder that save_pretrained wrote for this config.json",
-            )
-        for weight in (w for w in table if w.name in self.handles):
-            stored = self.handles[weight.name].get_slice(weight.name)
-            found = tuple(stored.get_shape())
-            if stored.get_dtype() not in _FLOATING:
-                raise ConfigError(
-                    "model.path",
-                    f"{weight.name} is stored as {stored.get_dtype()}",
-                    why="this engine reads floating-point weights as they are, not quantized ones",
-                    remedy="use the model's bf16, fp16 or fp32 files",
-                )
-            if found != weight.shape:
-                raise ConfigError(
-                    "model.path",
-                    f"{weight.name} is {found}, config.json says {weight.shape}",
-                    remedy="use files and config.json of the same model",
-                )
-        if unused := sorted(set(self.handles) - {w.name for w in table}):
-            log.warning(
-                "%s: %d tensors are not used: %s", self.folder, len(unused), ", ".join(unused[:4])
-            )
-
-    def read(self, weight: Weight) -> Tensor:
-        """Return this rank's box of a weight, in the stored dtype."""
-        source = self.handles[weight.name].get_slice(weight.name)
-        result: Tensor = source[weight.box.slices]
-        return result
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = read_index(folder)
-    if index is not None:
-        return sorted({folder / name for name in index.values()})
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            "model.path",
-            f"{folder} holds no weights (*.safetensors)",
-            remedy="convert it with transformers' save_pretrained, or set model.init: random",
-        )
-    return files
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        "model.path",
-        f"{path} cannot be read",
-        why=str(error) or type(error).__name__,
-        remedy="fetch the model again",
-    )
-
-
 def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
     """Return this rank's parameters and the weights in each."""
     result: dict[nn.Parameter, list[Weight]] = {}
@@ -425,7 +332,7 @@ class Reader:
 
 
 def fill(
-    table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float
+    table: Sequence[Weight], masters: Masters, files: WeightFiles | None, seed: int, std: float
 ) -> None:
     """Fill this rank's boxes from ``files``, and weights that these lack from the seed.
 
@@ -433,25 +340,12 @@ def fill(
     """
 
     def value_of(weight: Weight) -> Tensor:
-        if files is not None and weight.name in files.handles:
-            return files.read(weight)
+        if files is not None and weight.name in files:
+            return files.read(weight.name, weight.box.slices)
         if files is not None:
             log.warning(
                 "%s is not in the folder: it is initialized from seed %d", weight.name, seed
             )
-        return _random(weight, seed, std)
+        return random_weight(weight.name, weight.box, seed=seed, std=std)
 
     put(table, masters, value_of)
-
-
-def _random(weight: Weight, seed: int, std: float) -> Tensor:
-    """Return random values of a weight's box: normal ones, ones for norms, zeros for biases.
-
-    The box is a part of the same whole tensor in every layout.
-    """
-    if weight.name.endswith("norm.weight"):
-        return torch.ones(weight.box.shape)
-    if weight.name.endswith(".bias"):
-        return torch.zeros(weight.box.shape)
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.name.encode()))
-    return (torch.randn(weight.shape, generator=generator) * std)[weight.box.slices]
