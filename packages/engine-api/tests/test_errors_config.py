@@ -132,7 +132,7 @@ def test_options_of_a_plugin():
     with pytest.raises(ConfigError, match="did you mean prefetch") as caught:
         build_options({"prefech": 2}, Options)
     assert caught.value.field == "options.prefech"
-    with pytest.raises(ConfigError, match="int given"):
+    with pytest.raises(ConfigError, match="expected a mapping or Options, got int"):
         build_options(3, Options)
 
 

@@ -7,7 +7,7 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -18,28 +18,37 @@ DType = Literal["float32", "bfloat16", "float16", "float8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """The source of the model: a Hugging Face folder or hub id."""
+    """The source of a model: a Hugging Face folder or hub id."""
 
     path: str
-    """Folder in Hugging Face format, or hub id; it has no default."""
+    """Folder in Hugging Face format, or hub id."""
 
     revision: str | None = None
-    """Branch, tag or commit of the hub id; None takes the hub's default branch."""
+    """Branch, tag or commit of the hub id. Null is the hub's default branch, and the only value for
+    a folder.
+    """
 
     init: Literal["pretrained", "random"] = "pretrained"
-    """Origin of the weights: the folder's own, or drawn from ``seed`` after only ``config.json``
-    is read (*random*)."""
+    """Origin of the weights: ``pretrained`` reads them from the folder, ``random`` draws them from
+    the seed and reads ``config.json`` only.
+    """
 
     trust_remote_code: bool = False
-    """Permission to run Python code that comes with the model; off because it runs unchecked."""
+    """True runs Python code that comes with the model. It is off because the code runs
+    unchecked, and an engine that has its own model refuses it.
+    """
 
     attention: str = "auto"
-    """Name of the engine's attention kernel for packed documents; *auto* lets the engine choose by
-    device and dtype. The engine's documentation lists the names."""
+    """Name of the engine's attention kernel for packed documents.
+
+    ``auto`` lets the engine choose by device and dtype. engine-fsdp has ``sdpa``, ``varlen`` and
+    ``cudnn``, engine-megatron ``sdpa``.
+    """
 
     config_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keys of the model's ``config.json`` with values that replace those in the file; none by
-    default."""
+    """Keys of the model's ``config.json`` with values that replace those in the file. A key that
+    the model does not have, or that would have no effect, is refused.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,22 +57,27 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """Optimizer: ``adamw`` (fused where the device has it), or the import path of a torch optimizer
-    such as ``torch.optim.SGD``."""
+    such as ``torch.optim.SGD``.
+    """
 
     lr: float = 1e-5
-    """Largest learning rate; the schedule scales it. 1e-5 suits supervised fine-tuning."""
+    """Largest learning rate, at least 0, which the schedule scales. 1e-5 suits supervised
+    fine-tuning.
+    """
 
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moment per step, with the defaults of
-    ``torch.optim.AdamW``; only ``adamw`` reads them."""
+    ``torch.optim.AdamW``. Only ``adamw`` reads them. Other optimizers take theirs from ``kwargs``.
+    """
 
     eps: float = 1e-8
-    """Term that AdamW adds to the denominator, with the default of ``torch.optim.AdamW``; only
-    ``adamw`` reads it."""
+    """Term that AdamW adds to the denominator, with the default of ``torch.optim.AdamW``. Only
+    ``adamw`` reads it. Other optimizers take theirs from ``kwargs``.
+    """
 
     weight_decay: float = 0.0
     """Decoupled decay of every trained weight, norms and biases included, scaled by the learning
-    rate; 0 is no decay.
+    rate. 0 is no decay. Optimizers other than ``adamw`` receive it as their ``weight_decay``.
 
     It is ``torch.optim.AdamW`` over one group, as in verl's FSDP engine. transformers' Trainer
     (TRL) and Megatron-LM leave norms and biases out. By the contract an engine has no parameter
@@ -73,81 +87,98 @@ class OptimizerConfig:
     """
 
     clip_norm: float | None = 1.0
-    """Largest global 2-norm of the gradient, to which larger gradients are scaled; None turns
-    clipping off."""
+    """Largest global 2-norm of the gradient, above 0, to which larger gradients are scaled. Null
+    turns clipping off.
+    """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further arguments of the optimizer's constructor by name; none by default."""
+    """Further arguments of the optimizer's constructor, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning rate over optimizer steps.
-
-    See ``engine_api.schedule.lr_factor``.
-    """
+    """The learning rate over optimizer steps, of which those that were skipped do not count."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up; *constant* needs no length of the run."""
+    """Shape of the learning rate after warm-up. ``constant`` needs no length of the run."""
 
     warmup_steps: int = 0
-    """Number of optimizer steps over which the learning rate rises linearly to ``lr``; 0 is no
-    warm-up."""
+    """Number of optimizer steps over which the learning rate rises linearly to ``lr``. 0 is no
+    warm-up.
+    """
 
     total_steps: int | None = None
     """Number of optimizer steps, warm-up included, after which the learning rate stays at its
-    minimum; *linear* and *cosine* need it, *constant* leaves it None."""
+    minimum. Only ``linear`` and ``cosine`` read it.
+
+    ``engine-train`` replaces null by the number of updates of the run. In ``rl`` that is its steps
+    times ``algorithm.mini_batches`` times ``algorithm.epochs``, or for the critic its own
+    ``epochs``. An engine that is created directly needs a number.
+    """
 
     min_ratio: float = 0.0
-    """Learning rate at ``total_steps`` as a fraction of ``lr``, in [0, 1]; 0 decays to zero."""
+    """Learning rate at ``total_steps`` as a fraction of ``lr``, in [0, 1]. 0 decays to zero, and is
+    the only value for ``constant``.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Sizes of each kind of parallelism, whose product without ``ep`` is the world size.
+    """The sizes of each kind of parallelism, whose product without ``ep`` is the number of ranks.
 
-    Experts are spread over ranks that are data or sequence parallel for all other weights, so
-    ``ep`` divides the number of those ranks.
+    A size above 1 is refused by an engine that does not have that kind.
     """
 
     dp_shard: int = -1
-    """Number of data-parallel ranks that share one copy of the training state; -1 is the world size
-    divided by the other sizes, so that the defaults fit every world."""
+    """Number of data-parallel ranks that divide one copy of the training state among themselves.
+    -1 is the number of ranks divided by the other sizes, so that the defaults fit every world.
+    """
 
     dp_replicate: int = 1
-    """Number of copies of the sharded training state; above 1 it is hybrid sharding (HSDP)."""
+    """Number of copies of the training state, each divided over ``dp_shard`` ranks. Above 1 it is
+    hybrid sharding (HSDP), which engine-fsdp has.
+    """
 
     tp: int = 1
-    """Number of tensor-parallel ranks; 1 turns tensor parallelism off."""
+    """Number of tensor-parallel ranks, which engine-megatron has. 1 turns it off."""
 
     pp: int = 1
-    """Number of pipeline stages; 1 turns pipeline parallelism off."""
+    """Number of pipeline stages, which engine-megatron has. 1 turns the pipeline off."""
 
     cp: int = 1
-    """Number of context-parallel ranks; 1 turns context parallelism off."""
+    """Number of context-parallel ranks, which engine-megatron has. 1 turns it off."""
 
     ep: int = 1
-    """Number of expert-parallel ranks; 1 turns expert parallelism off."""
+    """Number of ranks that the experts of a mixture are spread over, which engine-megatron has. 1
+    turns it off.
+
+    They are ranks that are data or context parallel for all other weights, so that ``ep`` adds no
+    ranks and divides their number.
+    """
 
     ulysses: int = 1
-    """Number of Ulysses sequence-parallel ranks; 1 turns Ulysses off."""
+    """Number of Ulysses sequence-parallel ranks, which engine-fsdp has. They divide the tokens of a
+    micro-batch, in attention its heads, and the training state. 1 turns it off.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Dtypes of the stored weights, of the computation and of the gradient reduction.
+    """The dtypes of the stored weights, of the computation and of the gradient reduction.
 
-    All defaults are float32, the widest of the choices.
+    All defaults are float32, the widest of the choices. An engine refuses what it does not have.
     """
 
     master: DType = "float32"
     """Dtype in which the weights are stored and the optimizer updates them."""
 
     compute: DType = "float32"
-    """Dtype of forward and backward."""
+    """Dtype of forward and backward. ``float8`` is blockwise FP8 in matrix products, which
+    engine-megatron has on CUDA with Transformer Engine.
+    """
 
     reduce: DType = "float32"
-    """Dtype in which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks. engine-megatron accepts float32 only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,32 +186,42 @@ class Memory:
     """Settings that trade time for memory."""
 
     max_tokens: int = 16384
-    """Token budget of a micro-batch on one data-parallel rank; a single document must fit in it."""
+    """Largest number of tokens in a micro-batch of a data-parallel rank, before padding. A document
+    is never cut, so that the longest one must fit.
+    """
 
     pad_to_multiple: int = 1
-    """Number of tokens to a multiple of which micro-batches are padded, for steadier shapes; 1 is
-    no padding."""
+    """Number to a multiple of which each rank's tokens of a micro-batch are padded, for fewer
+    different shapes. 1 pads no more than parallelism and FP8 need.
+    """
 
     logit_chunk: int = 4096
-    """Number of tokens whose logits exist at the same time."""
+    """Number of tokens whose logits exist at the same time on a rank."""
 
     recompute: Literal["none", "full"] = "none"
-    """Activation checkpointing: *full* recomputes each block in the backward pass, *none* keeps all
-    activations."""
+    """Activation checkpointing. ``full`` computes each block's activations again in the backward
+    pass, ``none`` keeps them.
+    """
 
     compile: bool = False
-    """Switch for ``torch.compile`` of each block."""
+    """True compiles each block with ``torch.compile``, which engine-fsdp has."""
 
     offload_params: bool = False
-    """Switch that keeps weights, gradients and optimizer state on the CPU and streams them to the
-    device block by block; off because it is slower."""
+    """True keeps weights, gradients and optimizer state on the CPU, and streams the weights to the
+    device block by block, which engine-fsdp has. It is off because it is slower.
+    """
 
     offload_optimizer: bool = False
-    """Switch that keeps the optimizer state on the CPU between steps; off because it is slower."""
+    """True keeps the optimizer's state on the CPU between steps, which engine-fsdp has. It is off
+    because it is slower.
+    """
 
     reshard_after_forward: bool = True
-    """Switch that frees the gathered weights of a block after its forward pass and gathers them
-    again in the backward pass; on because it needs less memory."""
+    """True frees the gathered weights of a block after its forward pass, and gathers them again in
+    the backward pass. It is on because it needs less memory.
+
+    Only engines that shard weights, such as engine-fsdp, read it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,26 +229,28 @@ class CheckpointConfig:
     """Settings for writing checkpoints."""
 
     async_save: bool = False
-    """Switch that writes checkpoints in a thread, so that ``save_checkpoint`` returns a handle that
-    is not yet done; off because the thread needs a copy of the state on the CPU."""
+    """True writes checkpoints in a thread while training continues, which engine-fsdp has. It is
+    off because the thread needs a copy of the training state on the CPU.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W + alpha/rank · B A."""
+    """A low-rank adapter (arXiv:2106.09685), W + alpha / rank · B A, which engine-fsdp has."""
 
     rank: int = 16
     """Rank of the matrices A and B, at least 1."""
 
     alpha: float = 32.0
-    """Numerator of the adapter's scale ``alpha / rank``; the default gives a scale of 2."""
+    """Numerator of the adapter's scale ``alpha / rank``. The defaults give a scale of 2."""
 
     dropout: float = 0.0
-    """Probability of dropping an input of the adapter in training, in [0, 1); 0 is no dropout."""
+    """Probability in [0, 1) of dropping an input of the adapter in training. 0 is no dropout."""
 
     target_modules: Sequence[str] | str = "all-linear"
     """Layers that get an adapter, as PEFT reads them: a list of module names, a pattern, or
-    *all-linear* for all linear layers except the output layer."""
+    ``all-linear`` for all linear layers except the output layer.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,19 +258,19 @@ class EngineConfig:
     """The configuration of an engine, complete except for the data."""
 
     model: ModelSource
-    """Source of the model; it has no default."""
+    """Model that the engine loads."""
 
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """Optimizer and its hyperparameters; None makes an engine for inference only."""
+    """Optimizer of the engine. Null makes an engine for inference only."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate over optimizer steps; constant by default."""
+    """Learning rate over optimizer steps, constant by default."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
-    """Sizes of each kind of parallelism; by default all ranks are sharded data parallel."""
+    """Sizes of each kind of parallelism. By default all ranks are sharded data parallel."""
 
     precision: Precision = field(default_factory=Precision)
-    """Dtypes of storage, computation and gradient reduction; all float32 by default."""
+    """Dtypes of storage, computation and gradient reduction, all float32 by default."""
 
     memory: Memory = field(default_factory=Memory)
     """Settings that trade time for memory."""
@@ -236,40 +279,26 @@ class EngineConfig:
     """Settings for writing checkpoints."""
 
     lora: LoraConfig | None = None
-    """Low-rank adapter, which then trains instead of the base weights; None trains all weights."""
+    """Low-rank adapter, which is trained instead of the model's weights. Null trains all
+    weights.
+    """
 
     seed: int = 0
-    """Seed of random weights, of adapters, and of every generator that training draws from
-    (dropout), by rank."""
+    """Seed of random weights and adapters, and by rank of every generator that training draws from
+    (dropout).
+    """
 
     options: Any = None
-    """Instance of the plug-in's own options dataclass, or a mapping with its fields; None takes the
-    defaults of that dataclass."""
+    """Instance of the plug-in's own options dataclass, or a mapping with its fields. Null takes the
+    defaults of that dataclass.
+    """
 
     def __post_init__(self) -> None:
-        _check_positive("memory", self.memory, ("max_tokens", "pad_to_multiple", "logit_chunk"))
-        _check_positive(
-            "parallelism", self.parallelism, ("dp_replicate", "tp", "pp", "cp", "ep", "ulysses")
-        )
-        if self.parallelism.dp_shard != -1:
-            _check_positive("parallelism", self.parallelism, ("dp_shard",))
         for section in ("model", "schedule", "precision", "memory"):
             _check_choices(section, getattr(self, section))
-        _check_schedule(self.schedule)
-        if self.optimizer:
-            _check_optimizer(self.optimizer)
-        if self.lora and self.lora.rank < 1:
-            raise ConfigError(
-                "lora.rank",
-                f"expected an integer >= 1, got {self.lora.rank}",
-                remedy="give an integer >= 1, or lora: null",
-            )
-        if self.lora and not 0 <= self.lora.dropout < 1:
-            raise ConfigError(
-                "lora.dropout",
-                f"expected a probability in [0, 1), got {self.lora.dropout}",
-                remedy="give a number from 0 up to, but not including, 1",
-            )
+        for wrong, name, what, why, remedy in _refusals(self):
+            if wrong:
+                raise ConfigError(name, what, why=why, remedy=remedy)
 
 
 def build_options(options: Any, cls: type[Any]) -> Any:
@@ -283,7 +312,9 @@ def build_options(options: Any, cls: type[Any]) -> Any:
         return cls()
     if not isinstance(options, Mapping):
         raise ConfigError(
-            "options", f"{type(options).__name__} given", remedy=f"give a mapping or {cls.__name__}"
+            "options",
+            f"expected a mapping or {cls.__name__}, got {type(options).__name__}",
+            remedy="give a mapping with the options",
         )
     known = [f.name for f in fields(cls)]
     given = cast("Mapping[str, Any]", options)
@@ -308,8 +339,8 @@ def _check_option(name: str, value: object, hint: Any) -> None:
     if hint in fits and type(value) not in fits[hint]:
         raise ConfigError(
             f"options.{name}",
-            f"{value!r} is a {type(value).__name__}",
-            remedy=f"give a value of type {hint.__name__}",
+            f"expected a value of type {hint.__name__}, got {value!r} ({type(value).__name__})",
+            remedy="correct the value",
         )
 
 
@@ -323,71 +354,123 @@ def near_matches(name: str, known: Sequence[str]) -> str:
     return f"known: {', '.join(sorted(known)) or 'none'}"
 
 
-def _check_positive(section: str, part: object, names: Sequence[str]) -> None:
-    for name in names:
-        value = getattr(part, name)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{section}.{name}",
-                f"{value!r} is not a positive integer",
-                remedy="give an integer >= 1",
-            )
-
-
 def _check_choices(section: str, part: object) -> None:
     for name, hint in get_type_hints(type(part)).items():
         value = getattr(part, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             remedy = near_matches(str(value), get_args(hint))
-            raise ConfigError(f"{section}.{name}", f"{value!r} is not a choice", remedy=remedy)
+            raise ConfigError(
+                f"{section}.{name}",
+                f"expected one of {', '.join(get_args(hint))}, got {value!r}",
+                remedy=remedy,
+            )
 
 
-def _check_optimizer(optimizer: OptimizerConfig) -> None:
-    if not optimizer.lr >= 0:
-        raise ConfigError(
-            "optimizer.lr", f"{optimizer.lr} is not a learning rate", remedy="give a number >= 0"
+# The parts are: true if it is wrong, then the key and the texts what, why and remedy of the error.
+_Refusal = tuple[bool, str, str, str, str]
+
+
+def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
+    """Yield a refusal for each value and combination of values that no engine may have."""
+    yield from _wrong_sizes(config)
+    yield from _wrong_schedule(config.schedule)
+    if config.optimizer is not None:
+        yield from _wrong_optimizer(config.optimizer)
+    if config.lora is not None:
+        yield (
+            config.lora.rank < 1,
+            "lora.rank",
+            f"expected an integer of at least 1, got {config.lora.rank}",
+            "",
+            "give an integer of at least 1, or lora: null",
         )
-    if optimizer.clip_norm is not None and not optimizer.clip_norm > 0:
-        raise ConfigError(
-            "optimizer.clip_norm",
-            f"{optimizer.clip_norm} is not a positive norm",
-            why="gradients would vanish or change sign",
-            remedy="give a number > 0; null turns clipping off",
-        )
-    given = [
-        name
-        for name in ("betas", "eps")
-        if getattr(optimizer, name) != getattr(OptimizerConfig(), name)
-    ]
-    if given and optimizer.name != "adamw":
-        raise ConfigError(
-            f"optimizer.{given[0]}",
-            f"belongs to adamw, the optimizer is {optimizer.name}",
-            remedy=f"put it under optimizer.kwargs: {{{given[0]}: …}}",
+        yield (
+            not 0 <= config.lora.dropout < 1,
+            "lora.dropout",
+            f"expected a probability in [0, 1), got {config.lora.dropout}",
+            "",
+            "give a number from 0 up to, but not including, 1",
         )
 
 
-def _check_schedule(schedule: ScheduleConfig) -> None:
-    if schedule.warmup_steps < 0:
-        raise ConfigError(
-            "schedule.warmup_steps", f"{schedule.warmup_steps} is negative", remedy="give 0 or more"
+def _wrong_sizes(config: EngineConfig) -> Iterator[_Refusal]:
+    """Yield a refusal for each number of tokens or ranks that is not a positive integer."""
+    sizes = {
+        "memory": ("max_tokens", "pad_to_multiple", "logit_chunk"),
+        "parallelism": ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "ulysses"),
+    }
+    for section, names in sizes.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            expected = "an integer of at least 1"
+            automatic = False
+            if name == "dp_shard":
+                expected += ", or -1"
+                automatic = value == -1
+            yield (
+                not isinstance(value, int) or (value < 1 and not automatic),
+                f"{section}.{name}",
+                f"expected {expected}, got {value!r}",
+                "",
+                f"give {expected}",
+            )
+
+
+def _wrong_optimizer(optimizer: OptimizerConfig) -> Iterator[_Refusal]:
+    """Yield a refusal for each value that no optimizer may have."""
+    yield (
+        not optimizer.lr >= 0,
+        "optimizer.lr",
+        f"expected a number of at least 0, got {optimizer.lr}",
+        "",
+        "give a number of at least 0",
+    )
+    yield (
+        optimizer.clip_norm is not None and not optimizer.clip_norm > 0,
+        "optimizer.clip_norm",
+        f"expected a number above 0, got {optimizer.clip_norm}",
+        "gradients would vanish or change sign",
+        "give a number above 0, or null, which turns clipping off",
+    )
+    defaults = OptimizerConfig()
+    for name in ("betas", "eps"):
+        value, default = getattr(optimizer, name), getattr(defaults, name)
+        yield (
+            optimizer.name != "adamw" and value != default,
+            f"optimizer.{name}",
+            f"expected the default {default} with optimizer {optimizer.name}, got {value}",
+            "only adamw reads it",
+            f"put it under optimizer.kwargs: {{{name}: …}}",
         )
-    if not 0 <= schedule.min_ratio <= 1:
-        raise ConfigError(
-            "schedule.min_ratio",
-            f"expected a fraction of the learning rate in [0, 1], got {schedule.min_ratio}",
-            remedy="give 0 to 1",
-        )
-    if schedule.name == "constant" and schedule.min_ratio:
-        raise ConfigError(
-            "schedule.min_ratio",
-            f"{schedule.min_ratio} given, but a constant schedule never falls",
-            remedy="schedule.name: linear or cosine, or leave it out",
-        )
-    if schedule.name != "constant" and not schedule.total_steps:
-        raise ConfigError(
-            "schedule.total_steps",
-            "missing",
-            why=f"schedule {schedule.name} needs the step at which it ends",
-            remedy="set it to the number of optimizer steps of the run",
-        )
+
+
+def _wrong_schedule(schedule: ScheduleConfig) -> Iterator[_Refusal]:
+    """Yield a refusal for each combination of values that a schedule may not have."""
+    yield (
+        schedule.warmup_steps < 0,
+        "schedule.warmup_steps",
+        f"expected a number of at least 0, got {schedule.warmup_steps}",
+        "",
+        "give 0 or more",
+    )
+    yield (
+        not 0 <= schedule.min_ratio <= 1,
+        "schedule.min_ratio",
+        f"expected a fraction of the learning rate in [0, 1], got {schedule.min_ratio}",
+        "",
+        "give 0 to 1",
+    )
+    yield (
+        schedule.name == "constant" and schedule.min_ratio != 0,
+        "schedule.min_ratio",
+        f"expected 0 with schedule constant, got {schedule.min_ratio}",
+        "a constant schedule never falls",
+        "schedule.name: linear or cosine, or leave it out",
+    )
+    yield (
+        schedule.name != "constant" and not schedule.total_steps,
+        "schedule.total_steps",
+        f"expected a number with schedule {schedule.name}, got {schedule.total_steps}",
+        "it is the step at which the schedule ends",
+        "set it to the number of optimizer steps of the run",
+    )
