@@ -216,7 +216,10 @@ def combined(*parts) -> Scorer:
             r"rewards\[1\]\.weight: nan",
         ),
         ([{"name": "exact", "weight": float("inf")}], r"rewards\[0\]\.weight: inf"),
-        ([{"name": "exact", "timeout_s": 0}], r"rewards\[0\]\.timeout_s: 0.* is not a time"),
+        (
+            [{"name": "exact", "timeout_s": 0}],
+            r"rewards\[0\]\.timeout_s: expected .* above 0, got 0",
+        ),
         ([{"name": "exact", "timeout_s": "a"}], r"rewards\[0\]\.timeout_s: 'a' is text"),
         ([{"name": "exact", "kwargs": [1]}], r"rewards\[0\]\.kwargs: \[1\] is a list"),
         ([{"name": "exact", "wieght": 1}], r"(?s)rewards\[0\]\.wieght: unknown key.*weight"),

@@ -164,9 +164,9 @@ def test_a_rank_without_documents_takes_part():
         ({"advantage": "gae"}, "critic", "needs values"),
         ({"critic": CriticSection()}, "critic", "set advantage: gae"),
         ({"gamma": 0.9}, "gamma", "advantage: gae or reinforce_pp"),
-        ({"gamma": 1.1, "advantage": "reinforce_pp"}, "gamma", "no discount"),
+        ({"gamma": 1.1, "advantage": "reinforce_pp"}, "gamma", r"in \[0, 1\], got 1.1"),
         ({"lam": 0.9, "advantage": "reinforce_pp"}, "lam", "only gae"),
-        ({"lam": -1}, "lam", "no λ"),
+        ({"lam": -1}, "lam", r"in \[0, 1\], got -1"),
         (
             {"loss": "gspo", "advantage": "reinforce_pp", "aggregation": "seq-mean-token-mean"},
             "loss",

@@ -19,9 +19,17 @@ from engine_api.config import (
     Precision,
     ScheduleConfig,
 )
-from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation
-from engine_trainer.config.sections import EngineSection, at_least
+from engine_trainer.config.checks import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FRACTION,
+    Refusal,
+    refuse,
+    require,
+)
+from engine_trainer.config.sections import EngineSection
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 # Advantages that differ within a completion. All other advantages compare a group's completions.
@@ -34,58 +42,62 @@ KL_BOUND = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class KLSection:
-    """The penalty on the KL to the reference model.
+    """The penalty on the KL to the reference model, which is the model as the run began.
 
-    The reference is the model as it was when the run began; with LoRA it is the model with the
-    adapter off. In the reward, the KL is subtracted from each token's reward if the advantage
-    differs by token (gae, reinforce_pp). If not, its sum is subtracted from the completion's
-    reward. The expected gradient of every choice is in docs/algorithms.md.
+    With ``engine.lora`` the reference is the policy with its adapter off, and without it a second
+    copy of the weights. The expected gradient of every choice is in docs/algorithms.md.
     """
 
     coefficient: float = 0.0
-    """Factor of the KL in nats; 0 loads no reference model."""
+    """Factor of the KL, at least 0, in units of reward or of loss per nat. 0 loads no reference
+    model.
+    """
 
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of a token's KL (Schulman 2020); null is k1 in the reward and k3 in the
-    loss.
+    """Estimator of a token's KL (Schulman 2020). Null is k1 in the reward and k3 in the loss.
 
-    In the reward only k1 is accepted, since the expected gradient of k2 and k3 there is not
-    that of the KL.
+    The reward accepts only k1, since the expected gradient of k2 and k3 there is not that of the
+    KL.
     """
 
     where: Literal["loss", "reward"] = "loss"
-    """Place of the KL: a term of the loss with a gradient, or a number that lowers the reward."""
+    """Place of the KL: a term that is added to the loss, with a gradient, or a number that is
+    subtracted from the reward.
+
+    With ``algorithm.advantage: gae`` or ``reinforce_pp`` it is subtracted from the reward of each
+    token, and with any other advantage its sum from the reward of the completion.
+    """
 
     importance: bool = True
-    """True multiplies a KL in the loss by each token's importance ratio, which makes its
-    expected gradient that of the KL.
+    """True multiplies a KL in the loss by each token's importance ratio (and by the weight of
+    ``algorithm.correction``), which makes its expected gradient that of the KL.
 
-    False is the bare estimator, as in the GRPO paper (arXiv:2402.03300, eq. 4), verl, and
-    TRL with ``use_bias_correction_kl=False``: k3 then pulls by the gradient of KL(reference
-    ‖ policy).
+    False is the bare estimator, as in the GRPO paper (arXiv:2402.03300, eq. 4), in verl, and in TRL
+    with ``use_bias_correction_kl=False``: k3 then pulls by the gradient of KL(reference ‖ policy).
     """
 
     bound: float | None = KL_BOUND
-    """Largest k3 of a token in the loss, in nats, above which there is no gradient; null is
+    """Largest k3 of a token in the loss, in nats, above which the token has no KL gradient. Null is
     no bound.
 
-    The default is that of verl and NeMo-RL. The bare k3 has a slope of exp(-d), which is
-    3,000 where the log-ratio d to the reference is -8.
+    The default is that of verl and NeMo-RL. The bare k3 has a slope of exp(-d), which is 3,000
+    where the log-ratio d to the reference is -8.
     """
 
     target: float | None = None
-    """KL of a completion in nats that the coefficient is adapted to (arXiv:1909.08593,
-    section 2.2); null keeps the coefficient constant.
+    """KL of a completion in nats that the coefficient is adapted to after each step
+    (arXiv:1909.08593, section 2.2), which needs ``where: reward``. Null keeps the coefficient
+    constant.
     """
 
     gain: float = 0.1
-    """Factor of the error (clipped to a fifth) in each adaptation of the coefficient to
-    ``target``; K in the paper.
+    """Factor K, between 0 and 5, of the relative error of the KL (clipped to ±0.2) by which the
+    coefficient changes after a step with ``target``: β becomes β (1 + K error).
     """
 
     def __post_init__(self) -> None:
-        at_least("algorithm.kl", self, 0, "coefficient")
-        _refuse("algorithm.kl", _wrong_kl(self))
+        require("algorithm.kl", self, {"coefficient": AT_LEAST_0})
+        refuse("algorithm.kl", _wrong_kl(self))
 
     @property
     def chosen(self) -> Literal["k1", "k2", "k3"]:
@@ -97,48 +109,48 @@ class KLSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingSection:
-    """The replacement of groups whose rewards are all equal by new prompts.
+    """The replacement of groups whose rewards are all equal (DAPO, arXiv:2503.14476, section 3.2).
 
-    The method is that of DAPO (arXiv:2503.14476, section 3.2).
+    Such a group has no advantage. Rewards are compared before the penalty of
+    ``algorithm.overlong``.
     """
 
     enabled: bool = False
     """True replaces groups whose rewards are all equal by the groups of new prompts."""
 
     max_rounds: int = 4
-    """Largest number of rounds of generation in a step, after which the step takes the
-    groups it has.
+    """Largest number of rounds of generation in a step, the first one included. After it the step
+    takes the groups that it has, which may be fewer than ``algorithm.prompts_per_step``.
     """
 
     def __post_init__(self) -> None:
-        at_least("algorithm.dynamic_sampling", self, 1, "max_rounds")
+        require("algorithm.dynamic_sampling", self, {"max_rounds": AT_LEAST_1})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongSection:
-    """The treatment of completions at the length limit (DAPO, section 3.4).
-
-    It is a soft penalty over the last ``buffer`` tokens, or no loss.
-    """
+    """The treatment of completions near or at ``rollout.max_new_tokens`` (DAPO, section 3.4)."""
 
     buffer: int = 0
-    """Number of tokens below ``rollout.max_new_tokens`` at which the penalty begins; 0 is no
+    """Number of tokens below ``rollout.max_new_tokens`` at which the penalty begins. 0 is no
     penalty.
     """
 
     penalty: float = 1.0
-    """Amount subtracted from the reward at the length limit; it falls linearly to 0 below
-    the limit.
+    """Amount, at least 0, that is subtracted from the reward at ``rollout.max_new_tokens``. It
+    falls linearly to 0 over the tokens of ``buffer``.
 
-    The paper's is 1 on rewards of 1 and -1, half of their distance. On rewards of 1 and 0
-    that is 0.5.
+    The paper's is 1 on rewards of 1 and -1, half of their distance. On rewards of 1 and 0 that is
+    0.5.
     """
 
     filter: bool = False
-    """True leaves completions that were cut at the length limit out of the loss."""
+    """True leaves completions that did not end by themselves out of the loss. Their rewards still
+    count in their group.
+    """
 
     def __post_init__(self) -> None:
-        at_least("algorithm.overlong", self, 0, "buffer", "penalty")
+        require("algorithm.overlong", self, {"buffer": AT_LEAST_0, "penalty": AT_LEAST_0})
 
 
 # Bounds of rejection by the level of the ratio: verl's presets decoupled_seq_is_rs and
@@ -152,64 +164,53 @@ REJECT_BOUNDS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSection:
-    """Importance weights and rejection for differences between rollout and engine.
+    """Importance weights and rejection for differences between the rollout and the engine.
 
-    They are described in docs/rollout-correction.md. A ratio is the engine's probability over the
-    rollout's. Weights multiply the policy term, and rejected tokens and completions carry no loss.
-    The two are separate.
+    A ratio is the engine's probability over the rollout's. Weights multiply the policy term, and a
+    KL in the loss with ``algorithm.kl.importance``. Rejected tokens and completions carry no loss.
+    Weights and rejection are independent of each other (docs/rollout-correction.md).
     """
 
     weight: Literal["auto", "none", "token", "sequence", "icepop"] = "auto"
-    """Weight of a token's policy term: the ratio of the token or of its completion, at most
-    ``cap``, or IcePop's weight.
+    """Weight of a token: the ratio of the token, or of its completion (``sequence``), at most
+    ``cap``, or IcePop's weight, which is the ratio of the token between ``low`` and ``high`` and 0
+    elsewhere.
 
-    ``auto`` is ``token`` where an implementation other than the engine generates (any
-    rollout but ``local``), since its log-probs are those of a different policy even for the
-    same weights; TRL corrects by default, too. ``auto`` is ``none`` with the ``local``
-    rollout and with ``algorithm.old_log_probs: rollout``.
+    ``auto`` is ``token`` with any rollout except ``local``, since the log-probs of a different
+    implementation are those of a different policy even for the same weights. It is ``none`` with
+    ``local`` and with ``algorithm.old_log_probs: rollout``, with which any weight or rejection is
+    refused.
     """
 
     cap: float = 2.0
-    """Largest weight that ``token`` and ``sequence`` give; 2 is the value of Yao et al. and
-    verl, TRL's is 3.
+    """Largest weight that ``token`` and ``sequence`` give, at least 1. 2 is the value of Yao et al.
+    and verl, TRL's is 3.
     """
 
     low: float = 0.5
-    """Token ratio below which ``icepop`` gives the weight 0."""
+    """Ratio in [0, 1] below which ``icepop`` gives the weight 0."""
 
     high: float = 5.0
-    """Token ratio above which ``icepop`` gives the weight 0."""
+    """Ratio of at least 1 above which ``icepop`` gives the weight 0."""
 
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Ratio that decides about rejection; ``geometric`` is exp of a completion's mean
-    log-ratio.
+    """Ratio that decides about rejection: of the token, which is then rejected alone, or of the
+    completion. ``geometric`` is the exponential of the completion's mean log-ratio.
     """
 
     reject_low: float | None = None
-    """Ratio below which tokens or completions are rejected; null is 0.5, or 0.999 with
-    ``reject: geometric``.
+    """Ratio in [0, 1] below which ``reject`` rejects. Null is 0.5, or 0.999 with ``reject:
+    geometric``.
     """
 
     reject_high: float | None = None
-    """Ratio above which tokens or completions are rejected; null is 2, or 1.001 with
-    ``reject: geometric``.
+    """Ratio of at least 1 above which ``reject`` rejects. Null is 2, or 1.001 with ``reject:
+    geometric``.
     """
 
     def __post_init__(self) -> None:
-        at_least("algorithm.correction", self, 1, "cap", "high")
-        at_least("algorithm.correction", self, 0, "low")
-        for name, least in (("reject_low", 0), ("reject_high", 1)):
-            if getattr(self, name) is not None:
-                at_least("algorithm.correction", self, least, name)
-        for name in ("low", "reject_low"):
-            value = getattr(self, name)
-            if value is not None and value > 1:
-                raise ConfigError(
-                    f"algorithm.correction.{name}",
-                    f"expected a number in [0, 1], got {value}, which is above 1",
-                    why="a ratio of 1, where nothing needs correction, would lie outside",
-                    remedy="give a number in [0, 1]",
-                )
+        require("algorithm.correction", self, {"cap": AT_LEAST_1})
+        refuse("algorithm.correction", _wrong_bounds(self))
 
     @property
     def weighted(self) -> bool:
@@ -241,17 +242,13 @@ class CorrectionSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSection:
-    """The critic of PPO, a value model on an engine of its own.
-
-    Null in ``model``, ``backend``, ``parallelism``, ``precision`` or ``memory`` is the setting of
-    the policy's engine.
-    """
+    """The critic of PPO, a value model on an engine of its own in the processes of the policy."""
 
     model: ModelSource | None = None
-    """Model that the critic starts from; null is ``engine.model`` with a new value head."""
+    """Model that the critic starts from. Null is ``engine.model`` with a new value head."""
 
     backend: str | None = None
-    """Name of the engine plug-in that runs the critic; null is ``engine.backend``."""
+    """Name of the engine that runs the critic. Null is ``engine.backend``."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the critic.
@@ -260,48 +257,42 @@ class CriticSection:
     """
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning-rate schedule of the critic; a ``total_steps`` of null is the number of steps
-    of the run.
-    """
+    """Learning rate over the critic's updates of the run."""
 
     parallelism: Parallelism | None = None
-    """Parallel layout of the critic; null is ``engine.parallelism``."""
+    """Parallel layout of the critic, on all ranks of the policy. Null is
+    ``engine.parallelism``.
+    """
 
     precision: Precision | None = None
-    """Number formats of the critic; null is ``engine.precision``."""
+    """Dtypes of the critic. Null is ``engine.precision``."""
 
     memory: Memory | None = None
-    """Memory settings of the critic; null is ``engine.memory``."""
+    """Memory settings of the critic. Null is ``engine.memory``."""
 
     lora: LoraConfig | None = None
-    """LoRA adapter of the critic; null trains all of its weights."""
+    """LoRA adapter of the critic. Null trains all of its weights, also with ``engine.lora``."""
 
     options: Mapping[str, Any] | None = None
-    """Options of the critic's engine plug-in; null is ``engine.options`` if both use the
-    same backend, and no options if not.
+    """Options of the critic's engine. Null is ``engine.options`` if both have the same backend, and
+    no options if not.
     """
 
     value_clip: float | None = 0.5
-    """Largest change of a value within a step's updates, in the unit of rewards; null is no
-    clip.
+    """Distance from the value before the step's updates at which PPO clips the value loss, in units
+    of reward, above 0. Null is no clip.
 
-    0.5 is the value of verl and OpenRLHF. A new value head begins at 0 and has to reach the
-    mean reward, which takes several steps with 0.2.
+    0.5 is the value of verl and OpenRLHF. A new value head begins at 0 and has to reach the mean
+    reward, which takes several steps with 0.2.
     """
 
     epochs: int = 1
-    """Number of passes over the completions of a step, each in ``algorithm.mini_batches``
-    updates.
+    """Number of passes over the completions of a step, each in ``algorithm.mini_batches`` updates
+    of the critic.
     """
 
     def __post_init__(self) -> None:
-        at_least("algorithm.critic", self, 1, "epochs")
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise ConfigError(
-                "algorithm.critic.value_clip",
-                f"expected a number above 0, got {self.value_clip}",
-                remedy="give a number above 0, or null",
-            )
+        require("algorithm.critic", self, {"epochs": AT_LEAST_1, "value_clip": ABOVE_0})
 
     def engine(self, actor: EngineSection) -> EngineSection:
         """Return the whole section of the critic's engine; ``actor`` is the policy's section."""
@@ -324,100 +315,119 @@ class CriticSection:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSection:
-    """The settings that turn completions and rewards into an update.
-
-    The estimators and losses are in ``engine_trainer.algorithms``.
-    """
+    """The algorithm that turns completions and rewards into updates (docs/algorithms.md)."""
 
     loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
-    """Policy loss: PPO's clipped loss, GSPO over sequences, GSPO over tokens, or CISPO."""
+    """Policy loss: PPO's clipped loss, GSPO with the ratio of the sequence, GSPO for advantages
+    that differ by token, or CISPO, which bounds the ratio as a weight.
+    """
 
     advantage: Advantage = "grpo"
-    """Advantage estimator; ``dr_grpo`` is ``grpo`` without the division by the group's
-    standard deviation.
+    """Estimator of the advantages. ``gae`` needs ``critic``.
+
+    ``grpo``, ``dr_grpo`` (without the division by the group's standard deviation), ``rloo`` and
+    ``reinforce_pp_baseline`` compare the completions of a prompt, and give all tokens of a
+    completion the same advantage. ``gae`` and ``reinforce_pp`` give each token its own.
     """
 
     gamma: float = 1.0
-    """Discount factor in [0, 1] of ``gae`` and ``reinforce_pp``; other advantages compare
-    whole completions and need 1.
+    """Discount factor in [0, 1] of ``gae`` and ``reinforce_pp``. The other advantages need 1, since
+    they compare whole completions.
     """
 
     lam: float = 1.0
-    """λ in [0, 1] of ``gae``; other advantages need 1."""
+    """λ in [0, 1] of ``gae``. The other advantages need 1."""
 
     whiten: bool | None = None
-    """True normalizes advantages over all tokens of a step; null does so for ``gae``,
-    ``reinforce_pp`` and ``reinforce_pp_baseline`` only.
+    """True normalizes advantages to mean 0 and standard deviation 1 over all tokens of a step. Null
+    is true for ``gae``, ``reinforce_pp`` and ``reinforce_pp_baseline``, and false for the other
+    advantages.
     """
 
     critic: CriticSection | None = None
-    """Critic of ``gae``, which needs one; null for every other advantage."""
+    """Critic of ``gae``, which needs one. Null is the only value for the other advantages."""
 
     clip_low: float = 0.2
-    """Distance below 1 at which the ratio is clipped.
+    """Distance in [0, 1] below 1 at which the ratio of the policy to its old log-probs is clipped.
 
     GSPO's is 3e-4. With ``cispo``, 1.0 is no bound from below.
     """
 
     clip_high: float = 0.2
-    """Distance above 1 at which the ratio is clipped.
+    """Distance, at least 0, above 1 at which the ratio is clipped.
 
     DAPO's clip-higher is 0.28, GSPO's is 4e-4.
     """
 
     dual_clip: float | None = None
-    """Bound c > 1 of PPO's loss for negative advantages (arXiv:1912.09729), read by ``loss:
-    ppo`` only; null is no bound.
+    """Bound c > 1 on the loss -A r of a token with a negative advantage A, which is then at most
+    -A c (arXiv:1912.09729). It is accepted with ``loss: ppo`` only, and null is no bound.
     """
 
     aggregation: Aggregation = "token-mean"
-    """Divisor of a step's sum over tokens.
+    """Weights of an update's tokens, and divisor of their sum.
 
-    ``token-mean``, the default of DAPO and verl, divides by the number of tokens of the
-    step. ``seq-mean-token-mean`` is the GRPO paper's. ``seq-mean-token-sum-norm`` is Dr.
-    GRPO's and divides by the number of completions times a constant.
+    ``token-mean``, the default of DAPO and verl, divides by the number of tokens.
+    ``seq-mean-token-mean``, the GRPO paper's, gives each completion the same weight and divides by
+    their number, and GSPO needs it. ``seq-mean-token-sum`` divides by the number of completions,
+    and ``seq-mean-token-sum-norm``, Dr. GRPO's, by that number times ``aggregation_length``.
     """
 
     aggregation_length: int | None = None
-    """Constant of ``seq-mean-token-sum-norm`` in tokens; null is ``rollout.max_new_tokens``,
-    as in TRL.
+    """Constant of ``seq-mean-token-sum-norm`` in tokens. Null is ``rollout.max_new_tokens``, as in
+    TRL.
     """
 
     kl: KLSection = field(default_factory=KLSection)
-    """Penalty on the KL to the reference model; the default has none."""
+    """Penalty on the KL to the reference model. The default has none."""
 
     entropy_coefficient: float = 0.0
-    """Factor of the entropy bonus in the loss; 0 is no bonus."""
+    """Factor of the entropy bonus, at least 0. The loss is lowered by it times the entropy of each
+    token's distribution in nats, so that a larger factor keeps the policy more random. 0 is no
+    bonus.
+    """
 
     prompts_per_step: int = 16
-    """Number of prompts of a step, each with ``rollout.n`` completions."""
+    """Number of prompts of a step over all ranks, each with ``rollout.n`` completions."""
 
     mini_batches: int = 1
-    """Number of optimizer updates in an epoch over the completions of a step."""
+    """Number of parts that the groups of a step are divided into, at most one for each group. Each
+    part is one optimizer update in each of the ``epochs``.
+    """
 
     epochs: int = 1
-    """Number of passes over the completions of a step."""
+    """Number of passes of the policy over the completions of a step."""
 
     old_log_probs: Literal["engine", "rollout"] = "engine"
-    """Source of the log-probs that the policy's ratio is taken against: the engine before
-    the step's updates, or the rollout.
+    """Source of the old log-probs that the policy's ratio is taken against: the engine before the
+    step's updates, or the rollout, whose difference to the engine is then a part of the ratio.
     """
 
     correction: CorrectionSection = field(default_factory=CorrectionSection)
     """Correction for the difference between the log-probs of the rollout and of the engine."""
 
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
-    """Replacement of groups whose rewards are all equal; off by default."""
+    """Replacement of groups whose rewards are all equal, off by default."""
 
     overlong: OverlongSection = field(default_factory=OverlongSection)
-    """Treatment of completions at the length limit; the default does nothing."""
+    """Treatment of completions near or at the length limit. The default does nothing."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")
-        at_least("algorithm", self, 1, "prompts_per_step", "mini_batches", "epochs")
-        if self.aggregation_length is not None:
-            at_least("algorithm", self, 1, "aggregation_length")
-        _refuse("algorithm", _wrong_choices(self))
+        require(
+            "algorithm",
+            self,
+            {
+                "clip_high": AT_LEAST_0,
+                "entropy_coefficient": AT_LEAST_0,
+                "gamma": FRACTION,
+                "lam": FRACTION,
+                "prompts_per_step": AT_LEAST_1,
+                "mini_batches": AT_LEAST_1,
+                "epochs": AT_LEAST_1,
+                "aggregation_length": AT_LEAST_1,
+            },
+        )
+        refuse("algorithm", _wrong_choices(self))
 
     @property
     def whitened(self) -> bool:
@@ -431,17 +441,6 @@ class AlgorithmSection:
         If not, they compare the completions of a group.
         """
         return self.advantage in BY_TOKEN
-
-
-# The parts are: true if it is wrong, then the key and the texts what, why and remedy of the error.
-Refusal = tuple[bool, str, str, str, str]
-
-
-def _refuse(section: str, refusals: Iterator[Refusal]) -> None:
-    """Raise ``ConfigError`` for the first refusal whose condition holds."""
-    for wrong, name, what, why, remedy in refusals:
-        if wrong:
-            raise ConfigError(f"{section}.{name}", what, why=why, remedy=remedy)
 
 
 def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
@@ -465,7 +464,7 @@ def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
             "the bare k1 has the gradient of the log-probs alone: "
             "its expectation is 0, whatever the reference is"
         ),
-        "use importance: true, another estimator, or where: reward",
+        "use importance: true, estimator: k2 or k3, or where: reward",
     )
     yield (
         in_reward and not section.importance,
@@ -493,69 +492,80 @@ def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
     yield (
         target is not None and not (target > 0 and 0 < section.gain < 5),
         "target",
-        f"{target} nats with gain {section.gain}",
+        f"expected a target above 0 and a gain between 0 and 5, got {target} and {section.gain}",
         "",
         "give a target above 0, and a gain between 0 and 5 (0.1)",
     )
     yield (
         target is not None and (not in_reward or section.coefficient == 0),
         "target",
-        "needs a KL in the reward",
-        "the coefficient is adapted from the KL that the rewards were given",
+        f"expected null without a KL in the reward, got {target}",
+        "the coefficient is adapted from the KL that the rewards were lowered by",
         "set kl.where: reward and a first kl.coefficient above 0 (0.1), or target: null",
     )
+
+
+def _wrong_bounds(section: CorrectionSection) -> Iterator[Refusal]:
+    """Yield a refusal for each bound of a ratio that excludes 1."""
+    bounds = {
+        "low": FRACTION,
+        "high": AT_LEAST_1,
+        "reject_low": FRACTION,
+        "reject_high": AT_LEAST_1,
+    }
+    for name, interval in bounds.items():
+        value = getattr(section, name)
+        yield (
+            value is not None and not interval.holds(value),
+            name,
+            f"expected {interval.words}, got {value}",
+            "a ratio of 1, where nothing needs correction, must lie between the bounds",
+            f"give {interval.words}",
+        )
 
 
 def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
     """Yield a refusal for each combination of values that the algorithm may not have."""
     loss, advantage, dual_clip = section.loss, section.advantage, section.dual_clip
     yield (
-        section.clip_low > 1,
+        not FRACTION.holds(section.clip_low),
         "clip_low",
-        f"{section.clip_low} is above 1",
-        "no ratio is below 1 - clip_low then",
+        f"expected {FRACTION.words}, got {section.clip_low}",
+        "no ratio is below 1 - clip_low if that is negative",
         "give a number in [0, 1]; 1.0 is no bound from below",
     )
     yield (
         dual_clip is not None and not dual_clip > 1,
         "dual_clip",
-        f"{dual_clip} is not above 1",
+        f"expected a number above 1, got {dual_clip}",
         "",
         "use 3.0, or null for none",
     )
     yield (
         dual_clip is not None and loss != "ppo",
         "dual_clip",
-        f"{dual_clip} with loss {loss}",
+        f"expected null with loss {loss}, got {dual_clip}",
         "it bounds PPO's clipped term",
         "set dual_clip: null, or loss: ppo",
     )
     yield (
-        not 0 <= section.gamma <= 1,
-        "gamma",
-        f"{section.gamma} is no discount",
-        "",
-        "give a number in [0, 1]",
-    )
-    yield not 0 <= section.lam <= 1, "lam", f"{section.lam} is no λ", "", "give a number in [0, 1]"
-    yield (
         section.gamma != 1 and not section.by_token,
         "gamma",
-        f"{section.gamma} with advantage {advantage}",
+        f"expected 1 with advantage {advantage}, got {section.gamma}",
         "it compares whole completions, nothing is discounted",
         "set gamma: 1.0, or advantage: gae or reinforce_pp",
     )
     yield (
         section.lam != 1 and advantage != "gae",
         "lam",
-        f"{section.lam} with advantage {advantage}",
+        f"expected 1 with advantage {advantage}, got {section.lam}",
         "only gae has a λ",
         "set lam: 1.0, or advantage: gae",
     )
     yield (
         advantage == "gae" and section.critic is None,
         "critic",
-        "missing",
+        "expected a section with advantage gae, got null",
         "gae needs values",
         (
             "write `critic: {optimizer: {lr: 1.0e-5}}`, "
@@ -565,21 +575,21 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
     yield (
         section.critic is not None and advantage != "gae",
         "critic",
-        f"nothing reads it with advantage {advantage}",
-        "",
+        f"expected null with advantage {advantage}, got a section",
+        "nothing reads it",
         "set advantage: gae, or critic: null",
     )
     yield (
         loss == "gspo" and section.by_token,
         "loss",
-        f"gspo with advantage {advantage}",
-        "its ratio and its advantage are of a whole sequence",
+        f"expected gspo_token with advantage {advantage}, got gspo",
+        "the ratio and the advantage of gspo are those of a whole sequence",
         "use loss: gspo_token",
     )
     yield (
         loss.startswith("gspo") and section.aggregation != "seq-mean-token-mean",
         "aggregation",
-        f"{section.aggregation} with loss {loss}",
+        f"expected seq-mean-token-mean with loss {loss}, got {section.aggregation}",
         "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)",
         "set aggregation: seq-mean-token-mean",
     )
@@ -593,7 +603,7 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
     yield (
         section.correction.enabled and section.old_log_probs == "rollout",
         "correction",
-        "cannot be used with algorithm.old_log_probs: rollout",
+        "expected neither weights nor rejection with algorithm.old_log_probs: rollout",
         "the policy's own ratio is then taken against the rollout and corrects for it already",
         "use old_log_probs: engine, or weight: none and reject: none",
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 from engine_trainer.config.binding import bind
+from engine_trainer.config.checks import Refusal, refuse
 from engine_trainer.config.secrets import masked
 
 COMBINE = "combine"
@@ -18,27 +19,26 @@ KEY = "reward.kwargs.rewards"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPart:
-    """A reward of the sum, given by ``name`` or as a user's own ``function``."""
+    """A reward of the weighted sum, given by ``name`` or as a user's own ``function``."""
 
     name: str | None = None
-    """Name of the reward; null needs ``function``."""
+    """Name of the reward, as in ``reward.name``. Null needs ``function``."""
 
     function: str | None = None
-    """Function ``path/to/file.py:name`` or ``package.module:name``, in place of ``name``;
-    null reads ``name``.
+    """User's own function in place of ``name``, as ``path/to/file.py:name`` or
+    ``package.module:name``. Null needs ``name``.
     """
 
     weight: float = 1.0
-    """Factor of the reward in the sum, any finite number; with 0 the reward is only
-    measured.
-    """
+    """Factor of the reward in the sum, any finite number. With 0 the reward is only measured."""
 
     kwargs: Mapping[str, Any] | None = None
-    """Arguments of the reward; null is none."""
+    """Arguments of the function, or of the factory that ``name`` stands for. Null is none."""
 
     timeout_s: float | None = 10.0
-    """Seconds that a call may take, and ``reward.timeout_s`` if the key is left out; null
-    sets no limit.
+    """Seconds that a call may take, after which it counts 0. Null sets no limit.
+
+    Without this key the limit is ``reward.timeout_s``, which has the same default.
     """
 
     @property
@@ -62,16 +62,11 @@ def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardP
             )
     given = kwargs.get("rewards")
     if not isinstance(given, list | tuple):
-        found = (
-            "null"
-            if given is None
-            else "a mapping"
-            if isinstance(given, Mapping)
-            else type(given).__name__
-        )
+        kinds = {type(None): "null", dict: "a mapping"}
         raise ConfigError(
             KEY,
-            f"{given!r} is {found}",
+            f"{given!r} is {kinds.get(type(given), type(given).__name__)}",
+            why="expected a list of rewards",
             remedy="give a list: rewards: [{name: math, weight: 1.0}, …]",
         )
     parts = [_part(one, f"{KEY}[{i}]", timeout_s) for i, one in enumerate(given)]
@@ -104,28 +99,37 @@ def _part(given: Any, key: str, timeout_s: float | None) -> RewardPart:
     part = bind(
         RewardPart, {"timeout_s": timeout_s, **given} if isinstance(given, Mapping) else given, key
     )
-    if (part.name is None) == (part.function is None):
-        raise ConfigError(
-            key,
-            f"{masked(given)}",
-            remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s",
-        )
-    if part.name == COMBINE:
-        raise ConfigError(
-            f"{key}.name",
-            "combine within combine",
-            remedy="write its rewards beside the others, weights multiplied",
-        )
-    if not math.isfinite(part.weight):
-        raise ConfigError(
-            f"{key}.weight",
-            f"{part.weight} is no factor",
-            remedy="give a finite number; 0 only measures",
-        )
-    if part.timeout_s is not None and not part.timeout_s > 0:
-        raise ConfigError(
-            f"{key}.timeout_s",
-            f"{part.timeout_s} is not a time",
-            remedy="give seconds above 0, or null",
-        )
+    refuse(key, _wrong_part(part, given))
     return part
+
+
+def _wrong_part(part: RewardPart, given: Any) -> Iterator[Refusal]:
+    """Yield a refusal for each value that a reward of the sum may not have."""
+    yield (
+        (part.name is None) == (part.function is None),
+        "",
+        f"expected name or function, one of the two, got {masked(given)}",
+        "",
+        "give one of the two, and if wanted weight, kwargs, timeout_s",
+    )
+    yield (
+        part.name == COMBINE,
+        "name",
+        "combine within combine",
+        "",
+        "write its rewards into this list, with the weights multiplied",
+    )
+    yield (
+        not math.isfinite(part.weight),
+        "weight",
+        f"{part.weight} is not a finite number",
+        "",
+        "give a finite number; 0 only measures",
+    )
+    yield (
+        part.timeout_s is not None and not part.timeout_s > 0,
+        "timeout_s",
+        f"expected seconds above 0, got {part.timeout_s}",
+        "",
+        "give seconds above 0, or null",
+    )

@@ -5,102 +5,111 @@ Every field has a reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_api.errors import ConfigError
-from engine_trainer.config.sections import DataSection, at_least
+from engine_trainer.config.checks import AT_LEAST_0, AT_LEAST_1, Refusal, refuse, require
+from engine_trainer.config.sections import DataSection
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """A held-out set of ``eval.sets``."""
+    """A held-out set of ``eval.sets``, whose accuracy is reported as ``eval/NAME/…``."""
 
     source: str | Sequence[str] | None = None
-    """Source of the problems, written like ``data.source``; null is the held-out problems of
+    """Source of the problems, in the form of ``data.source``. Null is the held-out problems of
     ``data.reasoning_gym``.
     """
 
     split: str | None = None
-    """Split of the source, written like ``data.split``; null reads every file."""
+    """Split of the source, in the form of ``data.split``. Null reads all of the source."""
 
     samples: int | None = None
-    """Number of completions of a problem; null is ``eval.samples``."""
+    """Number of completions of a problem, at least 1. Null is ``eval.samples``."""
 
     temperature: float | None = None
-    """Sampling temperature, 0 for greedy decoding; null is ``eval.temperature``."""
+    """Sampling temperature, 0 for greedy decoding. Null is ``eval.temperature``."""
 
     max_problems: int | None = None
-    """Largest number of problems to measure; null measures all."""
+    """Largest number of problems to measure, the first ones of the source. Null measures all."""
 
     def check(self, key: str) -> None:
         """Raise ``ConfigError`` for values that make no sense."""
-        at_least(
-            key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None)
+        require(
+            key,
+            self,
+            {"samples": AT_LEAST_0, "temperature": AT_LEAST_0, "max_problems": AT_LEAST_1},
         )
-        if self.max_problems is not None:
-            at_least(key, self, 1, "max_problems")
-        if self.split is not None and self.source is None:
-            raise ConfigError(
-                f"{key}.split",
-                f"without {key}.source",
-                why="it chooses files of a folder",
-                remedy=f"name the folder in {key}.source, which may be data.source's",
-            )
-        if self.temperature == 0 and (self.samples or 0) > 1:
-            raise ConfigError(
-                f"{key}.samples",
-                f"{self.samples} at temperature 0",
-                why="greedy completions are all equal",
-                remedy="use 1 sample, or a temperature above 0",
-            )
+        refuse(key, _wrong_set(self, key))
+
+
+def _wrong_set(section: EvalSet, key: str) -> Iterator[Refusal]:
+    """Yield a refusal for each combination of values that a held-out set may not have."""
+    yield (
+        section.split is not None and section.source is None,
+        "split",
+        f"expected null without {key}.source, got {section.split!r:.100}",
+        "it chooses files of a folder",
+        f"name the folder in {key}.source, which may be data.source's",
+    )
+    yield (
+        section.temperature == 0 and (section.samples or 0) > 1,
+        "samples",
+        f"expected 1 at temperature 0, got {section.samples}",
+        "greedy completions are all equal",
+        "use 1 sample, or a temperature above 0",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Evaluation on held-out problems, at least before the first step and after the last.
+    """Held-out problems, measured before the first step, every ``every`` steps and after the last.
 
-    ``source`` and the fields that belong to it are one set, reported as ``eval/…``. ``sets`` are
-    more sets, reported as ``eval/NAME/…``.
+    ``source`` and the fields that belong to it are one set, reported as ``eval/…``, in ``sft`` with
+    its loss. ``sets`` are more sets, of which only the accuracy is measured.
     """
 
     source: str | Sequence[str] | None = None
-    """Source of the problems, written like ``data.source``; null is the held-out problems of
+    """Source of the problems, in the form of ``data.source``. Null is the held-out problems of
     ``data.reasoning_gym``.
     """
 
     split: str | None = None
-    """Split of the source, written like ``data.split``; null reads every file."""
+    """Split of the source, in the form of ``data.split``. Null reads all of the source."""
 
     every: int = 0
-    """Number of steps from one evaluation to the next; 0 evaluates only before the first
-    step and after the last.
+    """Number of steps from one evaluation to the next. 0 evaluates only before the first step and
+    after the last.
     """
 
     samples: int = 1
-    """Number of completions of a problem.
+    """Number of completions of a problem. Above 1, ``mean@n``, ``best@k`` and ``maj@k`` are
+    reported, too.
 
-    With 0 there is only the loss (SFT), or only ``sets`` are measured (generated problems).
+    0 measures no accuracy: in ``sft`` only the loss is left, and with generated problems only
+    ``sets``.
     """
 
     temperature: float = 1.0
-    """Sampling temperature; 0 is greedy decoding."""
+    """Sampling temperature. 0 is greedy decoding, which allows one completion of a problem."""
 
     max_problems: int | None = None
-    """Largest number of problems to measure; null measures all."""
+    """Largest number of problems to measure, the first ones of the source. Null measures all."""
 
     sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
     """More held-out sets by name, reported as ``eval/NAME/…``."""
 
     def __post_init__(self) -> None:
-        at_least("eval", self, 0, "every")
+        require("eval", self, {"every": AT_LEAST_0})
         self._own.check("eval")
         for name in self.sets:
             if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
                 raise ConfigError(
                     f"eval.sets.{name}",
                     "not a name for metrics and files",
-                    remedy="use letters, digits, - _ .",
+                    why="expected letters, digits, - _ . and no dot in front",
+                    remedy="rename the set",
                 )
 
     @property
@@ -152,26 +161,24 @@ def _nothing_held_out(key: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutSection:
-    """Held-out pairs of preferences, measured at least before the first step and after the last."""
+    """Held-out pairs, measured before the first step, every ``every`` steps and after the last."""
 
     source: str | Sequence[str]
-    """Source of the held-out pairs, written like ``data.source``."""
+    """Source of the held-out pairs, in the form of ``data.source``."""
 
     split: str | None = None
-    """Split of the source, written like ``data.split``; null reads every file."""
+    """Split of the source, in the form of ``data.split``. Null reads all of the source."""
 
     every: int = 0
-    """Number of steps from one evaluation to the next; 0 evaluates only before the first
-    step and after the last.
+    """Number of steps from one evaluation to the next. 0 evaluates only before the first step and
+    after the last.
     """
 
     max_pairs: int | None = None
-    """Largest number of pairs to measure; null measures all."""
+    """Largest number of pairs to measure, the first ones of the source. Null measures all."""
 
     def __post_init__(self) -> None:
-        at_least("eval", self, 0, "every")
-        if self.max_pairs is not None:
-            at_least("eval", self, 1, "max_pairs")
+        require("eval", self, {"every": AT_LEAST_0, "max_pairs": AT_LEAST_1})
 
 
 def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> None:
@@ -185,13 +192,15 @@ def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> 
         if one.samples == 0 and (name or (not loss and (one.source is not None or len(sets) == 1))):
             raise ConfigError(
                 f"{key}.samples",
-                "0 completions a problem measure nothing",
+                "expected a number of at least 1, got 0",
+                why="without completions nothing is measured on this set",
                 remedy="give at least 1, or leave the set out",
             )
         gym = data.reasoning_gym if one.source is None and (one.samples or loss) else None
         if gym is not None and gym.heldout_size == 0:
             raise ConfigError(
                 "data.reasoning_gym.heldout_size",
-                f"0, but {key} measures these problems",
+                "expected a number of at least 1, got 0",
+                why=f"{key} measures these problems",
                 remedy="give at least 1, or leave eval out",
             )

@@ -101,7 +101,11 @@ def flatten(tree: Any, key: str = "") -> dict[str, Any]:
 def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     # A loop of links raises RuntimeError.
     with _refused(
-        BASE, f"{str(path)!r:.200} is no path to a file", "name a YAML file", OSError, RuntimeError
+        BASE,
+        f"{str(path)!r:.200} is not a path to a file",
+        "name a YAML file",
+        OSError,
+        RuntimeError,
     ):
         here = path.resolve()
         there = path.is_file()
@@ -130,7 +134,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     below = _read(path.parent / base, (*above, here))
     with _refused(
         str(path),
-        f"cannot be laid over {base!r:.100}",
+        f"cannot be merged with {base!r:.100}",
         "give both files the same kind of value at each key",
     ):
         merged = OmegaConf.merge(below, tree)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine_api.errors import ConfigError
+from engine_trainer.config.checks import ABOVE_0, AT_LEAST_1, Refusal, refuse, require
 from engine_trainer.config.evaluation import HeldoutSection
 from engine_trainer.config.sections import (
     DataSection,
     EngineSection,
     PolicyEngineSection,
     RunSection,
-    at_least,
 )
 
 
@@ -20,27 +20,27 @@ from engine_trainer.config.sections import (
 class DPOSection:
     """Direct preference optimization (arXiv:2305.18290).
 
-    The losses are in ``engine_trainer.algorithms.preference``.
+    The margin of a pair is the difference of its two responses' log-ratios to the reference model,
+    each summed over the assistant's tokens.
     """
 
     beta: float = 0.1
-    """Strength of the pull towards the reference model, in nats⁻¹, above 0."""
+    """Strength β of the pull towards the reference model, in nats⁻¹, above 0."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """Loss over the difference of the log-ratios of a pair (see
-    ``engine_trainer.algorithms.preference``).
+    """Loss of a pair with the margin h: -log σ(β h) (``sigmoid``), max(0, 1 - β h) (``hinge``), or
+    (h - 1 / (2 β))² (``ipo``).
     """
 
     reference: Literal["precomputed", "engine"] = "precomputed"
-    """Source of the reference's log-probs: ``precomputed`` once before the first step, or a
-    second ``engine`` at each step.
+    """Source of the log-probs of the reference, which is the model as the run began.
+
+    ``precomputed`` takes them once, when the run starts or is resumed. ``engine`` takes them in
+    each step, from a second engine, or from the policy with its adapter (``engine.lora``) off.
     """
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError(
-                "dpo.beta", f"{self.beta} is not above 0", remedy="give a number above 0 (0.1)"
-            )
+        require("dpo", self, {"beta": ABOVE_0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +51,19 @@ class RewardModelConfig:
     """
 
     engine: EngineSection
-    """Engine of the reward model, whose ``model_type`` must be ``value_model``."""
+    """Engine of the reward model, whose ``model_type`` is ``value_model``."""
 
     data: DataSection
     """Pairs to train on."""
 
     run: RunSection
-    """Length of the run and the files it writes."""
+    """Length of the run, and the files that it writes."""
 
     batch_size: int = 64
-    """Number of pairs in a step, over all ranks."""
+    """Number of pairs in a step, over all ranks, at least 1."""
 
     eval: HeldoutSection | None = None
-    """Held-out pairs to measure; null measures none."""
+    """Held-out pairs to measure. Null measures none."""
 
     def __post_init__(self) -> None:
         _check_pairs(self, "value_model")
@@ -80,49 +80,57 @@ class DPOConfig:
     """Pairs to train on."""
 
     run: RunSection
-    """Length of the run and the files it writes."""
+    """Length of the run, and the files that it writes."""
 
     batch_size: int = 64
-    """Number of pairs in a step, over all ranks."""
+    """Number of pairs in a step, over all ranks, at least 1."""
 
     dpo: DPOSection = field(default_factory=DPOSection)
-    """Settings of the DPO loss."""
+    """Loss of a pair, and its reference model."""
 
     eval: HeldoutSection | None = None
-    """Held-out pairs to measure; null measures none."""
+    """Held-out pairs to measure. Null measures none."""
 
     def __post_init__(self) -> None:
         _check_pairs(self, "language_model")
 
 
 def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None:
-    at_least("", config, 1, "batch_size")
+    require("", config, {"batch_size": AT_LEAST_1})
+    refuse("", _wrong_pairs(config, model_type))
+
+
+def _wrong_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> Iterator[Refusal]:
+    """Yield a refusal for each combination of values that a run over pairs may not have."""
     engine, data = config.engine, config.data
-    if engine.model_type != model_type:
-        raise ConfigError(
-            "engine.model_type",
-            f"{engine.model_type!r}",
-            why=f"this trains a {model_type}",
-            remedy=f"set engine.model_type: {model_type}",
-        )
-    if engine.lora is not None and engine.lora.dropout > 0:
-        raise ConfigError(
-            "engine.lora.dropout",
-            f"{engine.lora.dropout} with pairs",
-            why="the slopes of the loss are taken in one forward pass and used in another",
-            remedy="set it to 0",
-        )
-    if data.reasoning_gym is not None:
-        raise ConfigError(
-            "data.reasoning_gym",
-            "gives no pairs",
-            remedy="name a file with chosen and rejected in data.source",
-        )
+    yield (
+        engine.model_type != model_type,
+        "engine.model_type",
+        f"expected {model_type}, got {engine.model_type!r}",
+        f"this trains a {model_type}",
+        f"set engine.model_type: {model_type}",
+    )
+    dropout = 0.0 if engine.lora is None else engine.lora.dropout
+    yield (
+        dropout > 0,
+        "engine.lora.dropout",
+        f"expected 0 with pairs, got {dropout}",
+        "the slopes of the loss are taken in one forward pass and used in another",
+        "set it to 0",
+    )
+    yield (
+        data.reasoning_gym is not None,
+        "data.reasoning_gym",
+        "expected null with pairs, got a section",
+        "generated problems have no chosen and rejected responses",
+        "name a file with chosen and rejected in data.source",
+    )
     for name in ("messages", "response", "answer"):
-        if getattr(data.columns, name) is not None:
-            raise ConfigError(
-                f"data.columns.{name}",
-                "nothing reads it for pairs",
-                remedy="columns are named prompt, chosen and rejected; "
-                "data.columns.prompt renames the first",
-            )
+        column = getattr(data.columns, name)
+        yield (
+            column is not None,
+            f"data.columns.{name}",
+            f"expected null with pairs, got {column!r:.100}",
+            "nothing reads it for pairs",
+            "columns are named prompt, chosen and rejected; data.columns.prompt renames the first",
+        )

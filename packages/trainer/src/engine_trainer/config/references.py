@@ -1,7 +1,8 @@
 """An estimate of the size of a configuration's references (``${…}``), made before any is resolved.
 
-A value may be named twice by the next value, and that one twice again, so that thirty lines make a
-billion texts. OmegaConf resolves them without a limit, also where it merges two files.
+A value may be named twice by the next value, and the next value twice by a third one, so that
+thirty lines make a billion texts. OmegaConf resolves them without a limit, also where it merges two
+files.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _too_much(path: Path) -> ConfigError:
         ".".join(map(str, path)),
         f"the references up to this one come to more than {LIMIT} characters "
         "when they are resolved",
-        why="a value that is named several times is written out as often, and so is what names it",
+        why="a value is written out once for each reference to it, and so are references in it",
         remedy="write the values out, or name each of them fewer times",
     )
 

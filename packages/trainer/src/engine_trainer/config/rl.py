@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from engine_api.errors import ConfigError
 from engine_trainer.config.algorithm import AlgorithmSection
+from engine_trainer.config.checks import Refusal, refuse
 from engine_trainer.config.evaluation import EvalSection, check_evaluation
 from engine_trainer.config.sections import (
     AgentSection,
@@ -22,16 +23,18 @@ from engine_trainer.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """The configuration of ``engine-train rl``."""
+    """The configuration of ``engine-train rl``, and of ``engine-train eval``."""
 
     engine: PolicyEngineSection
     """Engine of the policy."""
 
     data: DataSection
-    """Prompts to train on."""
+    """Prompts to train on. ``engine-train eval`` reads none of them, but converts the held-out
+    problems by these settings.
+    """
 
     run: RunSection
-    """Length of the run and the files it writes."""
+    """Length of the run, and the files that it writes."""
 
     reward: RewardSection
     """Reward that scores the completions."""
@@ -40,72 +43,75 @@ class RLConfig:
     """Rollout that generates the completions, and its sampling."""
 
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
-    """Advantage, loss and correction that turn completions into an update."""
+    """Advantage, loss and correction that turn completions into updates. ``engine-train eval`` does
+    not read it.
+    """
 
     agent: AgentSection | None = None
-    """Conversations with tools; null generates one completion for each sample."""
+    """Conversations with tools. Null generates one completion for each sample."""
 
     eval: EvalSection | None = None
-    """Held-out problems to measure; null measures none."""
+    """Held-out problems to measure. Null measures none, which ``engine-train eval`` refuses."""
 
     launcher: Literal["none", "ray"] = "none"
-    """Way in which the processes start: ``none`` uses this process or the ranks of torchrun,
-    ``ray`` the workers of a cluster.
+    """Way in which the processes start. ``none`` uses this process or the ranks of torchrun,
+    ``ray`` starts workers on a cluster. ``engine-train eval`` needs ``none``.
     """
 
     ray: RaySection = field(default_factory=RaySection)
-    """Cluster and workers of ``launcher: ray``."""
+    """Cluster and workers, read with ``launcher: ray``."""
 
     overlap: OverlapSection = field(default_factory=OverlapSection)
-    """Overlap of generation and training; off by default."""
+    """Overlap of generation with training, off by default."""
 
     def __post_init__(self) -> None:
         if self.eval is not None:
             check_evaluation(self.eval, self.data, loss=False)
-        if self.rollout.n < 2 and (
-            not self.algorithm.by_token or self.algorithm.dynamic_sampling.enabled
-        ):
-            raise ConfigError(
-                "rollout.n",
-                f"{self.rollout.n} completion a prompt",
-                why="a group is compared with itself",
-                remedy="draw at least 2, "
-                "or use advantage: gae or reinforce_pp without dynamic sampling",
-            )
-        if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
-            raise ConfigError(
-                "algorithm.overlong.buffer",
-                f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
-                remedy=f"give at most {self.rollout.max_new_tokens}",
-            )
         correction = self.algorithm.correction.resolved(
             rollout=self.rollout.name, old_log_probs=self.algorithm.old_log_probs
         )
         object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
-        _check_overlap(self)
-        if self.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature",
-                "0 is greedy",
-                why="a group of equal completions teaches nothing",
-                remedy="use 1.0; eval.temperature may be 0",
-            )
+        refuse("", _wrong_parts(self))
 
 
-def _check_overlap(config: RLConfig) -> None:
-    if config.overlap.mode == "none":
-        return
-    if config.launcher != "ray" or config.ray.rollouts is None:
-        raise ConfigError(
-            "overlap.mode",
-            f"{config.overlap.mode} needs replicas of their own",
-            why="beside an engine a rollout waits while it trains",
-            remedy="launcher: ray and ray.rollouts: 1 or more",
-        )
-    if config.algorithm.old_log_probs == "engine" and not config.algorithm.correction.enabled:
-        raise ConfigError(
-            "overlap.mode",
-            f"{config.overlap.mode} needs a correction",
-            why="older weights made the completions",
-            remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout",
-        )
+def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
+    """Yield a refusal for each combination of sections that a run may not have."""
+    algorithm, rollout = config.algorithm, config.rollout
+    compares = not algorithm.by_token or algorithm.dynamic_sampling.enabled
+    yield (
+        rollout.n < 2 and compares,
+        "rollout.n",
+        f"expected a number of at least 2, got {rollout.n}",
+        "the completions of a prompt are compared with each other",
+        "use at least 2, or advantage: gae or reinforce_pp without dynamic sampling",
+    )
+    yield (
+        algorithm.overlong.buffer > rollout.max_new_tokens,
+        "algorithm.overlong.buffer",
+        f"expected at most {rollout.max_new_tokens}, got {algorithm.overlong.buffer}",
+        "the penalty begins so many tokens below rollout.max_new_tokens",
+        f"give at most {rollout.max_new_tokens}",
+    )
+    yield (
+        rollout.temperature == 0,
+        "rollout.temperature",
+        "expected a number above 0, got 0, which is greedy",
+        "a group of equal completions teaches nothing",
+        "use 1.0; eval.temperature may be 0",
+    )
+    mode = config.overlap.mode
+    yield (
+        mode != "none" and (config.launcher != "ray" or config.ray.rollouts is None),
+        "overlap.mode",
+        f"{mode} needs replicas of their own",
+        "a rollout that is colocated with an engine waits while the engine trains",
+        "launcher: ray and ray.rollouts: 1 or more",
+    )
+    corrected = algorithm.correction.enabled or algorithm.old_log_probs == "rollout"
+    yield (
+        mode != "none" and not corrected,
+        "overlap.mode",
+        f"{mode} needs a correction",
+        "older weights made the completions",
+        "algorithm.correction.weight: token, or algorithm.old_log_probs: rollout",
+    )

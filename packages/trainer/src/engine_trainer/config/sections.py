@@ -6,8 +6,7 @@ are defined once. Every field has a reader.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,53 +22,74 @@ from engine_api.config import (
     ScheduleConfig,
 )
 from engine_api.errors import ConfigError
+from engine_trainer.config.checks import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FINITE_ABOVE_0,
+    FRACTION,
+    FRACTION_ABOVE_0,
+    Refusal,
+    refuse,
+    require,
+)
 from engine_trainer.config.combined_reward import COMBINE, parts_of, refuse_limits_without_workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """The choice of an engine, and all of its settings."""
+    """The engine of the model that is trained or evaluated, with all of its settings."""
 
     model: ModelSource
     """Model that the engine loads."""
 
     backend: str = "fsdp2"
-    """Name of the engine plug-in, such as ``fsdp2``."""
+    """Name of the engine, such as ``fsdp2`` or ``megatron``. ``python -m engine_api list`` prints
+    the names that are installed.
+    """
 
     device: str = "auto"
-    """Device that the engine computes on; ``auto`` lets the engine choose."""
+    """Type of device that the engine computes on: ``cuda``, ``npu`` or ``cpu``.
+
+    ``auto`` takes the first of them that the engine supports and this machine has. A named device
+    is never replaced by a different one.
+    """
 
     model_type: str = "language_model"
-    """Type of the model: ``language_model``, or ``value_model`` with a head that gives one
-    number.
+    """Type of the model. ``rm`` needs ``value_model``, which has a head with one output, and the
+    other tasks need ``language_model``.
     """
 
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """Optimizer of the engine; null is an engine that does not train."""
+    """Optimizer of the engine. Null builds an engine that only infers, and a training task then
+    fails at its first update.
+    """
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning-rate schedule; a ``total_steps`` of null is the number of steps of the run."""
+    """Learning rate over the optimizer updates of the run."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """Division of the model and the data over the ranks."""
 
     precision: Precision = field(default_factory=Precision)
-    """Number formats of weights, computation and reductions."""
+    """Dtypes of weights, computation and gradient reduction."""
 
     memory: Memory = field(default_factory=Memory)
-    """Settings that trade memory for time."""
+    """Settings that trade time for memory."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Settings of the engine's checkpoints."""
+    """Settings for writing checkpoints."""
 
     lora: LoraConfig | None = None
-    """LoRA adapter to train; null trains all weights."""
+    """LoRA adapter, which is trained instead of the model's weights. Null trains all weights."""
 
     seed: int | None = None
-    """Seed of the engine; null is ``run.seed``."""
+    """Seed of weights and adapters that are drawn, and on each rank of dropout. Null is
+    ``run.seed``.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that the engine plug-in declares itself."""
+    """Options that only this engine has. An unknown one is refused with the near matches."""
 
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
         """Build the configuration that ``EngineRegistry.create`` takes.
@@ -102,22 +122,25 @@ class EngineSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyOptimizer(OptimizerConfig):
-    """The optimizer of a policy that learns from rewards or preferences."""
+    """The optimizer and its hyperparameters."""
 
     lr: float = 1e-6
-    """Largest learning rate; 1e-6 is the default of TRL's GRPO and DPO, of verl and of OpenRLHF.
+    """Largest learning rate, at least 0, which the schedule scales.
 
-    A policy that has been trained leaves its distribution at the 1e-5 of supervised fine-tuning.
-    Adapters (``engine.lora``) want 10 to 100 times as much.
+    1e-6 is the default of TRL's GRPO and DPO, of verl and of OpenRLHF. It is a tenth of the rate
+    of ``sft``, at which a policy that is already trained would move too far. Adapters
+    (``engine.lora``) usually need 10 to 100 times as much.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyEngineSection(EngineSection):
-    """The engine of a policy in ``rl`` and ``dpo``."""
+    """The engine of the model that is trained or evaluated, with all of its settings."""
 
     optimizer: PolicyOptimizer | None = field(default_factory=PolicyOptimizer)
-    """Optimizer of the policy; null is an engine that does not train."""
+    """Optimizer of the policy. Null builds an engine that only infers, and a training task then
+    fails at its first update. ``engine-train eval`` sets null by itself.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,265 +159,325 @@ class GymDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class GymSection:
-    """Procedurally generated problems, held out or not by the hash of the question.
+    """Problems that reasoning-gym generates, in place of files, for ``sft``, ``rl`` and ``eval``.
 
-    ``skip`` passes over that many training questions first. With the same seed, SFT on the first
-    4096 and RL with ``skip: 4096`` never meet the same question.
+    A hash of its text decides whether a question is held out, so that no seed or size puts a
+    question on both sides.
     """
 
     datasets: Sequence[GymDataset]
     """Tasks of the mixture."""
 
     size: int = 4096
-    """Number of training questions, all different."""
+    """Number of training questions, at least 1, all different."""
 
     skip: int = 0
-    """Number of training questions to pass over first."""
+    """Number of training questions to pass over first.
+
+    With the same ``seed``, SFT on the first 4096 questions and RL with ``skip: 4096`` never meet
+    the same question.
+    """
 
     heldout_size: int = 512
-    """Number of held-out questions, which evaluation reads."""
+    """Number of held-out questions, all different, which an evaluation without a ``source``
+    measures. ``skip`` does not change them.
+    """
 
     heldout_share: float = 0.1
-    """Share in [0, 1] of all questions that is held out, chosen by the sha256 of the
+    """Fraction in [0, 1] of all questions that is held out, chosen by the SHA-256 of the
     question's text.
     """
 
     seed: int = 0
-    """Seed that the questions are generated from."""
+    """Seed that the questions are generated from. ``run.seed`` does not change them."""
 
     response: str = "answer"
-    """Form of the responses that SFT learns from: ``answer``, or ``worked`` with the steps
-    written out (see ``engine_trainer.data.worked``).
+    """Form of the responses that SFT learns from: ``answer``, or ``worked`` with the steps written
+    out. Only the tasks ``chain_sum`` and ``leg_counting`` have steps.
     """
 
     worked_share: float = 1.0
-    """Share in [0, 1] of rows that show their steps with ``response: worked``; the remaining
-    rows have the form ``answer``.
+    """Fraction in [0, 1] of the questions whose response shows its steps with ``response:
+    worked``. The remaining responses have the form ``answer``.
     """
 
     def __post_init__(self) -> None:
-        at_least("data.reasoning_gym", self, 1, "size")
-        at_least("data.reasoning_gym", self, 0, "skip", "heldout_size")
-        for name in ("heldout_share", "worked_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"data.reasoning_gym.{name}",
-                    f"{getattr(self, name)} is no share",
-                    remedy="give a number in [0, 1]",
-                )
+        require(
+            "data.reasoning_gym",
+            self,
+            {
+                "size": AT_LEAST_1,
+                "skip": AT_LEAST_0,
+                "heldout_size": AT_LEAST_0,
+                "heldout_share": FRACTION,
+                "worked_share": FRACTION,
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnsSection:
-    """The names of the columns; with null the usual names are tried.
+    """The names of the columns to read, where they are not among the usual names.
 
-    The usual names are in ``engine_trainer.data.layouts``.
+    A dot in a name reaches into a nested column. ``dpo`` and ``rm`` accept only ``prompt`` here,
+    since their responses are always in the columns ``chosen`` and ``rejected``.
     """
 
     messages: str | None = None
-    """Column with a conversation as a list of messages; null tries the usual names."""
+    """Column with a conversation as a list of ``{role, content}``, in place of ``prompt`` and
+    ``response``. Null is ``messages``, where the rows have it and ``prompt`` is null.
+    """
 
     prompt: str | None = None
-    """Column with the prompt; null tries the usual names."""
+    """Column with the prompt, as text or as messages. Null is the first of ``prompt``,
+    ``question``, ``problem``, ``Problem``, ``instruction`` and ``Question`` that the rows have.
+    """
 
     response: str | None = None
-    """Column with the response to the prompt; null tries the usual names."""
+    """Column with the response to the prompt, read by ``sft``. Null is the first of ``response``,
+    ``completion``, ``solution``, ``output``, ``Solution`` and ``answer`` that the rows have.
+    """
 
     answer: str | None = None
-    """Column with the ground truth that the reward compares with; null tries the usual
-    names.
-
-    Dots in the name reach into nested columns.
+    """Column with the ground truth that a reward compares with. Null is the first of
+    ``reward_model.ground_truth``, ``ground_truth``, ``answer``, ``Answer``, ``solution`` and
+    ``Solution`` that the rows have.
     """
 
     def __post_init__(self) -> None:
-        if self.messages is not None and (self.prompt is not None or self.response is not None):
-            raise ConfigError(
-                "data.columns.messages",
-                "beside prompt or response",
-                why="a row is a conversation, or a prompt with a response",
-                remedy="name one of the two",
-            )
+        both = self.messages is not None and (self.prompt is not None or self.response is not None)
+        refuse(
+            "data.columns",
+            [
+                (
+                    both,
+                    "messages",
+                    "expected one of the two, messages or prompt and response, got both",
+                    "a row is a conversation, or a prompt with a response",
+                    "set data.columns.messages: null, or the other two to null",
+                )
+            ],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The source of the rows, and their conversion to tokens."""
+    """The rows to train on, and their conversion to tokens.
+
+    Held-out rows (``eval``) are converted in the same way.
+    """
 
     source: str | Sequence[str] | None = None
-    """File (.jsonl, .parquet or .arrow), folder of such files, or
-    ``hf://datasets/owner/name``, or a list of them.
+    """File (.jsonl, .parquet or .arrow), folder of such files, folder that ``save_to_disk`` of
+    Hugging Face ``datasets`` wrote, name on the hub (``hf://datasets/owner/name``), or a list of
+    these.
 
-    Null needs ``reasoning_gym`` in its place.
+    Null needs ``reasoning_gym``, which ``dpo`` and ``rm`` refuse.
     """
 
     reasoning_gym: GymSection | None = None
-    """Generated problems in place of ``source``; null reads ``source``."""
+    """Generated problems in place of ``source``. Null reads ``source``."""
 
     split: str | None = None
-    """Split of the data; null reads every file.
+    """Split of the source. Null reads all of it, and is refused where a folder has several splits.
 
-    Of a folder only the files of that name are read (train.jsonl, train-0*.parquet,
-    train/…), of a saved data set the split of that name.
+    In a folder, the files of a split have its name (train.jsonl, train-00000-of-00002.parquet) or
+    lie in a folder of that name.
     """
 
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     """Names of the columns to read."""
 
     tokenizer: str | None = None
-    """Folder or name of the tokenizer; null is ``engine.model.path``."""
+    """Folder or hub id of the tokenizer. Null is ``engine.model.path``."""
 
     chat_template: str | None = None
-    """Jinja text or path of a .jinja file; null is the tokenizer's own template.
+    """Jinja text or path of a .jinja file. Null is the tokenizer's own template.
 
-    A rendering may use 10 s of processor time and 1 GiB of memory.
+    Where there is none, a row must be one prompt with one response. A rendering may use 10 s of
+    processor time and 1 GiB of memory.
     """
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Variables that are passed to the chat template."""
+    """Variables that are passed to the chat template, such as ``enable_thinking``."""
 
     system_prompt: str | None = None
-    """System message for rows that have none; null adds no message."""
+    """System message for rows that begin with none, which needs a chat template. Null adds no
+    message.
+    """
 
     prompt_template: str = "{prompt}"
     """Text around the last user turn, which takes the place of ``{prompt}``."""
 
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns that carry loss: all of them, or the last one only."""
+    """Assistant turns that carry loss in ``sft`` and ``dpo``: all of them, or the last one only.
+
+    A chat template that drops thoughts from earlier turns needs ``last``. Messages in a prompt
+    column never carry loss.
+    """
 
     max_length: int | None = None
-    """Largest length in tokens, of the whole document in SFT and of the prompt in RL; null
-    sets no limit here.
+    """Largest number of tokens of a document (``sft``), of a prompt (``rl``), or of each document
+    of a pair (``dpo``, ``rm``).
 
-    In RL the model's context limits the prompt, too.
+    Null leaves the limit to the model's context, of which a prompt must leave
+    ``rollout.max_new_tokens``. The lower limit counts.
     """
 
     on_too_long: Literal["error", "drop", "truncate"] = "error"
-    """Treatment of a row above ``max_length``: raise an error, drop the row, or truncate it.
+    """Treatment of a row above the limit: raise an error, drop the row, or truncate it.
 
-    A truncated document keeps its beginning, a truncated prompt its end.
+    A truncated document keeps its beginning, a truncated prompt its end. Pairs are never
+    truncated, so that ``truncate`` is an error for them.
     """
 
     shuffle: bool = True
-    """True shuffles the rows; false keeps their order."""
+    """True shuffles the rows, in a new order for each pass over them. False keeps their order."""
 
     seed: int | None = None
-    """Seed of the order of the rows; null is ``run.seed``."""
+    """Seed of the order of the rows. Null is ``run.seed``."""
 
     def __post_init__(self) -> None:
-        if (not self.source) == (self.reasoning_gym is None):
-            raise ConfigError(
-                "data.source",
-                "give data.source or data.reasoning_gym, one of the two",
-                remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, "
-                "or hf://datasets/owner/name",
-            )
-        if self.max_length is not None:
-            at_least("data", self, 1, "max_length")
-        if self.split is not None and self.source is None:
-            raise ConfigError(
-                "data.split",
-                "without data.source",
-                why="generated problems have no files",
-                remedy="set data.split=null",
-            )
-        if "{prompt}" not in self.prompt_template:
-            raise ConfigError(
-                "data.prompt_template",
-                f"{self.prompt_template!r} has no {{prompt}}",
-                remedy="write {prompt} where the question goes",
-            )
+        require("data", self, {"max_length": AT_LEAST_1})
+        refuse("data", _wrong_data(self))
+
+
+def _wrong_data(section: DataSection) -> Iterator[Refusal]:
+    """Yield a refusal for each combination of values that the data may not have."""
+    given = "both" if section.source else "neither"
+    yield (
+        (not section.source) == (section.reasoning_gym is None),
+        "source",
+        f"give data.source or data.reasoning_gym, one of the two, got {given}",
+        "",
+        "data.source: a .jsonl, .parquet or .arrow file, a folder or hf://datasets/owner/name",
+    )
+    yield (
+        section.split is not None and section.source is None,
+        "split",
+        f"expected null without data.source, got {section.split!r:.100}",
+        "generated problems have no files",
+        "set data.split=null",
+    )
+    yield (
+        "{prompt}" not in section.prompt_template,
+        "prompt_template",
+        f"expected a text with {{prompt}}, got {section.prompt_template!r:.200}",
+        "",
+        "write {prompt} where the question goes",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """The length of a run, its folder, and the files it writes and keeps."""
+    """The length of a run, its folder, and the files that it writes and keeps.
+
+    ``engine-train eval`` reads only ``output_dir``, ``seed`` and ``timeout_s``, but a length must
+    be given.
+    """
 
     output_dir: str
-    """Folder that the run writes checkpoints, logs and reports to."""
+    """Folder that the run writes checkpoints, logs and reports to. No two runs may write to it at
+    the same time.
+    """
 
     steps: int | None = None
-    """Number of optimizer updates, in RL of rounds of prompts; null needs ``epochs`` in its
-    place.
+    """Number of steps of the run. Null needs ``epochs``, and one of the two must be null.
+
+    A step of ``sft``, ``dpo`` and ``rm`` is one optimizer update on ``batch_size`` rows. A step of
+    ``rl`` generates for ``algorithm.prompts_per_step`` prompts and makes ``algorithm.epochs`` ×
+    ``algorithm.mini_batches`` updates.
     """
 
     epochs: float | None = None
-    """Number of passes over the data, counted in whole batches; null needs ``steps`` in its
-    place.
+    """Number of passes over the data, rounded down to whole steps, of which there is at least one.
+    Null needs ``steps``.
+
+    Prompts that ``algorithm.dynamic_sampling`` draws in addition are not counted.
     """
 
     seed: int = 0
-    """Seed of every random number of a run.
+    """Seed of the order of the data, of weights and adapters that are drawn, of sampling, and on
+    each rank of dropout and of the numbers that user code draws from the global generators of
+    Python, NumPy and torch.
 
-    It covers the order of the data, weights and sampling, and on each rank dropout and the
-    numbers that user code draws from the generators of Python, NumPy and torch.
+    Reward functions in processes of their own (``reward.workers``) are not seeded. Generated
+    problems have ``data.reasoning_gym.seed``.
     """
 
     log_every: int = 1
-    """Number of steps from one log entry to the next."""
+    """Number of steps from one logged step to the next. Steps with an evaluation and the last step
+    are always logged.
+    """
 
     save_every: int = 0
-    """Number of steps from one checkpoint to the next; 0 saves only at the end."""
+    """Number of steps from one checkpoint to the next. 0 saves only at the end.
+
+    A run that Ctrl-C or SIGTERM stops always saves one.
+    """
 
     save_last: bool = True
-    """True saves a checkpoint at the end; false keeps only those of ``save_every``."""
+    """True saves a checkpoint after the last step. False saves only those of ``save_every``."""
 
     keep: int = 2
-    """Number of newest checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep. 0 keeps all."""
 
     resume: str = "auto"
-    """Checkpoint to continue from: ``auto`` for the newest of ``output_dir``, ``never``, or
-    a checkpoint folder.
+    """Checkpoint to continue from: ``auto``, ``never``, or a checkpoint's folder.
+
+    ``auto`` continues from the newest checkpoint of ``output_dir``, or begins where there is none.
+    ``never`` begins, and refuses an ``output_dir`` that has checkpoints. Model, adapter, data,
+    ``batch_size`` and ``run.seed`` must be those of the checkpoint.
     """
 
     save_hf: bool = True
-    """True writes the model as a Hugging Face folder to ``output_dir/hf`` at the end."""
+    """True writes the trained model, with its adapter merged, and the tokenizer as a Hugging Face
+    folder to ``output_dir/hf`` after the last step.
+    """
 
     tensorboard: bool = True
-    """True logs metrics for TensorBoard."""
+    """True writes metrics for TensorBoard to ``output_dir/tensorboard``. ``metrics.jsonl`` has the
+    same metrics in any case.
+    """
 
     wandb: str | None = None
-    """Project name on Weights & Biases; null logs nothing there."""
+    """Project on Weights & Biases that metrics and configuration are sent to. Null sends
+    nothing.
+    """
 
     progress: bool = True
-    """True shows the progress in the terminal."""
+    """True shows a progress bar in the terminal."""
 
     report: bool = True
-    """True writes plots and report.html at the end."""
+    """True writes ``plots`` and ``report.html`` to ``output_dir`` when the run ends."""
 
     profile_steps: Sequence[int] = field(default_factory=list[int])
-    """Steps to profile; each process writes a trace of them to ``output_dir/profile``."""
+    """Numbers of the steps, from 1, to record with torch's profiler. Each process writes its trace
+    of step 5 to ``output_dir/profile/step-000005``.
+    """
 
     timeout_s: float = 3600.0
-    """Seconds that a live rank may keep other ranks waiting between calls of the engine.
+    """Seconds that a live rank may keep other ranks waiting between calls of the engine, after
+    which the run ends with ``RankFailure``.
 
-    After that time the run ends with ``RankFailure``. The limit bounds how much longer a
-    rank may generate, score or read than another rank. A rank that is gone is noticed within
-    seconds. For a stopped rank, and inside calls of the engine, ``engine.options.timeout_s``
-    holds.
+    The limit bounds how much longer one rank may generate, score or read than another. Inside
+    calls of the engine, and for a rank that is stopped, ``engine.options.timeout_s`` holds. A rank
+    whose process has ended is noticed within seconds. ``launcher: ray`` reads ``ray.timeout_s``
+    instead.
     """
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(
-                "run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100"
-            )
-        name, length = ("steps", self.steps) if self.steps is not None else ("epochs", self.epochs)
-        if length is None or not 0 < length < math.inf:  # NaN fails too
-            raise ConfigError(
-                f"run.{name}",
-                f"{length} is not a length",
-                remedy="give a number above 0; "
-                "`engine-train eval` measures a model without training it",
-            )
-        at_least("run", self, 1, "log_every")
-        at_least("run", self, 0, "save_every", "keep")
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(
-                "run.timeout_s",
-                f"expected seconds above 0, got {self.timeout_s}",
-                remedy="run.timeout_s: 3600",
-            )
+        refuse("run", _wrong_length(self))
+        require(
+            "run",
+            self,
+            {
+                "log_every": AT_LEAST_1,
+                "save_every": AT_LEAST_0,
+                "keep": AT_LEAST_0,
+                "timeout_s": FINITE_ABOVE_0,
+            },
+        )
 
     def total_steps(self, samples: int, batch_size: int, *, key: str, data: DataSection) -> int:
         """Return the number of steps of the whole run.
@@ -417,241 +500,303 @@ class RunSection:
                 why="rows that data.on_too_long: drop leaves out do not count",
                 remedy=f"give more rows, or a smaller {key}",
             )
-        return (
-            self.steps
-            if self.steps is not None
-            else max(1, int((self.epochs or 0) * samples) // batch_size)
+        if self.steps is not None:
+            return self.steps
+        return max(1, int((self.epochs or 0) * samples) // batch_size)
+
+
+def _wrong_length(section: RunSection) -> Iterator[Refusal]:
+    """Yield a refusal for each length that a run may not have."""
+    given = "neither" if section.steps is None else "both"
+    yield (
+        (section.steps is None) == (section.epochs is None),
+        "steps",
+        f"give run.steps or run.epochs, one of the two, got {given}",
+        "",
+        "set run.steps: 100, and run.epochs: null",
+    )
+    for name, length in (("steps", section.steps), ("epochs", section.epochs)):
+        yield (
+            length is not None and not FINITE_ABOVE_0.holds(length),
+            name,
+            f"expected {FINITE_ABOVE_0.words}, got {length}",
+            "",
+            "give a number above 0; `engine-train eval` measures a model without training it",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """The choice of a rollout, and the sampling of completions."""
+    """The rollout, which generates completions for training and for evaluations."""
 
     name: str = "local"
-    """Name of the rollout plug-in; ``local`` generates with the engine itself."""
+    """Name of the rollout. ``local`` generates with transformers and a copy of the weights in the
+    trainer's process, ``vllm`` and ``sglang`` serve the model with these servers.
+    """
 
     device: str = "auto"
-    """Device that the rollout computes on; ``auto`` lets the rollout choose."""
+    """Type of device that the rollout computes on: ``cuda``, ``npu`` or ``cpu``. ``auto`` is the
+    device of the engine.
+    """
 
     n: int = 8
-    """Number of completions of a prompt."""
+    """Number of completions of a prompt in training. Evaluations have ``eval.samples``.
+
+    It is at least 2, except with ``algorithm.advantage: gae`` or ``reinforce_pp`` and without
+    ``algorithm.dynamic_sampling``, where no completions are compared with each other.
+    """
 
     max_new_tokens: int = 256
-    """Largest number of tokens of a completion."""
+    """Largest number of tokens of a completion, or with ``agent`` of a whole conversation after its
+    prompt, in training and in evaluations.
+    """
 
     temperature: float = 1.0
-    """Sampling temperature; RL refuses 0, which is greedy decoding."""
+    """Divisor of the logits in training, both where tokens are sampled and where the engine
+    computes their log-probs. Evaluations have ``eval.temperature``.
+
+    ``rl`` refuses 0, which is greedy decoding: equal completions teach nothing.
+    """
 
     top_p: float = 1.0
-    """Share in (0, 1] of the probability mass that tokens are sampled from; 1 keeps all
-    tokens.
+    """Fraction in (0, 1] of the probability mass that tokens are sampled from, the most probable
+    ones first, in training and in evaluations. 1 keeps all tokens.
+
+    Log-probs are those before this truncation and that of ``top_k``.
     """
 
     top_k: int = 0
-    """Number of most probable tokens that are sampled from; 0 keeps all tokens."""
+    """Number of most probable tokens to sample from, in training and in evaluations. 0 keeps all
+    tokens.
+    """
 
     batch_size: int = 64
-    """Number of completions (prompts × ``n``) that a rank generates at the same time."""
+    """Number of completions that a replica generates at the same time. More are faster, and need
+    more memory.
+
+    ``local`` generates all completions of a prompt together, also where that is more.
+    """
 
     quantization: Literal["none", "fp8"] = "none"
-    """Number format of the rollout's weights: ``fp8`` is blockwise e4m3, for rollouts that
-    support it.
+    """Number format of the rollout's weights: that of its dtype, or ``fp8``, which is blockwise
+    e4m3 and served by ``vllm`` and ``sglang``.
     """
 
     lora: Literal["merged", "adapter"] = "merged"
-    """Way in which an adapter reaches the rollout: ``merged`` into the weights, or
-    ``adapter``.
+    """Form in which the adapter of ``engine.lora`` reaches the rollout: ``merged`` into the
+    weights, or as ``adapter``, which ``vllm`` serves.
 
-    With ``adapter`` the base weights are sent once, and afterwards only the adapter of
-    ``engine.lora``.
+    With ``adapter`` a sync brings the base weights only where the rollout does not have them: once
+    with ``sleep: false``, and again after each sleep. It is refused with ``ray.rollouts``.
     """
 
     sleep: bool = True
-    """True frees the rollout's memory while the engine trains."""
+    """True frees the memory of the rollout's weights and caches while it does not generate.
+
+    Replicas of ``ray.rollouts`` never sleep, because they share no device with an engine.
+    """
 
     offload_engine: bool = False
-    """True frees the engine's memory while the rollout generates."""
+    """True moves the weights and the optimizer's state of policy, reference and critic to the host
+    while the rollout generates.
+
+    The engine must declare ``offload``, as ``fsdp2`` does. It is refused with ``ray.rollouts``, and
+    has no effect on an engine that computes on the CPU.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that the rollout plug-in declares itself."""
+    """Options that only this rollout has. An unknown one is refused.
+
+    ``dtype`` is one of every rollout: ``float32``, ``bfloat16`` or ``float16``, by default the
+    engine's ``precision.compute`` (``bfloat16`` where that is ``float8``).
+    """
 
     def __post_init__(self) -> None:
-        at_least("rollout", self, 1, "n", "max_new_tokens", "batch_size")
-        at_least("rollout", self, 0, "temperature", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(
-                "rollout.top_p",
-                f"{self.top_p} is no share",
-                remedy="give a number in (0, 1]; 1: all",
-            )
+        require(
+            "rollout",
+            self,
+            {
+                "n": AT_LEAST_1,
+                "max_new_tokens": AT_LEAST_1,
+                "batch_size": AT_LEAST_1,
+                "temperature": AT_LEAST_0,
+                "top_k": AT_LEAST_0,
+                "top_p": FRACTION_ABOVE_0,
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaySection:
-    """The cluster and the workers of ``launcher: ray``.
-
-    The workers are documented in ``engine_trainer.placement.ray``.
-    """
+    """The cluster and the workers of ``launcher: ray``."""
 
     address: str | None = None
-    """Address of the Ray cluster, ``host:port`` or ``auto``; null starts a cluster on this
-    machine for this run only.
+    """Address of the Ray cluster, ``host:port``, or ``auto`` for the one that this node belongs to.
+    Null starts a cluster on this machine for this run only.
     """
 
     engines: int = 1
-    """Number of ranks of the engine, each in a process of its own."""
+    """Number of ranks of the engines, each in a process of its own that holds one rank of policy,
+    reference and critic.
+    """
 
     rollouts: int | None = None
-    """Number of rollout replicas in processes of their own; null colocates one with each
-    data-parallel rank, time-shared with the engine.
+    """Number of replicas of the rollout in processes of their own. Null colocates one with each
+    rank of the engine, time-shared with it.
     """
 
     gpus_per_worker: float | None = None
-    """Number of GPUs of each worker; null is 1 where the engine computes on GPUs."""
+    """Number of GPUs (or NPUs) of each worker. Null is 1.
+
+    It is not read where ``engine.device`` is ``cpu``, or is ``auto`` and the cluster has no
+    accelerator.
+    """
 
     cpus_per_worker: float = 1.0
     """Number of processors of each worker."""
 
     timeout_s: float = 1800.0
-    """Seconds that any call of a worker may take; a worker that is silent for longer counts
-    as lost.
+    """Seconds that a call of a worker may take. A worker that is silent for longer counts as
+    lost.
     """
 
     start_timeout_s: float = 120.0
-    """Seconds until the cluster has free resources for the workers, and again until the
-    workers have started.
+    """Seconds until the cluster has free resources for the workers, and again until the workers
+    have started.
     """
 
     restarts: int = 3
-    """Number of restarts from the last checkpoint after a worker or a node was lost."""
+    """Largest number of restarts from the last checkpoint after a worker or a node was lost. One
+    more loss ends the run.
+    """
 
     imports: Sequence[str] = field(default_factory=list[str])
-    """Modules that each worker imports first, for engines, rollouts and rewards that are
-    registered in process.
+    """Modules that each worker imports first, which register engines, rollouts or rewards in their
+    process.
     """
 
     log_workers: bool = False
     """True shows the output of the workers, which is always in Ray's session folder."""
 
     def __post_init__(self) -> None:
-        at_least("ray", self, 1, "engines")
-        at_least("ray", self, 0, "cpus_per_worker", "restarts")
-        for name in ("timeout_s", "start_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"ray.{name}",
-                    f"{getattr(self, name)} is not a time",
-                    remedy="give seconds above 0",
-                )
-        if self.rollouts is not None:
-            at_least("ray", self, 1, "rollouts")
-        if self.gpus_per_worker is not None:
-            at_least("ray", self, 0, "gpus_per_worker")
+        require(
+            "ray",
+            self,
+            {
+                "engines": AT_LEAST_1,
+                "cpus_per_worker": AT_LEAST_0,
+                "restarts": AT_LEAST_0,
+                "timeout_s": ABOVE_0,
+                "start_timeout_s": ABOVE_0,
+                "rollouts": AT_LEAST_1,
+                "gpus_per_worker": AT_LEAST_0,
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSection:
-    """Generation that overlaps with training, on replicas of its own (``ray.rollouts``).
+    """The overlap of generation with training.
 
-    With ``one_step_off`` the completions of a step are generated while the previous step is
-    trained on. With ``full`` replicas stop only for a weight sync, and completions that began
-    before it continue after it with the new weights.
+    It needs replicas of their own (``launcher: ray`` and ``ray.rollouts``), and a correction for
+    older weights (``algorithm.correction``, or ``algorithm.old_log_probs: rollout``).
     """
 
     mode: Literal["none", "one_step_off", "full"] = "none"
-    """Mode of the overlap between generation and training; ``none`` alternates them."""
+    """Work that overlaps. With ``none`` a step generates, then trains.
+
+    With ``one_step_off`` the completions of a step are generated while the previous step is trained
+    on. With ``full`` replicas stop only for a weight sync, and completions that began before it
+    continue after it with the new weights.
+    """
 
     max_staleness: int = 1
-    """Number of steps that the weights behind a token may lag; an older token carries no
-    loss, and is counted.
+    """Number of steps that the weights behind a token may be older than the policy. An older token
+    carries no loss, and is counted in ``rollout/stale_tokens``.
+
+    In the mode ``full`` it also bounds the groups that are begun ahead of the step that takes them.
     """
 
     slice_tokens: int = 64
-    """Number of tokens after which a weight sync may interrupt a generation in the mode
-    ``full``.
+    """Number of tokens of a completion after which a weight sync may interrupt it, in the mode
+    ``full``. Fewer tokens shorten the wait for a sync, and cost more calls.
     """
 
     def __post_init__(self) -> None:
-        at_least("overlap", self, 1, "max_staleness", "slice_tokens")
+        require("overlap", self, {"max_staleness": AT_LEAST_1, "slice_tokens": AT_LEAST_1})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection:
-    """A reward function, given by name or as a user's own function, and its arguments.
+    """The reward, a function that scores completions, given by name or as a user's own function.
 
-    Names are those of the entry-point group ``engine_trainer.rewards``. A user's own function takes
-    an ``engine_trainer.rewards.Sample`` and returns a number. Calls of an ``async def`` run
-    concurrently.
+    A user's own function takes an ``engine_trainer.rewards.Sample`` and returns a number. Calls of
+    an ``async def`` run concurrently.
     """
 
     name: str | None = None
-    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, an installed one,
-    or ``combine``; null needs ``function``.
+    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, ``combine`` for a
+    weighted sum of several, or one of the entry-point group ``engine_trainer.rewards``.
+
+    Null needs ``function``.
     """
 
     function: str | None = None
-    """Function ``path/to/file.py:name`` or ``package.module:name``, in place of ``name``;
-    null reads ``name``.
+    """User's own function in place of ``name``, as ``path/to/file.py:name`` or
+    ``package.module:name``. Null needs ``name``.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the function, or of the factory that ``name`` stands for."""
+    """Arguments of the function, or of the factory that ``name`` stands for. ``combine`` has one,
+    the list ``rewards``.
+    """
 
     timeout_s: float | None = 10.0
-    """Seconds that a call may take; null sets no limit.
+    """Seconds that a call may take, after which it counts 0. Null sets no limit.
 
-    The process of a plain function that takes longer is killed and replaced, whatever the
-    function does, and the call counts 0. The clock runs during a call, imports inside the
-    function included. Slow imports belong at the top of the file, which each process loads
-    once and outside of the clock (it has two minutes for that). A coroutine is cancelled.
-    One that blocks its event loop is interrupted two seconds later, and its process is
-    killed after two more. A limit needs ``workers`` above 0.
+    The process of a plain function that takes longer is killed and replaced, whatever the function
+    does. A coroutine is cancelled. One that blocks its event loop is interrupted two seconds later,
+    and its process is killed after two more. Imports inside the function count. Slow imports belong
+    at the top of the file, which each process loads once and outside of the clock, within two
+    minutes. A limit needs ``workers`` above 0.
     """
 
     workers: int = 1
-    """Number of processes that score completions, for each rank that samples.
+    """Largest number of processes that score completions, for each replica of the rollout.
 
-    They load the function's file in place of the trainer's own process. With 0 the trainer's
-    own process calls the function, for a function that needs its memory or its device.
-    Nothing can then end a call, so that ``timeout_s`` must be null.
+    They load the function's file in place of the process of the replica. With 0 that process itself
+    calls the function, for a function that needs its memory or its device. Nothing can then end a
+    call, so that ``timeout_s`` must be null.
     """
 
     concurrency: int = 64
-    """Number of calls of an async function that run at the same time in each process."""
+    """Number of calls of an ``async def`` function that run at the same time in each process. A
+    plain function is called for one completion after the other.
+    """
 
     max_failures: int = 0
-    """Number of calls of a run that may raise or return no finite number, and count 0; one
-    more ends the run.
+    """Number of calls of a run that may raise, return no finite number, or end their process, and
+    count 0. One more ends the run.
     """
 
     max_timeouts: int | None = 64
-    """Number of calls in a row that may exceed ``timeout_s``; one more ends the run, and
-    null sets no limit.
+    """Number of calls of a reward in a row on a replica that may exceed ``timeout_s``. One more
+    ends the run, and null sets no limit.
     """
 
     def __post_init__(self) -> None:
-        at_least("reward", self, 0, "workers", "max_failures")
-        at_least("reward", self, 1, "concurrency")
-        if self.max_timeouts is not None:
-            at_least("reward", self, 0, "max_timeouts")
-        if (self.name is None) == (self.function is None):
-            remedy = "reward.name: math, or reward.function: rewards.py:score"
-            # A recipe may name one reward, and the command line a different one.
-            if self.name is not None:
-                remedy = (
-                    f"reward.name: null for {self.function}, "
-                    f"or reward.function: null for {self.name}"
-                )
-            raise ConfigError(
-                "reward.name", "give reward.name or reward.function, one of the two", remedy=remedy
-            )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(
-                "reward.timeout_s",
-                f"{self.timeout_s} is not a time",
-                remedy="give seconds above 0, or null",
-            )
+        require(
+            "reward",
+            self,
+            {
+                "workers": AT_LEAST_0,
+                "max_failures": AT_LEAST_0,
+                "concurrency": AT_LEAST_1,
+                "max_timeouts": AT_LEAST_0,
+                "timeout_s": ABOVE_0,
+            },
+        )
+        refuse("reward", _wrong_reward(self))
         limits = {self.name or self.function or "": self.timeout_s}
         if self.name == COMBINE:
             limits = {part.title: part.timeout_s for part in parts_of(self.kwargs, self.timeout_s)}
@@ -659,65 +804,74 @@ class RewardSection:
             refuse_limits_without_workers(limits)
 
 
+def _wrong_reward(section: RewardSection) -> Iterator[Refusal]:
+    """Yield a refusal of a reward that is given twice, and of one that is not given."""
+    name, function = section.name, section.function
+    choice = "give reward.name or reward.function, one of the two"
+    yield (
+        name is None and function is None,
+        "name",
+        f"{choice}, got neither",
+        "",
+        "reward.name: math, or reward.function: rewards.py:score",
+    )
+    # A recipe may name one reward, and the command line a different one.
+    yield (
+        name is not None and function is not None,
+        "name",
+        f"{choice}, got both",
+        "",
+        f"reward.name: null for {function}, or reward.function: null for {name}",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentSection:
-    """Conversations of several turns with tools, in place of one completion.
+    """Conversations of several turns with tools, each in place of a completion.
 
-    They are described in ``engine_trainer.agent``. ``rollout.max_new_tokens`` then limits the whole
-    conversation after the prompt, the output of tools included.
+    ``rollout.max_new_tokens`` then limits the whole conversation after the prompt, the output of
+    tools included. A conversation that meets a limit ends there, unfinished.
     """
 
     function: str
-    """Async function of one ``Episode``, as ``path/to/file.py:name`` or
-    ``package.module:name``.
+    """``async def`` function that leads a conversation, as ``path/to/file.py:name`` or
+    ``package.module:name``. It takes an ``engine_trainer.agent.Episode``.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the function."""
+    """Arguments of the function, in addition to the episode."""
 
     max_turns: int = 8
-    """Largest number of the model's turns in a trajectory."""
+    """Largest number of the model's turns in a conversation."""
 
     max_turn_tokens: int | None = None
-    """Largest number of the model's tokens in a turn; null is the number of tokens that are
+    """Largest number of the model's tokens in a turn. Null is the number of tokens that are
     left.
     """
 
     timeout_s: float | None = 300.0
-    """Seconds of the function's own time in a trajectory, tools included; null sets no
-    limit.
-
-    The time of the model is not counted.
+    """Seconds of the function's own time in a conversation, tools included and the model's time
+    excluded. Null sets no limit.
     """
 
     concurrency: int = 64
-    """Number of trajectories that run at the same time on a replica."""
+    """Number of conversations that a replica of the rollout leads at the same time."""
 
     max_failures: int = 0
-    """Number of trajectories of a run in which the function may raise; one more ends the
-    run.
-    """
+    """Number of conversations of a run in which the function may raise. One more ends the run."""
 
     def __post_init__(self) -> None:
-        at_least("agent", self, 1, "max_turns", "concurrency")
-        at_least("agent", self, 0, "max_failures")
-        if self.max_turn_tokens is not None:
-            at_least("agent", self, 1, "max_turn_tokens")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(
-                "agent.timeout_s",
-                f"{self.timeout_s} is not a time",
-                remedy="give seconds above 0, or null",
-            )
-
-
-def at_least(section: str, part: object, low: float, *names: str) -> None:
-    """Raise ``ConfigError`` for a field of ``part`` below ``low``."""
-    for name in names:
-        value = getattr(part, name)
-        if not value >= low:  # NaN fails too
-            key = f"{section}.{name}" if section else name
-            raise ConfigError(key, f"{value} is too small", remedy=f"give at least {low}")
+        require(
+            "agent",
+            self,
+            {
+                "max_turns": AT_LEAST_1,
+                "concurrency": AT_LEAST_1,
+                "max_failures": AT_LEAST_0,
+                "max_turn_tokens": AT_LEAST_1,
+                "timeout_s": ABOVE_0,
+            },
+        )
 
 
 def positive_option(rollout: RolloutSection, name: str, default: int = 1) -> int:
