@@ -29,6 +29,8 @@ PAGE = ROOT / "docs" / "configuration.md"
 SCHEMAS = ROOT / "packages/trainer/src/engine_trainer/config/schemas"
 # RL comes first: it has most sections, and the page has their order.
 TASKS = dict(sorted(CONFIGS.items(), key=lambda item: item[0] != "rl"))
+# `eval` takes the files of `rl`, and leaves these sections unread.
+UNREAD = {"eval": {"algorithm", "ray", "overlap"}}
 # Descriptors of this repository whose plug-ins have options of their own, by the section above.
 PLUGINS = {
     "engine": (
@@ -89,7 +91,8 @@ def render() -> str:
     classes: dict[str, dict[str, type]] = {}
     for task, cls in TASKS.items():
         for section, part in sections_of(cls):
-            classes.setdefault(section, {})[task] = part
+            if section.split(".")[0] not in UNREAD.get(task, ()):
+                classes.setdefault(section, {})[task] = part
     parts = [INTRODUCTION, render_tasks(classes)]
     for section, by_task in classes.items():
         parts.append(render_section(section, by_task))
