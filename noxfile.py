@@ -221,7 +221,7 @@ def side_by_side(
 def tests(session: nox.Session) -> None:
     """Run all checks of CI; after `--`: pytest arguments.
 
-    These are lint, types, imports, generated pages, every test and the certificates.
+    These are lint, types, imports, generated pages, every test, the certificates and the site.
     """
     install(session, [*packages(), EXAMPLE], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
@@ -231,6 +231,7 @@ def tests(session: nox.Session) -> None:
         session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]]
     )
     if not session.posargs:
+        session.notify("site")
         session.notify("minimal")
         session.notify("vllm")
 
@@ -346,6 +347,17 @@ def docs(session: nox.Session) -> None:
     install(session, packages())
     for tool in GENERATORS:
         session.run("python", f"tools/{tool}.py", *(["--page"] if tool == "mutants" else []))
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation site into site/; a dead link or anchor is an error.
+
+    After `--`: arguments of `mkdocs build`.
+    """
+    session.install("-c", "constraints/site.txt", "mkdocs-material", "mkdocstrings-python", "ruff")
+    # Without the variable Material prints a notice about its own end of support.
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
