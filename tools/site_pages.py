@@ -47,7 +47,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Rewrite relative links between files of the repository into links between pages."""
+    """Rewrite relative links between files of the repository into links between pages.
+
+    A page that is a tab by itself gets no menu, which would hold this page alone.
+    """
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])
     uri = page.file.src_uri
     if uri.startswith(SOURCES):
         return markdown
