@@ -264,7 +264,7 @@ def test_a_function_that_raises(chat, agents, kind, caplog):
     ("name", "said"),
     [
         ("wrong", r"returned NoneType.*\n.*\n.*episode\.end"),
-        ("twice_at_once", "asked while it speaks"),
+        ("twice_at_once", "called while the model still generates"),
     ],
 )
 def test_a_function_that_misuses_its_episode(chat, agents, name, said):

@@ -13,7 +13,7 @@ from engine_trainer.data import (
     PromptDataset,
     SFTDataset,
     load_tokenizer,
-    room_for_prompts,
+    longest_prompt,
 )
 from engine_trainer.errors import DataError
 
@@ -190,7 +190,7 @@ def test_a_template_can_be_given_as_text_or_file(tokenizer_of, tmp_path):
     for value in (text, str(tmp_path / "t.jinja")):
         chat = ChatTokenizer(tokenizer_of(None), section(chat_template=value))
         assert chat.prompt_text(turns("hi")) == "hi|"
-    with pytest.raises(ConfigError, match="neither"):
+    with pytest.raises(ConfigError, match="expected a Jinja template"):
         ChatTokenizer(tokenizer_of(None), section(chat_template="no.jinja"))
 
 
@@ -251,7 +251,7 @@ def test_too_long_can_be_cut_a_document_at_its_end_a_prompt_at_its_beginning(tok
     assert data[0].input_ids.tolist() == whole[0].input_ids.tolist()[:20]
     assert data[0].loss_weight.tolist() == whole[0].loss_weight.tolist()[:20]
     assert "1 of 3 rows are too long and were cut: data.max_length is 20" in caplog.text
-    prompts = PromptDataset.build(rows, chat, section(on_too_long="truncate"), room=20)
+    prompts = PromptDataset.build(rows, chat, section(on_too_long="truncate"), context=20)
     full = PromptDataset.build(rows, chat, section())
     assert (len(prompts), prompts.truncated, prompts.dropped) == (3, 1, 0)
     assert prompts[1].tokens == full[1].tokens[-20:]
@@ -261,9 +261,9 @@ def test_too_long_can_be_cut_a_document_at_its_end_a_prompt_at_its_beginning(tok
 def test_a_prompt_that_leaves_no_room_for_its_completion_is_named_before_the_run(tokenizer):
     chat = ChatTokenizer(tokenizer, section())
     with pytest.raises(
-        DataError, match=r"\d\d tokens, the context has 20 beside rollout.max_new_tokens"
+        DataError, match=r"\d\d tokens, the context minus rollout.max_new_tokens is 20"
     ) as caught:
-        PromptDataset.build([turns("q" * 50, "r")], chat, section(max_length=1000), room=20)
+        PromptDataset.build([turns("q" * 50, "r")], chat, section(max_length=1000), context=20)
     assert caught.value.row == 3
 
 
@@ -272,26 +272,26 @@ def test_a_document_longer_than_the_models_context_is_named_or_cut(tokenizer, ca
     with pytest.raises(
         DataError, match=r"(?s)\d\d tokens, the context has 20.*max_position_embeddings"
     ) as caught:
-        SFTDataset.build(rows, chat, section(max_length=1000), room=20)
+        SFTDataset.build(rows, chat, section(max_length=1000), context=20)
     assert caught.value.row == 3
-    data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), room=20)
+    data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), context=20)
     assert [len(document) for document in data.documents] == [len(data[0]), 20]
     assert "1 of 2 rows are too long and were cut: the context has 20" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("options", "room"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)]
+    ("options", "longest"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)]
 )
-def test_the_room_is_the_models_context_or_the_servers_less_the_completion(
-    sums_model, options, room
+def test_the_longest_prompt_is_the_models_or_the_servers_context_less_the_completion(
+    sums_model, options, longest
 ):
     model, rollout = (
         ModelSource(path=str(sums_model)),
         RolloutSection(max_new_tokens=24, options=options),
     )
-    assert room_for_prompts(model, rollout) == room
+    assert longest_prompt(model, rollout) == longest
     with pytest.raises(ConfigError, match="nothing is left for a prompt"):
-        room_for_prompts(model, rollout, 64)
+        longest_prompt(model, rollout, 64)
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):

@@ -316,7 +316,7 @@ def test_splits_whose_names_begin_alike_are_told_apart(tmp_path, jsonl):
 def test_a_split_of_a_single_file_is_said_to_do_nothing(jsonl, caplog):
     path = jsonl({"prompt": "a", "response": "b"}, name="train.jsonl")
     assert len(read_rows(path, "test")) == 1
-    assert f"split 'test' chooses nothing: {path} is one file" in caplog.text
+    assert f"split 'test' has no effect: {path} is a single file" in caplog.text
     caplog.clear()
     read_rows(path, "train")
     read_rows(path)
@@ -385,7 +385,8 @@ def test_files_of_other_layouts_are_not_mixed(tmp_path, jsonl):
     jsonl({"question": "hi", "answer": "7", "solution": "ho"}, name="b.jsonl")
     with pytest.raises(
         DataError,
-        match=r"(?s)other columns.*a.jsonl: prompt question.*b.jsonl: prompt question.*name one",
+        match=r"(?s)columns of the file differ.*a.jsonl: prompt question"
+        r".*b.jsonl: prompt question.*name one",
     ) as caught:
         examples(str(tmp_path))
     assert caught.value.file.endswith("b.jsonl")

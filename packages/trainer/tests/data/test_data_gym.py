@@ -101,5 +101,5 @@ def test_a_task_that_is_too_small_says_how_many_questions_it_has():
     tiny = GymDataset(
         name="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     )
-    with pytest.raises(DataError, match=r"only \d+ different train questions"):
+    with pytest.raises(DataError, match=r"expected 5000 different train questions, got \d+"):
         gym_examples(gym(datasets=[tiny], size=5000), "train")

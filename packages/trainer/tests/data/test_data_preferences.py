@@ -37,9 +37,9 @@ def write(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def read(source: str, tokenizer, *, room=None, **section) -> PairDataset:
+def read(source: str, tokenizer, *, context=None, **section) -> PairDataset:
     given = DataSection(source=source, **section)
-    return PairDataset.read(source, None, ChatTokenizer(tokenizer, given), given, room=room)
+    return PairDataset.read(source, None, ChatTokenizer(tokenizer, given), given, context=context)
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
@@ -129,5 +129,5 @@ def test_pairs_longer_than_the_models_context(tmp_path, tokenizer):
     long = {"prompt": "hi", "chosen": "yes" * 5, "rejected": "no!"}
     source = write(tmp_path / "a.jsonl", LAYOUTS["texts"], long)
     with pytest.raises(DataError, match=r"(?s)a\.jsonl:2.*21 tokens.*the context has 10"):
-        read(source, tokenizer, max_length=1000, room=10)
-    assert read(source, tokenizer, room=10, on_too_long="drop").dropped == 1
+        read(source, tokenizer, max_length=1000, context=10)
+    assert read(source, tokenizer, context=10, on_too_long="drop").dropped == 1

@@ -153,7 +153,7 @@ def test_registered_names_and_misspelt_ones():
     assert create("test_constant", {"value": 3.0})(sample("")) == 3.0
     with pytest.raises(ConfigError, match="test_constant"):
         create("test_constnat")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         create("test_constant", {"valeu": 3.0})
     with pytest.raises(ConfigError, match="boxed"):
         create_exact_with_unknown_extraction()
@@ -248,7 +248,7 @@ def test_nothing_beside_the_rewards_is_passed_over():
 
 def test_a_sum_that_no_float_holds_is_said():
     register("test_large")(lambda: lambda sample: 1e308)
-    with pytest.raises(RewardError, match="weighted sum is no finite number"):
+    with pytest.raises(RewardError, match="expected a finite weighted sum"):
         combined({"name": "test_large", "weight": 9.0}, {"name": "exact"}).score(
             [Sample(prompt="p", completion="c", answer="c")]
         )

@@ -36,7 +36,7 @@ def test_a_function_of_a_module(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("mine.py", "names no function"),
+        ("mine.py", "expected the name of a function"),
         ("{}/nothing.py:f", "there is no file"),
         ("{}/mine.py:lenght", "did you mean length"),
         ("{}/mine.py:NUMBER", "no function 'NUMBER'"),
@@ -120,7 +120,7 @@ def test_what_is_no_float_is_a_failure(own, workers, caplog):
     scorer = own("fickle", workers=workers, max_failures=2)
     assert totals(scorer, "huge", "fine", "own") == [0.0, 1.0, 0.0]
     assert (
-        "it returned a int that is no float: OverflowError: int too large to convert to float"
+        "it returned a int that is not a float: OverflowError: int too large to convert to float"
         in caplog.text
     )
     assert "KeyError: 'its own'" in caplog.text
@@ -170,7 +170,7 @@ def test_a_reward_that_another_process_cannot_make_is_said(own):
 
     register("test_only_here")(lambda: lambda s: 1.0)
     with pytest.raises(
-        ConfigError, match="cannot make 'test_only_here', which was registered in the process"
+        ConfigError, match="cannot create 'test_only_here', which was registered in the process"
     ):
         Scorer.from_section(RewardSection(name="test_only_here"))
 

@@ -178,7 +178,7 @@ def test_too_many_calls_in_a_row_that_take_too_long_say_where_imports_belong(own
     scorer = own("lasts", timeout_s=0.2, max_timeouts=1)
     with pytest.raises(RewardError, match=r"2 calls in a row took longer than 0\.2 s") as caught:
         scorer.score(samples(*["imports"] * 5))
-    assert "at the top of its file" in caught.value.remedy
+    assert "to the top of its file" in caught.value.remedy
     assert not scorer.workers._workers
 
 
@@ -205,7 +205,7 @@ def test_what_a_function_writes_into_the_pipe_is_a_failure_of_its_own(own):
     scorer = own("writes", max_failures=1)
     scores = scorer.score(samples("fine", "garbage", "fine"))
     assert [s.total for s in scores] == [1.0, 0.0, 1.0]
-    assert "sent what cannot be read" in scores[1].problems[0]
+    assert "sent a message that cannot be read" in scores[1].problems[0]
 
 
 def test_modules_that_stand_in_the_working_directory_take_no_place_of_pythons_own(

@@ -128,7 +128,7 @@ def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path
             config=config,
             engine_config=built,
             device="cpu",
-            beside={},
+            companions={},
             total_steps=1,
             launcher=launcher,
         )

@@ -121,7 +121,7 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys,
     assert baseline.read_text() == "what the run measured"
     assert len((out / "evaluation" / "step-000000.jsonl").read_text().splitlines()) == 5
     assert main(["eval", str(out / "config.yaml"), "eval=null"]) == 2
-    assert "nothing to measure on" in capsys.readouterr().err
+    assert "no problems to evaluate" in capsys.readouterr().err
 
 
 def test_held_out_prompts_without_room_are_named_with_their_set_or_dropped(run, tmp_path, caplog):
@@ -154,6 +154,6 @@ def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path,
     assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
     assert (
         "1 of 3 rows are too long and were dropped: "
-        "the context has 40 beside rollout.max_new_tokens" in caplog.text
+        "the context minus rollout.max_new_tokens is 40" in caplog.text
     )
     assert (after["rollout/groups"], after["train/epoch"]) == (2.0, 1.0)

@@ -424,7 +424,7 @@ def test_sizes_of_a_critic_that_make_no_world_are_refused_before_anything_is_loa
     )
     alone_of(ranks, monkeypatch)
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
-    with pytest.raises(ConfigError, match=f"does not make a world of {ranks}") as caught:
+    with pytest.raises(ConfigError, match=f"expected sizes whose product is {ranks}, ") as caught:
         train_rl(config)
     assert caught.value.field == "algorithm.critic.parallelism"
 
@@ -467,9 +467,7 @@ def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(
     shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
     monkeypatch.setattr("engine_trainer.placement.spmd.EngineRegistry.resolve", lambda **_: shared)
     critic = {**GAE["critic"], "parallelism": {"ulysses": 2}}
-    with pytest.raises(
-        ConfigError, match="ulysses 2, beside an engine of data-parallel ranks alone"
-    ) as caught:
+    with pytest.raises(ConfigError, match="data-parallel ranks alone, got ulysses 2") as caught:
         train_rl(
             configure(
                 sums_model,

@@ -275,7 +275,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     ("bad", "said"),
     [
         (change(NORM, None), f"{NORM}: missing"),
-        (change(NORM, torch.ones(7)), rf"{NORM}: shape \[7\], the model has \[32\]"),
+        (change(NORM, torch.ones(7)), rf"{NORM}: expected shape \[32\], got \[7\]"),
         (
             change("model.layers.1.input_layernom.weight", torch.ones(32)),
             "did you mean model.layers.1.input_layernorm",

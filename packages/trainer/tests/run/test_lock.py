@@ -57,6 +57,6 @@ def test_under_torchrun_all_ranks_say_so_together(sums_model, taken):
 def test_a_place_that_no_folder_can_be_made_at_is_a_wrong_configuration(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=r"(?s)no folder can be made.*file") as caught:
+        with pytest.raises(ConfigError, match=r"(?s)cannot create a folder.*file") as caught:
             FolderLock(place).acquire()
         assert caught.value.field == "run.output_dir"

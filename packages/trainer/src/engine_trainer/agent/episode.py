@@ -174,7 +174,7 @@ class Episode:
         self._max_tokens = max_tokens
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
-        self._said: list[int] = []
+        self._added: list[int] = []
         self._weights: list[float] = []
         self._log_probs: list[float] = []
         self._versions: list[int] = []
@@ -183,7 +183,7 @@ class Episode:
     @property
     def tokens(self) -> list[int]:
         """All tokens so far, the prompt's included."""
-        return [*self.prompt.tokens, *self._said]
+        return [*self.prompt.tokens, *self._added]
 
     @property
     def turns(self) -> list[Turn]:
@@ -193,7 +193,7 @@ class Episode:
     @property
     def room(self) -> int:
         """The number of tokens that may still follow, the model's and the tools' together."""
-        return self._max_tokens - len(self._said)
+        return self._max_tokens - len(self._added)
 
     async def generate(
         self,
@@ -218,7 +218,7 @@ class Episode:
             await asyncio.get_running_loop().create_future()
         if self._asking is not None:
             raise AgentError(
-                "the model was asked while it speaks",
+                "generate was called while the model still generates",
                 where="agent.function",
                 why=f"an episode is one conversation; {about(self.prompt)}",
                 remedy="await one generate after the other",
@@ -248,7 +248,7 @@ class Episode:
         tokens = self._tokens_of(given)
         if len(tokens) > self.room:
             raise EpisodeOver
-        self._said += tokens
+        self._added += tokens
         self._weights += [0.0] * len(tokens)
         self._log_probs += [0.0] * len(tokens)
         self._versions += [self._versions[-1] if self._versions else -1] * len(tokens)
@@ -262,7 +262,7 @@ class Episode:
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
         return Trajectory(
-            tokens=list(self._said),
+            tokens=list(self._added),
             loss_weights=list(self._weights),
             log_probs=list(self._log_probs),
             weight_versions=list(self._versions),
@@ -294,7 +294,7 @@ class Episode:
                 self.clock.go()
 
     def _record(self, completion: Completion) -> Turn:
-        self._said += completion.tokens
+        self._added += completion.tokens
         self._weights += [1.0] * len(completion.tokens)
         self._log_probs += completion.log_probs
         # Tokens that were appended before the first turn get the version of that turn.

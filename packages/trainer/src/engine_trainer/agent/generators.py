@@ -189,36 +189,36 @@ class Batched:
 class _Turn:
     """A waiting turn.
 
-    ``said`` has its parts so far.
+    ``parts`` holds its slices so far.
     """
 
     request: Request
     result: Future[Completion] = field(default_factory=Future[Completion])
-    said: list[Completion] = field(default_factory=list[Completion])
+    parts: list[Completion] = field(default_factory=list[Completion])
     empty: int = 0
     """Number of slices in a row without a token."""
 
     def left(self, slice_tokens: int) -> Request:
         """Return the request for the next slice, whose prompt includes the tokens so far."""
-        done = [token for part in self.said for token in part.tokens]
+        done = [token for part in self.parts for token in part.tokens]
         most = min(slice_tokens, self.request.max_new_tokens - len(done))
         return replace(self.request, tokens=[*self.request.tokens, *done], max_new_tokens=most)
 
-    def add(self, said: Completion) -> None:
+    def add(self, part: Completion) -> None:
         """Add the completion of a slice.
 
         Raises ``RolloutError`` after too many slices without a token.
         """
-        self.said.append(said)
-        self.empty = 0 if said.tokens or self.complete else self.empty + 1
+        self.parts.append(part)
+        self.empty = 0 if part.tokens or self.complete else self.empty + 1
         if self.empty >= ABORTS:
-            raise nothing_said(self.empty)
+            raise empty_slices_error(self.empty)
 
     @property
     def complete(self) -> bool:
         """True if the turn stopped or has all of its tokens."""
-        full = sum(len(part.tokens) for part in self.said) >= self.request.max_new_tokens
-        return full or self.said[-1].finish_reason == "stop"
+        full = sum(len(part.tokens) for part in self.parts) >= self.request.max_new_tokens
+        return full or self.parts[-1].finish_reason == "stop"
 
 
 class Sliced:
@@ -274,14 +274,14 @@ class Sliced:
             self._changed.wait_for(lambda: bool(self._waiting) or self._busy == 0, PATIENCE_S)
             turns = sorted(self._waiting, key=lambda turn: turn.request.number)
         asked = [turn.left(self._slice) for turn in turns]
-        for turn, said in zip(
+        for turn, part in zip(
             turns,
             generate_all(rollout, asked, self._sampling, lambda kind: derive(seed, kind)),
             strict=True,
         ):
-            turn.add(said)
+            turn.add(part)
             if turn.complete and self._forget(turn) and turn.result.set_running_or_notify_cancel():
-                turn.result.set_result(_joined(turn.said))
+                turn.result.set_result(_joined(turn.parts))
 
     def _forget(self, turn: _Turn) -> bool:
         """Remove a turn and return whether it was still waited for."""
@@ -319,13 +319,13 @@ def generate_all(
     return [found[index] for index in range(len(requests))]
 
 
-def nothing_said(slices: int) -> RolloutError:
+def empty_slices_error(slices: int) -> RolloutError:
     """Return the error of a rollout that would be called for ever."""
     return RolloutError(
         f"{slices} slices without a token, and no end",
         where="overlap.mode: full",
-        why="the rollout neither stops nor goes on",
-        remedy="see the rollout's log; is its context long enough?",
+        why="the rollout neither stops nor continues",
+        remedy="see the rollout's log, and check that its context is long enough",
     )
 
 

@@ -189,13 +189,13 @@ class AgentLoop:
 
     def _fail(self, episode: Episode, error: BaseException) -> str:
         self._failures += 1
-        said = f"it raised {type(error).__name__}: {error}"
+        problem = f"it raised {type(error).__name__}: {error}"
         if self._failures > self.section.max_failures:
             raise AgentError.failed(
-                said, episode.prompt, self._failures, self.section.max_failures
+                problem, episode.prompt, self._failures, self.section.max_failures
             ) from error
-        log.warning("agent.function failed, the trajectory ends there: %s", said)
-        return said
+        log.warning("agent.function failed, the trajectory ends there: %s", problem)
+        return problem
 
 
 def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
@@ -217,7 +217,7 @@ def _checked(value: object, prompt: Prompt) -> Trajectory:
         raise AgentError(
             f"it returned {type(value).__name__}",
             where="agent.function",
-            why=f"a trajectory is needed; {about(prompt)}",
+            why=f"expected a Trajectory; {about(prompt)}",
             remedy="return episode.end()",
         )
     return value

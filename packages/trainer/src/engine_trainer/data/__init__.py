@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_trainer.data.chat import ChatTokenizer, load_tokenizer
-from engine_trainer.data.context import positions_of, room_for_prompts
+from engine_trainer.data.context import longest_prompt, positions_of
 from engine_trainer.data.datasets import (
     Document,
     Prompt,
@@ -29,11 +29,11 @@ __all__ = [
     "SampleOrder",
     "heldout_sets",
     "load_tokenizer",
+    "longest_prompt",
     "order_of",
     "positions_of",
     "questions",
     "read_examples",
     "read_heldout",
-    "room_for_prompts",
     "warn_of_overlap",
 ]

@@ -127,12 +127,12 @@ class ChatTokenizer:
                 "no assistant turn, nothing to learn", remedy="add a response to the row"
             )
         # A row without a response is incomplete: it does not ask the model to end at once.
-        if not may_be_empty and not _says_something(turns[own[-1]]):
+        if not may_be_empty and not _has_content(turns[own[-1]]):
             raise example.error(
                 "the response is empty, nothing to learn", remedy="complete the row, or remove it"
             )
         earlier = (
-            [i for i in own[:-1] if _says_something(turns[i])]
+            [i for i in own[:-1] if _has_content(turns[i])]
             if self.section.train_on == "all"
             else []
         )
@@ -224,14 +224,14 @@ class ChatTokenizer:
         ]
         lost = [f"{what} {name!r}" for what, name in names if name not in text]
         for at, turn in enumerate(turns):
-            said = (
+            reaches_text = (
                 turn["role"] in ("assistant", "tool")
                 or str(turn.get("content") or "").strip() in text
             )
             # A template may read a message without writing it: SmolLM3's removes /no_think from a
             # system prompt and sets its mode. Such a message changes the rendered text.
             if (
-                not said
+                not reaches_text
                 and self._render(
                     [*turns[:at], {**turn, "content": PROBE}, *turns[at + 1 :]], example, ask=ask
                 )
@@ -248,8 +248,8 @@ class ChatTokenizer:
 
     def _not_a_prefix(self, example: Example, at: int, expected: str) -> Exception:
         return example.error(
-            f"the chat template rewrites earlier text when message {at} is added, "
-            "the assistant's tokens cannot be told",
+            f"the chat template rewrites earlier text when message {at} is added, so the "
+            "assistant's tokens cannot be identified",
             why=f"the longer conversation does not begin with {expected[-80:]!r}",
             remedy="set data.train_on=last (reasoning templates drop earlier thoughts), "
             "or another data.chat_template",
@@ -396,7 +396,7 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
         raise ConfigError(
             key,
             f"the tokenizer at {path!r} has no vocabulary",
-            why=f"its folder should have one of {_FILES}",
+            why=f"expected one of {_FILES} in its folder",
             remedy="copy the whole tokenizer into it, or name another in data.tokenizer",
         )
     return ChatTokenizer(tokenizer, section)
@@ -411,7 +411,7 @@ def _require_files(folder: Path, key: str) -> None:
     raise ConfigError(
         key,
         f"no tokenizer in the folder {str(folder)!r}",
-        why=f"it has {there}; expected is one of {_FILES}",
+        why=f"expected one of {_FILES}, got {there}",
         remedy=f"name {saved}, the model that this run has saved"
         if saved.is_dir()
         else "copy the tokenizer's files into it, "
@@ -419,7 +419,7 @@ def _require_files(folder: Path, key: str) -> None:
     )
 
 
-def _says_something(turn: Mapping[str, Any]) -> bool:
+def _has_content(turn: Mapping[str, Any]) -> bool:
     """Return whether a turn has text, a tool call, or any other content (such as thoughts)."""
     return any(v.strip() if isinstance(v, str) else v for name, v in turn.items() if name != "role")
 
@@ -438,7 +438,7 @@ def _template_text(value: str) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(
             "data.chat_template",
-            f"{value!r:.200} is neither a Jinja template nor a file that can be read",
+            f"expected a Jinja template or a readable file, got {value!r:.200}",
             why=str(error)[:200],
             remedy="give the template's text, or the path of a .jinja file",
         ) from error

@@ -17,7 +17,7 @@ def positions_of(model: ModelSource) -> int | None:
     return int(positions) if positions else None
 
 
-def room_for_prompts(
+def longest_prompt(
     model: ModelSource, rollout: RolloutSection, following: int | None = None
 ) -> int | None:
     """Return the tokens of the context that are left for a prompt, or None if no limit is known.
@@ -38,12 +38,12 @@ def room_for_prompts(
     limits += [positions] if positions else []
     if not limits:
         return None
-    room = min(limits) - following
-    if room < 1:
+    longest = min(limits) - following
+    if longest < 1:
         raise ConfigError(
             "rollout.max_new_tokens",
-            f"{following} tokens may follow a prompt, the context has {min(limits)}",
+            f"expected less than the context of {min(limits)} tokens, got {following}",
             why="nothing is left for a prompt",
             remedy=f"give less than {min(limits)}",
         )
-    return room
+    return longest

@@ -82,7 +82,7 @@ class SFTDataset:
         examples: Sequence[Example],
         tokenizer: ChatTokenizer,
         section: DataSection,
-        room: int | None = None,
+        context: int | None = None,
         name: str = "",
     ) -> SFTDataset:
         """Tokenize the examples.
@@ -91,7 +91,7 @@ class SFTDataset:
             examples: the rows.
             tokenizer: the tokenizer with its chat template.
             section: the ``data`` section.
-            room: tokens of the model's context (``context.positions_of``); None: unknown.
+            context: tokens of the model's context (``context.positions_of``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
@@ -104,7 +104,7 @@ class SFTDataset:
             documents += [
                 _document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)
             ]
-        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, room), name))
+        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -128,7 +128,7 @@ class PromptDataset:
         examples: Sequence[Example],
         tokenizer: ChatTokenizer,
         section: DataSection,
-        room: int | None = None,
+        context: int | None = None,
         name: str = "",
     ) -> PromptDataset:
         """Tokenize the examples' prompts.
@@ -137,8 +137,8 @@ class PromptDataset:
             examples: the rows.
             tokenizer: the tokenizer with its chat template.
             section: the ``data`` section.
-            room: tokens of the model's context that a completion leaves for the prompt
-                (``context.room_for_prompts``); None: unknown.
+            context: tokens of the model's context that a completion leaves for the prompt
+                (``context.longest_prompt``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
@@ -147,7 +147,7 @@ class PromptDataset:
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
         return PromptDataset(
-            *_fit(examples, prompts, section, Bound.of(section, room, prompts=True), name)
+            *_fit(examples, prompts, section, Bound.of(section, context, prompts=True), name)
         )
 
     def __len__(self) -> int:
@@ -247,28 +247,28 @@ class Bound:
 
     tokens: int | None
     """Largest number of tokens; None: any number."""
-    said: str
+    reason: str
     """The reason for the limit."""
     remedy: str
     """The advice on how to stay below the limit or raise it."""
 
     @staticmethod
-    def of(section: DataSection, room: int | None, *, prompts: bool = False) -> Bound:
+    def of(section: DataSection, context: int | None, *, prompts: bool = False) -> Bound:
         """Return the lower of ``data.max_length`` and the tokens that the context allows."""
         own = section.max_length
-        if own is not None and (room is None or own <= room):
+        if own is not None and (context is None or own <= context):
             return Bound(
-                tokens=own, said=f"data.max_length is {own}", remedy="raise data.max_length"
+                tokens=own, reason=f"data.max_length is {own}", remedy="raise data.max_length"
             )
         if prompts:
             return Bound(
-                tokens=room,
-                said=f"the context has {room} beside rollout.max_new_tokens",
+                tokens=context,
+                reason=f"the context minus rollout.max_new_tokens is {context}",
                 remedy="shorten it, or lower rollout.max_new_tokens",
             )
         return Bound(
-            tokens=room,
-            said=f"the context has {room}",
+            tokens=context,
+            reason=f"the context has {context}",
             remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings",
         )
 
@@ -277,7 +277,7 @@ def _fit(
     examples: Sequence[Example], items: Sequence[T], section: DataSection, bound: Bound, name: str
 ) -> tuple[list[T], int, int]:
     """Return the items that are kept, the number dropped, and the number cut."""
-    limit, said = bound.tokens, bound.said
+    limit, reason = bound.tokens, bound.reason
     if limit is None:
         return list(items), 0, 0
     rows = f"of {len(items)} rows" + (f" of {name}" if name else "")
@@ -287,7 +287,7 @@ def _fit(
     if long and section.on_too_long == "error":
         example, item = long[0]
         raise example.error(
-            f"{len(item)} tokens, {said}",
+            f"{len(item)} tokens, {reason}",
             why=f"{len(long)} {rows} are too long, this is the first",
             remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)",
         )
@@ -301,8 +301,10 @@ def _fit(
             cut += 1
     dropped = len(items) - len(kept)
     if not kept:
-        raise DataError(f"all {rows.removeprefix('of ')} are too long: {said}", remedy=bound.remedy)
+        raise DataError(
+            f"all {rows.removeprefix('of ')} are too long: {reason}", remedy=bound.remedy
+        )
     for count, what in ((dropped, "dropped"), (cut, "cut")):
         if count:
-            log.warning("%d %s are too long and were %s: %s", count, rows, what, said)
+            log.warning("%d %s are too long and were %s: %s", count, rows, what, reason)
     return kept, dropped, cut

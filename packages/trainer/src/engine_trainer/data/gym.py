@@ -56,7 +56,7 @@ def gym_examples(section: GymSection, side: Side) -> list[Example]:
         if len(chosen) == count:
             return chosen
     raise DataError(
-        f"only {len(seen)} different {side} questions, {first + count} asked for",
+        f"expected {first + count} different {side} questions, got {len(seen)}",
         file="reasoning_gym",
         why=f"{(first + count) * PATIENCE} were drawn",
         remedy="ask for fewer, or widen the tasks' settings",

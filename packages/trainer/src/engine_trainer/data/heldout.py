@@ -8,7 +8,7 @@ from engine_api.config import ModelSource
 from engine_trainer.config.evaluation import EvalSection, EvalSet
 from engine_trainer.config.sections import DataSection, RolloutSection
 from engine_trainer.data.chat import ChatTokenizer
-from engine_trainer.data.context import room_for_prompts
+from engine_trainer.data.context import longest_prompt
 from engine_trainer.data.datasets import PromptDataset
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.layouts import Example, Need, to_examples
@@ -57,7 +57,7 @@ def heldout_sets(
                 read_heldout(section, chosen, "prompt"),
                 tokenizer,
                 section,
-                room_for_prompts(model, rollout),
+                longest_prompt(model, rollout),
                 f"eval.sets.{name}" if name else "eval",
             )
             assert chosen.temperature is not None, "all_sets fills it in"

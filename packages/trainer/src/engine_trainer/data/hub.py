@@ -51,7 +51,7 @@ def from_hub(source: str, suffixes: tuple[str, ...]) -> Path:
     # All of huggingface_hub's errors derive from one of these two.
     except (OSError, ValueError) as error:
         raise DataError(
-            "the hub does not give this data set",
+            "the hub does not provide this data set",
             file=source,
             why=(str(error).strip().splitlines() or [""])[0],
             remedy="check name and access; "

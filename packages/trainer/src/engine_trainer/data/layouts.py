@@ -99,14 +99,14 @@ def _require_alike(layouts: Mapping[str, _Layout], need: Need) -> None:
 
     In that case one of the two files is probably not the intended one.
     """
-    said = {file: layout.said(need) for file, layout in layouts.items()}
-    first = next(iter(said))
-    for file, columns in said.items():
-        if columns != said[first]:
+    described = {file: layout.describe(need) for file, layout in layouts.items()}
+    first = next(iter(described))
+    for file, columns in described.items():
+        if columns != described[first]:
             raise DataError(
-                "the file has other columns than the one before",
+                "the columns of the file differ from those of the file before",
                 file=file,
-                why=f"{first}: {said[first]}; {file}: {columns}",
+                why=f"{first}: {described[first]}; {file}: {columns}",
                 remedy="name one of the files, or give all the same columns (or set data.columns)",
             )
 
@@ -122,7 +122,7 @@ class _Layout:
 
     @staticmethod
     def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
-        present, judged = _Present(rows), need == "prompt"
+        present, scored = _Present(rows), need == "prompt"
         messages = columns.messages or present.first(("messages",))
         if messages and not columns.prompt:
             return _Layout(
@@ -130,7 +130,7 @@ class _Layout:
                 prompt=None,
                 response=None,
                 answer=columns.answer or present.first(ANSWERS),
-                needs_answer=judged,
+                needs_answer=scored,
             )
         prompt = columns.prompt or present.first(PROMPTS)
         response = columns.response or present.first(RESPONSES)
@@ -147,10 +147,10 @@ class _Layout:
             prompt=prompt,
             response=response if need == "response" else None,
             answer=columns.answer or present.first(ANSWERS),
-            needs_answer=judged,
+            needs_answer=scored,
         )
 
-    def said(self, need: Need) -> str:
+    def describe(self, need: Need) -> str:
         """Return the columns that are read, in words."""
         names = {"messages": self.messages, "prompt": self.prompt, "response": self.response}
         names |= {"answer": self.answer} if need == "prompt" else {}
@@ -183,7 +183,7 @@ class _Layout:
                 raise row.error(
                     "the prompt ends with the assistant's turn",
                     column=self.prompt,
-                    why="it would be left out: a rollout makes that turn",
+                    why="it would be left out, because the rollout generates that turn",
                     remedy="end it with a question; "
                     f"of whole conversations set data.columns.messages={self.prompt}",
                 )
@@ -199,7 +199,7 @@ class _Layout:
             raise row.error(
                 f"begins with a turn of the {turns[0]['role']}",
                 column=self.response,
-                why="it follows the prompt, and the assistant answers that",
+                why="it follows the prompt, which the assistant answers",
                 remedy="begin it with the assistant's turn; "
                 "a whole conversation goes into a messages column",
             )
@@ -329,9 +329,9 @@ def _calls(row: Row, name: str, value: Any) -> list[Any]:
     )
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in calls):
         raise row.error(
-            "tool_calls that are no list of calls",
+            "expected tool_calls as a list of calls",
             column=name,
-            why=f"it is {str(value)[:120]}",
+            why=f"got {str(value)[:120]}",
             remedy="write [{function: {name, arguments}}, …], or that as JSON text",
         )
     return calls
@@ -346,9 +346,9 @@ def _tools(row: Row) -> list[dict[str, Any]]:
     )
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise row.error(
-            "not a list of tools",
+            "expected a list of tools",
             column=TOOLS,
-            why=f"it is {str(value)[:120]}",
+            why=f"got {str(value)[:120]}",
             remedy="write their JSON schemas as a list, or as JSON text; "
             "rename a column that means something else",
         )

@@ -63,7 +63,7 @@ class PairDataset:
         section: DataSection,
         *,
         limit: int | None = None,
-        room: int | None = None,
+        context: int | None = None,
         name: str = "",
     ) -> PairDataset:
         """Read and tokenize the rows of ``source``.
@@ -74,13 +74,13 @@ class PairDataset:
             tokenizer: the tokenizer with its chat template.
             section: the ``data`` section.
             limit: largest number of rows; None: all.
-            room: tokens of the model's context (``context.positions_of``); None: unknown.
+            context: tokens of the model's context (``context.positions_of``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
         """
-        bound = Bound.of(section, room)
+        bound = Bound.of(section, context)
         rows = read_rows(source, split)[:limit]
         chosen, rejected = (
             _documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS
@@ -186,13 +186,13 @@ def _fitting(
     long = [i for i, size in enumerate(sizes) if bound.tokens is not None and size > bound.tokens]
     if long and section.on_too_long != "drop":
         raise rows[long[0]].error(
-            f"{sizes[long[0]]} tokens in the longer answer's document, {bound.said}",
+            f"{sizes[long[0]]} tokens in the longer answer's document, but {bound.reason}",
             why=f"{len(long)} of {len(pairs)} pairs{of} are too long, this is the first",
             remedy=f"{bound.remedy}, or set data.on_too_long=drop",
         )
     if len(long) == len(pairs):
         raise DataError(
-            f"all {len(pairs)} pairs{of} are too long: {bound.said}", remedy=bound.remedy
+            f"all {len(pairs)} pairs{of} are too long: {bound.reason}", remedy=bound.remedy
         )
     if long:
         log.warning(
@@ -200,7 +200,7 @@ def _fitting(
             len(long),
             len(pairs),
             of,
-            bound.said,
+            bound.reason,
         )
     left_out = set(long)
     return [pair for i, pair in enumerate(pairs) if i not in left_out]

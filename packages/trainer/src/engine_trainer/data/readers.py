@@ -78,7 +78,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
             remedy="convert it to JSONL: one JSON object a line",
         )
     if split is not None and not path.name.startswith(split):
-        log.warning("split %r chooses nothing: %s is one file", split, path)
+        log.warning("split %r has no effect: %s is a single file", split, path)
     return [path]
 
 
@@ -92,7 +92,7 @@ def _require_path(path: Path) -> None:
     # The path is too long, has a NUL, is not permitted, or is a loop of links.
     except (OSError, ValueError) as error:
         raise DataError(
-            "the path cannot be looked at",
+            "the path cannot be read",
             file=f"{str(path)!r:.200}",
             why=str(error)[:200],
             remedy="check data.source and eval.source",
@@ -147,7 +147,7 @@ def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
             file=file,
             row=number,
             why=str(error),
-            remedy="write one whole JSON object a line (a file cut short ends so)",
+            remedy="write one whole JSON object a line (a truncated file ends like this)",
         ) from error
     if not isinstance(value, dict):
         raise DataError(
@@ -171,7 +171,7 @@ def _table(path: Path) -> Iterator[Row]:
             f"the file is not readable {kind}",
             file=str(path),
             why=str(error),
-            remedy="write it again; a copy cut short reads so",
+            remedy="write the file again; a truncated copy gives this error",
         ) from error
     columns = list(python_columns(table, names, str(path)))
     for number, values in enumerate(zip(*columns, strict=True), start=1):

@@ -73,7 +73,7 @@ def _shards(folder: Path) -> list[Path]:
         raise DataError(
             "the rows are chosen by an index file",
             file=str(folder),
-            why="an old release of datasets saved it so",
+            why="an old release of datasets saved the data set like this",
             remedy="load and save it again with a recent one",
         )
     parts = state.get("_data_files", [])

@@ -61,5 +61,5 @@ def _require_text(value: Any) -> None:
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{key!r:.100} has half of a surrogate pair ({error.object[error.start]!r}), "
-                "no character"
+                "which is not a character"
             ) from error

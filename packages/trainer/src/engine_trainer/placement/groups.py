@@ -162,14 +162,14 @@ class Launcher(Protocol):
     comm: Comm
 
     def resolve(
-        self, section: EngineSection, beside: EngineSection | None = None
+        self, section: EngineSection, other: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
         """Return the device type that the engine takes, and its plug-in's capabilities.
 
         Both are found where the engine will run.
 
-        Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with the
-        engine ``beside`` it.
+        Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with those
+        of the engine ``other``.
         """
         ...
 

@@ -114,15 +114,15 @@ class StoreComm:
             missing = [rank for rank in range(self.world_size) if rank not in found]
             if not missing:
                 return [found[rank] for rank in range(self.world_size)]
-            gone = self._gone(missing, round_)
-            if gone:
-                raise RankFailure(gone)
+            ended = self._ended(missing, round_)
+            if ended:
+                raise RankFailure(ended)
             if time.monotonic() > end:
-                raise RankFailure({rank: self._late(rank) for rank in missing})
+                raise RankFailure({rank: self._describe_late(rank) for rank in missing})
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_LOOK_S)
 
-    def _gone(self, ranks: list[int], round_: int) -> dict[int, str]:
+    def _ended(self, ranks: list[int], round_: int) -> dict[int, str]:
         """Return a description of each of ``ranks`` whose process has ended."""
         found: dict[int, str] = {}
         for rank in ranks:
@@ -134,17 +134,17 @@ class StoreComm:
                 and not self._store.check([f"{round_}/{rank}"])
             ):
                 found[rank] = (
-                    f"its process {process.pid} on {process.host} is gone; its log: {process.log}"
+                    f"its process {process.pid} on {process.host} has ended; its log: {process.log}"
                 )
         return found
 
-    def _late(self, rank: int) -> str:
+    def _describe_late(self, rank: int) -> str:
         process = self._process(rank)
         if process is None:
-            return f"it has not come within {self._timeout_s:g} s; nothing is known of it"
-        state = "is stopped" if process.is_stopped() else "does not come"
+            return f"it has not joined within {self._timeout_s:g} s, and nothing is known about it"
+        state = "is stopped" if process.is_stopped() else "does not join"
         return (
-            f"its process {process.pid} on {process.host} {state}, {self._timeout_s:g} s on; "
+            f"its process {process.pid} on {process.host} {state} after {self._timeout_s:g} s; "
             f"its log: {process.log}"
         )
 
@@ -153,29 +153,29 @@ class StoreComm:
         if rank not in self._known and self._store.check([key]):
             process = decode(self._store.get(key))
             if not isinstance(process, Process):
-                raise _foreign(key, process)
+                raise _unknown_value(key, process)
             self._known[rank] = process
         return self._known.get(rank)
 
 
 def _row(key: str, value: Any) -> tuple[str | None, Any]:
     if type(value) is not tuple or len(value) != 2 or not isinstance(value[0], str | None):
-        raise _foreign(key, value)
+        raise _unknown_value(key, value)
     return value
 
 
 def _publish(store: Any, key: str, message: bytes) -> None:
     """Write a key that no one has written yet. Raises ``CodecError`` if it exists."""
     if store.check([key]):
-        raise _foreign(key, store.get(key)[:16])
+        raise _unknown_value(key, store.get(key)[:16])
     store.set(key, message)
 
 
-def _foreign(key: str, found: object) -> CodecError:
+def _unknown_value(key: str, found: object) -> CodecError:
     return CodecError(
         "the run's store holds a value that no rank has written",
         where=f"MASTER_ADDR:MASTER_PORT, key engine_trainer/{key}",
         why=f"found {found!r}",
-        remedy="see who else can reach this port: it is open to the run's network, "
-        "without a password",
+        remedy="check who else can reach this port: it is open to the run's network, without a "
+        "password",
     )

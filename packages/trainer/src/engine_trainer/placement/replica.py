@@ -207,20 +207,20 @@ class Replica:
         self, agent: AgentLoop, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[list[ScoredCompletion]]:
         with self.timers.phase("generate"):
-            said = agent.run(self.rollout, prompts, sampling)
+            trajectories = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
-            pairs = [(p, t) for p, row in zip(prompts, said, strict=True) for t in row]
+            pairs = [(p, t) for p, row in zip(prompts, trajectories, strict=True) for t in row]
             scored = iter(self.score_trajectories(pairs))
-            return [[next(scored) for _ in row] for row in said]
+            return [[next(scored) for _ in row] for row in trajectories]
 
     def score_trajectories(
-        self, said: Sequence[tuple[Prompt, Trajectory]]
+        self, pairs: Sequence[tuple[Prompt, Trajectory]]
     ) -> list[ScoredCompletion]:
         """Score each conversation, given with its prompt."""
-        scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
+        scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in pairs])
         return [
             _score_trajectory(trajectory, score)
-            for (_, trajectory), score in zip(said, scores, strict=True)
+            for (_, trajectory), score in zip(pairs, scores, strict=True)
         ]
 
     def close(self) -> None:
@@ -231,18 +231,18 @@ class Replica:
             self.scorer.close()
 
 
-def sample_of(prompt: Prompt, said: ScoredCompletion | Trajectory) -> Sample:
+def sample_of(prompt: Prompt, completion: ScoredCompletion | Trajectory) -> Sample:
     """Return the sample that a reward receives for a completion of ``prompt``.
 
     For a trajectory it includes the info that its function noted.
     """
-    noted = said.info if isinstance(said, Trajectory) else {}
+    noted = completion.info if isinstance(completion, Trajectory) else {}
     return Sample(
         prompt=prompt.rendered,
-        completion=said.text,
+        completion=completion.text,
         answer=prompt.answer,
         metadata={**prompt.metadata, **noted},
-        finished=said.finished,
+        finished=completion.finished,
     )
 
 
@@ -313,9 +313,9 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
             ) from error
         raise ConfigError(
             "rollout.options",
-            f"rollout {section.name!r} cannot be made with {masked(section.options)}",
+            f"rollout {section.name!r} cannot be created with {masked(section.options)}",
             why=str(error),
-            remedy="see the rollout's own class for what it takes",
+            remedy="see the rollout's class for its options",
         ) from error
 
 
@@ -348,7 +348,7 @@ def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
     if is_older(engine.contract, "1.1"):
         raise refuse(
             f"engine {given.backend!r} does not export the base weights of an adapter",
-            f"it was written for contract {engine.contract}, that came with 1.1",
+            f"it was written for contract {engine.contract}; this export came with 1.1",
             "",
         )
     rollout = RolloutRegistry.resolve(backend=section.name, device=spec.device).plugin

@@ -199,21 +199,22 @@ class Spmd:
         self._trace: Trace | None = None
 
     def resolve(
-        self, section: EngineSection, beside: EngineSection | None = None
+        self, section: EngineSection, other: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``."""
         found = _resolve(section)
         if (
-            beside is not None
+            other is not None
             and found.plugin.one_layout
-            and found.plugin.name == _resolve(beside).plugin.name
+            and found.plugin.name == _resolve(other).plugin.name
         ):
             sizes = model_sizes(section.parallelism)
-            others = model_sizes(beside.parallelism)
+            others = model_sizes(other.parallelism)
             if sizes != others:
                 raise ConfigError(
                     "engine.parallelism",
-                    f"{format_sizes(sizes)}, beside an engine of {format_sizes(others)}",
+                    f"expected the sizes of the other engine, {format_sizes(others)}, got "
+                    f"{format_sizes(sizes)}",
                     why=f"engines of {found.plugin.name} in one process have one layout",
                     remedy="give both the same sizes, or one of them another backend",
                 )

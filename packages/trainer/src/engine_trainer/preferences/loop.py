@@ -141,8 +141,8 @@ def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
 def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
     section = config.data
     assert section.source is not None  # the configurations check it
-    room = positions_of(config.engine.model)
-    train = PairDataset.read(section.source, section.split, tokenizer, section, room=room)
+    context = positions_of(config.engine.model)
+    train = PairDataset.read(section.source, section.split, tokenizer, section, context=context)
     if config.eval is None:
         return PairData(train=train, heldout=None)
     heldout = PairDataset.read(
@@ -151,7 +151,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
         tokenizer,
         section,
         limit=config.eval.max_pairs,
-        room=room,
+        context=context,
         name="eval",
     )
     return PairData(train=train, heldout=heldout)

@@ -159,7 +159,7 @@ def _side_by_side(
 async def _await(
     function: RewardFn, sample: Sample, timeout_s: float | None, interrupts: Interrupts
 ) -> Outcome:
-    call = asyncio.create_task(_judge(function, sample, interrupts))
+    call = asyncio.create_task(_await_score(function, sample, interrupts))
     # After cancelling a call, wait_for would wait for it, and the call may ignore the cancellation.
     done, _ = await asyncio.wait([call], timeout=timeout_s)
     if not done:
@@ -168,7 +168,7 @@ async def _await(
     return call.result()
 
 
-async def _judge(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome:
+async def _await_score(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome:
     """Await one call within its task, because an exit that leaves a task ends the event loop."""
     try:
         value = await cast("Awaitable[float]", function(sample))
@@ -210,9 +210,10 @@ def _checked(value: object, interrupts: Interrupts) -> Outcome:
     except (TypeError, ValueError) as error:
         return Outcome(problem=f"it returned {shown(repr, value)}, not a number", cause=error)
     except BaseException as error:  # noqa: BLE001 - a number too large, or whatever its own __float__ raises
-        said = f"{type(error).__name__}: {shown(str, error)}"
+        reason = f"{type(error).__name__}: {shown(str, error)}"
         return Outcome(
-            problem=f"it returned a {type(value).__name__} that is no float: {said}", cause=error
+            problem=f"it returned a {type(value).__name__} that is not a float: {reason}",
+            cause=error,
         )
 
 

@@ -79,7 +79,7 @@ def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
         raise ConfigError(
             "timeout_s",
             "a time limit needs the main thread",
-            why="it is kept by SIGALRM",
+            why="SIGALRM enforces it, and Python handles signals in the main thread only",
             remedy="set timeout_s: null, or run it in the main thread",
         )
     made = Alarm(seconds, again=again)

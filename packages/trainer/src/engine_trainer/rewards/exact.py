@@ -18,7 +18,7 @@ def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
     """
     check_extractor(extract)
 
-    def judge(sample: Sample) -> float:
+    def score(sample: Sample) -> float:
         given, wanted = EXTRACTORS[extract](sample.completion), expected(sample, "exact").strip()
         if given is None:
             return Verdict(0.0)
@@ -26,4 +26,4 @@ def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
             given, wanted = given.casefold(), wanted.casefold()
         return Verdict(float(given == wanted), given)
 
-    return judge
+    return score

@@ -25,14 +25,14 @@ def gsm8k(*, flexible: bool = False) -> RewardFn:
         flexible: in a completion without ``####``, take the last number (verl's "flexible" method).
     """
 
-    def judge(sample: Sample) -> float:
+    def score(sample: Sample) -> float:
         wanted = exactly(_wanted(sample))
         given = after_marker(sample.completion)
         last = last_number(sample.completion) if flexible else None
         found = exactly(last if given is None else _first(given))
         return Verdict(float(found == wanted), None if found is None else written(found))
 
-    return judge
+    return score
 
 
 def _wanted(sample: Sample) -> str:

@@ -40,7 +40,7 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
     # An import in the first call would count against the call's time limit.
     importlib.import_module("reasoning_gym")
 
-    def judge(sample: Sample) -> float:
+    def score(sample: Sample) -> float:
         answer = EXTRACTORS[extract](sample.completion)
         if answer is None:
             return Verdict(0.0)
@@ -48,7 +48,7 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
         score = float(_scorer(str(entry["metadata"]["source_dataset"]))(answer, entry))
         return Verdict(float(score >= 1.0) if full_match else score, answer.strip())
 
-    return judge
+    return score
 
 
 def _entry(sample: Sample) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _entry(sample: Sample) -> dict[str, Any]:
         raise RewardError(
             "reasoning_gym",
             sample,
-            "the problem carries no reasoning-gym entry",
+            "the problem has no reasoning-gym entry",
             remedy="use it with data.reasoning_gym, or name another reward",
         )
     return entry

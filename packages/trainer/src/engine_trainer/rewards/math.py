@@ -40,7 +40,7 @@ def math(*, boxed_only: bool = False) -> RewardFn:
     # An import in the first call would count against the call's time limit.
     importlib.import_module("math_verify")
 
-    def judge(sample: Sample) -> float:
+    def score(sample: Sample) -> float:
         answer = last_boxed(sample.completion)
         if answer is None and boxed_only:
             return Verdict(0.0)
@@ -48,7 +48,7 @@ def math(*, boxed_only: bool = False) -> RewardFn:
         given = _parse(_box(answer) if answer is not None else sample.completion)
         return Verdict(float(_verify(gold, given)), _vote(given))
 
-    return judge
+    return score
 
 
 def _gold(sample: Sample) -> list[Any]:

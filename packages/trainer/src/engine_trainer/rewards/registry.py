@@ -60,7 +60,7 @@ def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
         place = f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)}"
         raise ConfigError(
             "reward.kwargs",
-            f"{name!r} cannot be made with {{{', '.join(f'{key}: …' for key in kwargs or {})}}}",
+            f"{name!r} cannot be created with {{{', '.join(f'{key}: …' for key in kwargs or {})}}}",
             why=f"{type(error).__name__}: {error}",
             remedy=f"see help({place})",
         ) from error
@@ -123,8 +123,8 @@ class RewardSpec:
         if self.name not in _in_process:
             raise ConfigError(
                 "reward.name",
-                f"a reward process cannot make {self.name!r}, "
-                "which was registered in the process that started it",
+                f"a reward process cannot create {self.name!r}, which was registered in the "
+                "process that started it",
                 why=problem,
                 remedy="register it at the top of a module that can be imported, "
                 "name it as reward.function, or set reward.workers: 0 and reward.timeout_s: null",
@@ -156,5 +156,5 @@ def _installed(name: str) -> Factory:
             f"reward {name!r} could not be imported",
             where=values[0],
             why=str(error),
-            remedy="mend or uninstall it",
+            remedy="fix or uninstall it",
         ) from error

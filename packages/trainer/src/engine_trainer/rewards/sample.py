@@ -75,7 +75,7 @@ class RewardError(EngineError):
             what,
             where=f"reward {function!r}",
             why=why,
-            remedy=remedy or "mend the function, or the data that it cannot judge",
+            remedy=remedy or "fix the function, or the data that it cannot score",
         )
 
     @classmethod
@@ -85,8 +85,8 @@ class RewardError(EngineError):
             function,
             sample,
             problem + (f"; failed calls: {count}" if most else ""),
-            remedy="mend the function, or the data that it cannot judge; "
-            "reward.max_failures lets some calls count 0",
+            remedy="fix the function, or the data that it cannot score; reward.max_failures "
+            "lets some calls count 0",
         )
 
 

@@ -84,7 +84,7 @@ class Scorer:
         if not rewards or len({r.name for r in rewards}) < len(rewards):
             raise ConfigError(
                 "reward.kwargs.rewards",
-                f"names {[r.name for r in rewards]}",
+                f"expected rewards with different names, got {[r.name for r in rewards]}",
                 remedy="name each reward once",
             )
         if workers is None:
@@ -96,7 +96,7 @@ class Scorer:
         self.max_timeouts = max_timeouts
         self._failures = 0
         # Number of consecutive timeouts of each reward.
-        self._silent = dict.fromkeys((r.name for r in rewards), 0)
+        self._timeouts = dict.fromkeys((r.name for r in rewards), 0)
 
     @staticmethod
     def from_section(section: RewardSection) -> Scorer:
@@ -143,7 +143,7 @@ class Scorer:
             RewardError: there are more failures, or more consecutive timeouts, than allowed.
             EngineError: a reward raised it on purpose, for example for data without an answer.
         """
-        outcomes = [self._judge(place, samples) for place in range(len(self.rewards))]
+        outcomes = [self._call_reward(place, samples) for place in range(len(self.rewards))]
         return [
             self._score(sample, [one[i] for one in outcomes]) for i, sample in enumerate(samples)
         ]
@@ -155,7 +155,7 @@ class Scorer:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _judge(self, place: int, samples: Sequence[Sample]) -> list[Outcome]:
+    def _call_reward(self, place: int, samples: Sequence[Sample]) -> list[Outcome]:
         reward = self.rewards[place]
         found: dict[int, Outcome] = {}
         for number, outcome in self._calls(place, samples):
@@ -174,7 +174,7 @@ class Scorer:
         """Count failures and timeouts, and raise if there are too many."""
         if outcome.error is not None:
             raise _named(reward, sample, outcome.error) from outcome.cause
-        self._silent[reward.name] = self._silent[reward.name] + 1 if outcome.timed_out else 0
+        self._timeouts[reward.name] = self._timeouts[reward.name] + 1 if outcome.timed_out else 0
         if outcome.timed_out:
             log.warning(
                 "reward %r took longer than %s s, counted as 0: %.200r",
@@ -182,15 +182,15 @@ class Scorer:
                 reward.timeout_s,
                 sample.completion,
             )
-            if self.max_timeouts is not None and self._silent[reward.name] > self.max_timeouts:
+            if self.max_timeouts is not None and self._timeouts[reward.name] > self.max_timeouts:
                 raise RewardError(
                     reward.name,
                     sample,
-                    f"{self._silent[reward.name]} calls in a row "
+                    f"{self._timeouts[reward.name]} calls in a row "
                     f"took longer than {reward.timeout_s} s",
-                    remedy="see whether what it calls still answers, "
-                    "and whether it imports at the top of its file, "
-                    "where no clock runs; reward.max_timeouts allows more",
+                    remedy="check whether the service that it calls still responds, and move "
+                    "its imports to the top of its file, where their time does not "
+                    "count; reward.max_timeouts allows more timeouts",
                 )
         if outcome.problem:
             self._failures += 1
@@ -222,7 +222,7 @@ class Scorer:
         raise RewardError(
             COMBINE,
             sample,
-            f"the weighted sum is no finite number: {dict(parts)}",
+            f"expected a finite weighted sum, got a sum of {dict(parts)}",
             remedy="give smaller weights, or bound the rewards",
         )
 

@@ -42,12 +42,12 @@ def main(descriptor: int) -> None:
             if work is None:
                 return
             number, samples = work
-            _judge(parent, functions[number], samples, specs[number], concurrency)
+            _score(parent, functions[number], samples, specs[number], concurrency)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _judge(
+def _score(
     parent: Connection,
     function: RewardFn,
     samples: Sequence[Any],
@@ -90,10 +90,10 @@ def _make(parent: Connection, specs: Sequence[RewardSpec]) -> list[RewardFn]:
         parent.send(plain(error))
         return []
     except BaseException as error:  # noqa: BLE001 - the import of a third-party module may raise anything
-        said = f"{type(error).__name__}: {shown(str, error)}"
+        reason = f"{type(error).__name__}: {shown(str, error)}"
         parent.send(
             ConfigError(
-                "reward", "a reward function cannot be made", why=said, remedy="fix its module"
+                "reward", "a reward function cannot be created", why=reason, remedy="fix its module"
             )
         )
         return []
@@ -106,8 +106,8 @@ def _unreadable(why: str) -> ConfigError:
         "reward.workers",
         "a reward process cannot read its samples",
         why=why,
-        remedy="keep plain values in the data and in what an agent notes, "
-        "or set reward.workers: 0 and reward.timeout_s: null",
+        remedy="keep plain values in the data and in an agent's info, or set reward.workers: 0 "
+        "and reward.timeout_s: null",
     )
 
 

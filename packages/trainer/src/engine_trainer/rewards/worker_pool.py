@@ -222,7 +222,10 @@ class Workers:
                 return
             except Exception as error:  # noqa: BLE001 - a function may write anything into the pipe
                 yield from self._replace(
-                    worker, reward, waiting, f"sent what cannot be read ({type(error).__name__})"
+                    worker,
+                    reward,
+                    waiting,
+                    f"sent a message that cannot be read ({type(error).__name__})",
                 )
                 return
             if isinstance(message, EngineError):
@@ -249,7 +252,7 @@ class Workers:
         worker.pipe.close()
         _end(worker, 0.0)
         if self._async[reward] and len(left) > 1:
-            then = f", the {len(left)} completions that it had are judged again"
+            then = f", the {len(left)} completions that it had are scored again"
             half = len(left) // 2
             waiting.groups += [left[half:], left[:half]]
             left = []
@@ -258,7 +261,7 @@ class Workers:
         else:
             then = ", its completion counts 0" if left else ""
             waiting.numbers.extendleft(left[:0:-1])
-        log.warning("a reward process %s: it is replaced%s", ended or "does not answer", then)
+        log.warning("a reward process %s: it is replaced%s", ended or "does not respond", then)
         if left:
             yield left[0], Outcome(problem=f"its process {ended}") if ended else Outcome()
 
@@ -296,16 +299,16 @@ class Workers:
         worker = self._workers[-1]
         try:
             ours.send((sys.path, self.specs, self.concurrency))
-            self._async = self._first_word(worker)
+            self._async = self._read_ready(worker)
         except (EOFError, OSError) as error:
             raise ConfigError(
                 "reward.workers",
-                f"a reward process ended with status {worker.process.wait()} as it started",
-                why="whatever its functions' modules do when they are imported",
-                remedy="import them by hand to see it",
+                f"a reward process ended with status {worker.process.wait()} while it started",
+                why="importing its functions' modules ended it",
+                remedy="import them by hand to see the reason",
             ) from error
 
-    def _first_word(self, worker: _Worker) -> list[bool]:
+    def _read_ready(self, worker: _Worker) -> list[bool]:
         """Return for each reward whether it is a coroutine function.
 
         An error that kept the process from creating the functions is raised here.
@@ -315,19 +318,18 @@ class Workers:
             if worker.process.poll() is not None and not worker.pipe.poll():
                 raise EOFError
             if time.monotonic() > end:
-                raise self._late()
+                raise self._start_timeout()
         answer: Any = worker.pipe.recv()
         if isinstance(answer, EngineError):
             raise answer
         return answer
 
-    def _late(self) -> ConfigError:
+    def _start_timeout(self) -> ConfigError:
         return ConfigError(
             "reward.workers",
             f"a reward process did not start within {START_S:.0f} s",
             why="importing its functions' modules takes that long",
-            remedy="make the import faster; "
-            "what waits for something else belongs into the function",
+            remedy="make the import faster; move code that waits for a service into the function",
         )
 
 
@@ -354,8 +356,8 @@ def _send(worker: _Worker, reward: int, samples: list[Sample]) -> bool:
             "reward.workers",
             "a sample cannot be sent to another process",
             why=f"{type(error).__name__}: {error}",
-            remedy="keep plain values in the data and in what an agent notes, "
-            "or set reward.workers: 0 and reward.timeout_s: null",
+            remedy="keep plain values in the data and in an agent's info, or set "
+            "reward.workers: 0 and reward.timeout_s: null",
         ) from error
     return True
 

@@ -42,7 +42,7 @@ class Critic:
         built = engine.build(seed=config.run.seed, total_steps=steps)
         device, _ = run.launcher.resolve(engine)
         self.engines = run.launcher.engines(engine, built, device)
-        run.beside["critic"] = self.engines
+        run.companions["critic"] = self.engines
         own = (self.engines.dp_size, list(self.engines.local_dp_ranks))
         policy = (run.policy.dp_size, list(run.policy.local_dp_ranks))
         self.apart = not all(run.comm.all_gather(own == policy))
@@ -114,7 +114,8 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
     if ranks % each or shards not in (-1, ranks // each):
         raise ConfigError(
             "algorithm.critic.parallelism",
-            f"{format_sizes(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
+            f"expected sizes whose product is {ranks}, "
+            f"got {format_sizes(sizes | {'dp_shard': shards})}",
             why="the critic is on the ranks of the policy's engine, on all of them",
             remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
             "null takes the policy's",

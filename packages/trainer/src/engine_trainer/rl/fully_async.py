@@ -240,9 +240,9 @@ class FullyAsync:
                 self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        return any(self._under_way.values()) or self._room() > 0
+        return any(self._under_way.values()) or self._groups_to_begin() > 0
 
-    def _room(self) -> int:
+    def _groups_to_begin(self) -> int:
         """Return the number of groups that may still be started.
 
         These are the groups that the step still needs, and those of ``max_staleness`` steps more.
@@ -258,12 +258,12 @@ class FullyAsync:
         A replica gets no more than its fraction of all groups that are or may be started.
         """
         section = self._config.rollout
-        room = self._room()
-        total = sum(self._under_way.values()) + room
+        count = self._groups_to_begin()
+        total = sum(self._under_way.values()) + count
         per_replica = math.ceil(total / len(self._rollouts.local_replicas))
         slots = min(per_replica, max(1, section.batch_size // section.n))
         positions: list[int] = []
-        for _ in range(min(room, slots - self._under_way[replica])):
+        for _ in range(min(count, slots - self._under_way[replica])):
             if self._again:
                 positions.append(self._again.pop(0))
             else:

@@ -13,10 +13,10 @@ from engine_trainer.data import (
     SampleOrder,
     heldout_sets,
     load_tokenizer,
+    longest_prompt,
     order_of,
     questions,
     read_examples,
-    room_for_prompts,
     warn_of_overlap,
 )
 from engine_trainer.placement.groups import Launcher
@@ -105,8 +105,8 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
 
 def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
     examples = read_examples(config.data, "prompt")
-    room = room_for_prompts(config.engine.model, config.rollout)
-    return PromptDataset.build(examples, tokenizer, config.data, room)
+    limit = longest_prompt(config.engine.model, config.rollout)
+    return PromptDataset.build(examples, tokenizer, config.data, limit)
 
 
 def _source(

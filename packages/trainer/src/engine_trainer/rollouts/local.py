@@ -67,7 +67,9 @@ class LocalRollout:
             )
         if batch_size < 1:
             raise ConfigError(
-                "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+                "rollout.batch_size",
+                f"expected at least 1, got {batch_size}",
+                remedy="give at least 1",
             )
         self.weight_version = -1  # no weights yet
         self._kind = device_of(resolution.device)

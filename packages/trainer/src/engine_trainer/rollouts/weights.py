@@ -81,7 +81,7 @@ class WeightTable:
         wanted = list(self._views[name].shape)
         given = list(tensor.shape)
         if wanted != given:
-            return f"{name}: shape {given}, the model has {wanted}"
+            return f"{name}: expected shape {wanted}, got {given}"
         return None
 
 

@@ -74,7 +74,7 @@ class Checkpoints:
                     "run.resume",
                     "run.output_dir already holds a run",
                     why=f"{max(own.items())[1]} is there",
-                    remedy="use run.resume=auto to go on, or another run.output_dir",
+                    remedy="use run.resume=auto to continue it, or another run.output_dir",
                 )
             return None
         return self._given(Path(resume), own)
@@ -85,7 +85,7 @@ class Checkpoints:
         comm: Comm,
         step: int,
         extra: Mapping[str, Any],
-        beside: Mapping[str, EngineGroup],
+        companions: Mapping[str, EngineGroup],
     ) -> None:
         """Save a checkpoint after ``step``, unless it was saved already.
 
@@ -98,7 +98,7 @@ class Checkpoints:
             comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None
         )
         name = f"step-{step:06d}"
-        for key, group in beside.items():
+        for key, group in companions.items():
             group.save_checkpoint(self.folder / key / name, extra={}).result()
         self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
         self.saved = step
@@ -114,7 +114,7 @@ class Checkpoints:
             together(comm, lambda: self._prune() if comm.rank == 0 else None)
 
     @staticmethod
-    def beside(path: Path, name: str) -> Path:
+    def companion(path: Path, name: str) -> Path:
         """Return the checkpoint of the engine ``name`` that belongs to the policy's checkpoint.
 
         Raises ``CheckpointMissing`` if there is none.
@@ -125,8 +125,8 @@ class Checkpoints:
                 f"the checkpoint has no {name}",
                 where=str(path),
                 why="it was saved by a run without one",
-                remedy="begin anew in another run.output_dir; "
-                "engine.model.path may be an export of this one",
+                remedy="start a new run in another run.output_dir; engine.model.path may be an "
+                "export of this one",
             )
         return path.parent / name / path.name
 
@@ -149,8 +149,8 @@ class Checkpoints:
         if not path.is_dir():
             raise ConfigError(
                 "run.resume",
-                f"{str(path)!r} is not a checkpoint",
-                remedy="auto, never, or a checkpoint folder",
+                f"expected auto, never or a checkpoint folder, got {str(path)!r}",
+                remedy="correct the path",
             )
         path = locate(path)
         step = read_manifest(path).step
@@ -159,7 +159,7 @@ class Checkpoints:
             raise ConfigError(
                 "run.resume",
                 f"run.output_dir holds later checkpoints than step {step}",
-                why=f"{', '.join(later)} would be in the way",
+                why=f"the run would write {', '.join(later)} again",
                 remedy="use another run.output_dir, or remove them",
             )
         return path
@@ -183,7 +183,7 @@ def read_extra(path: Path) -> Mapping[str, Any]:
         raise CheckpointMismatch(
             "the checkpoint was not saved by engine-train",
             where=str(path),
-            why="it does not say where the loop stood",
+            why="it has no state of the training loop",
             remedy="export it with save_hf, and name that as engine.model.path",
         )
     return extra
@@ -217,10 +217,10 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list
         key = fixed[0]
         raise ConfigError(
             key,
-            f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
-            why=f"run.resume would go on from {where}"
+            f"expected {then.get(key)!r} as in the checkpoint, got {now.get(key)!r}",
+            why=f"run.resume would continue from {where}"
             + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
-            remedy="restore the value, or begin anew in another run.output_dir",
+            remedy="restore the value, or start a new run in another run.output_dir",
         )
     # A new length of the run is named because the learning-rate schedule ends with the run.
     named = [

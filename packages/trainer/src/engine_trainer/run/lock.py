@@ -35,9 +35,9 @@ class FolderLock:
         except OSError as error:
             raise ConfigError(
                 "run.output_dir",
-                f"no folder can be made or written to at {self._folder}",
+                f"cannot create a folder, or write to it, at {self._folder}",
                 why=f"{error.strerror}: {error.filename}",
-                remedy="name another one, or mend its permissions",
+                remedy="name another folder, or fix its permissions",
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -75,8 +75,8 @@ class Run:
     Attributes:
         launcher: the launcher that runs the engines and rollouts.
         policy: the engine that learns, on all of its ranks; set by ``start``.
-        beside: other engines that learn (the critic), by name; saved and loaded with the policy.
-            They must be known before ``resume``.
+        companions: other engines that learn (the critic), by name; saved and loaded with the
+            policy. They must be known before ``resume``.
         log: the log of the run.
         timers: the clocks of the run's phases.
         checkpoints: the checkpoints of the run.
@@ -109,7 +109,7 @@ class Run:
         self.launcher = launcher or Spmd(
             config if isinstance(config, RLConfig) else None, config.run.timeout_s
         )
-        self.beside: dict[str, EngineGroup] = {}
+        self.companions: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
         self._lock = FolderLock(self.folder)
@@ -194,9 +194,9 @@ class Run:
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
-            for name, group in self.beside.items():
+            for name, group in self.companions.items():
                 group.load_checkpoint(
-                    together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0]
+                    together(self.comm, lambda n=name: self.checkpoints.companion(found, n))[0]
                 )
             # The policy is loaded last, so that the random generators have the states that were
             # saved with it.
@@ -204,17 +204,17 @@ class Run:
             if state.get("rows", rows) != rows:
                 raise ConfigError(
                     "data",
-                    f"{rows} rows, but {found.name} was saved with {state['rows']}",
-                    why="the data changed since",
+                    f"expected {state['rows']} rows as in {found.name}, got {rows}",
+                    why="the data has changed since then",
                     remedy="use the data of the first run, or run.resume=never",
                 )
             self.checkpoints.saved = self._reached = int(state["step"])
             self.log.say(f"resumed from {found} after step {state['step']}")
             if self._reached >= self.total_steps:
                 self.log.say(
-                    f"nothing is left to train: the run has {self.total_steps} steps, "
-                    f"and {found.name} is there; give it more "
-                    "(run.steps or run.epochs), or begin anew in another run.output_dir"
+                    f"nothing is left to train: the run has {self.total_steps} steps, and "
+                    f"{found.name} is there; give it more (run.steps or run.epochs), or start a "
+                    "new run in another run.output_dir"
                 )
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
         return state
@@ -272,13 +272,13 @@ class Run:
                     "config": self._fingerprint(),
                     "loop": {**state, "step": step},
                 }
-                self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
+                self.checkpoints.save(self.policy, self.comm, step, extra, self.companions)
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")
         if self.interrupted and not last:
             self.log.say(
-                f"stopped after step {step} of {self.total_steps}, saved; "
-                "the same command goes on from there"
+                f"stopped after step {step} of {self.total_steps}, saved; the same command "
+                "continues from there"
             )
 
     def finish(self, tokenizer: Any) -> Outcome:

@@ -30,7 +30,8 @@ def end_with_torchrun() -> None:
         socket.create_connection(place, timeout=_CONNECT_S).close()
     except ConnectionRefusedError as error:
         raise SystemExit(
-            f"torchrun, which started this rank, has ended: nobody listens at {place[0]}:{place[1]}"
+            f"torchrun, which started this rank, has ended: {place[0]}:{place[1]} refuses "
+            "connections"
         ) from error
     except OSError:
         # This does not show that torchrun has ended. The rendezvous has its own deadline, and a

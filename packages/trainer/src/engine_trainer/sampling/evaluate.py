@@ -95,7 +95,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
         raise ConfigError(
             "eval.source",
             "missing",
-            why="there is nothing to measure on",
+            why="there are no problems to evaluate",
             remedy="name a file of problems",
         )
     only = replace(

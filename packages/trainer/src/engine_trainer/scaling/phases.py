@@ -91,8 +91,8 @@ def generate(
     The phase ends with the longest completion.
     """
     weight_bytes = shape.parameters * (1 if fp8 else 2) / tensor_parallel
-    room = hardware.memory * (1 - WEIGHT_SHARE) * tensor_parallel
-    most = room / (shape.kv_bytes * (lengths.prompt + lengths.mean))
+    free = hardware.memory * (1 - WEIGHT_SHARE) * tensor_parallel
+    most = free / (shape.kv_bytes * (lengths.prompt + lengths.mean))
     together = min(sequences, most)
     flops = (
         2 * hardware.peak * hardware.serve_share_fp8

@@ -39,7 +39,7 @@ def load_function(target: str, key: str) -> Callable[..., Any]:
     if not separator or not place or not name:
         raise ConfigError(
             key,
-            f"{target!r} names no function",
+            f"expected the name of a function, got {target!r}",
             remedy="write path/to/file.py:name or package.module:name",
         )
     module = _import(place, key)
@@ -118,7 +118,7 @@ def _import(place: str, key: str) -> ModuleType:
             key,
             f"{place} cannot be imported",
             why=f"{type(error).__name__}: {error}",
-            remedy="mend it, or correct the name; a file is named with its .py",
+            remedy="fix the module, or correct the name; a file needs its suffix .py",
         ) from error
 
 

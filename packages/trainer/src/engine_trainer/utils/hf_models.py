@@ -139,10 +139,10 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
             if last:
                 raise ConfigError(
                     key,
-                    f"there is no folder {path!r}, and the hub cannot be asked for it",
+                    f"there is no folder {path!r}, and the hub cannot be reached",
                     why=first_line(error),
-                    remedy=f"{remedy}; without a network "
-                    f"download it where there is one (`hf download {path}`)",
+                    remedy=f"{remedy}; without a network, download it on a machine that has one "
+                    f"(`hf download {path}`)",
                 ) from error
             time.sleep(1)  # one lost packet must not end a run
         else:

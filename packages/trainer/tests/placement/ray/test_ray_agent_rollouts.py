@@ -305,7 +305,7 @@ def test_a_tool_that_holds_the_event_loop_is_named(replica_of, tmp_path):
     conversing, _, _ = replica_of("blocks", timeout_s=0.3)
     conversing.advance(prompts(*GIVEN), seed=1)
     with pytest.raises(
-        AgentError, match=r"(?s)held all conversations for longer than 0.3 s.*to_thread"
+        AgentError, match=r"(?s)blocked all conversations for longer than 0.3 s.*to_thread"
     ):
         until(lambda: conversing.advance([], seed=1))
     (tmp_path / "go").touch()

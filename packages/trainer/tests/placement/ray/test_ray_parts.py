@@ -167,7 +167,7 @@ def test_an_engines_process_without_the_rollouts_package_sends_whole_tensors(apa
         backend="wired", device="cpu", wire="nowhere:Wire", probe=lambda _: absent
     )(Wired)
     said = channel.why_whole(apart(), frozenset({Capability.EXPORT_SHARDS}))
-    assert "cannot make the exporter" in said
+    assert "cannot create the exporter" in said
     assert "vllm is not installed" in said
 
 

@@ -35,7 +35,7 @@ class _Group:
 
     key: int
     prompt: Prompt
-    said: list[Future[Trajectory]] = field(default_factory=list[Future[Trajectory]])
+    conversations: list[Future[Trajectory]] = field(default_factory=list[Future[Trajectory]])
 
 
 class Conversing:
@@ -56,7 +56,7 @@ class Conversing:
         self._groups: list[_Group] = []
         self._numbers = itertools.count()
         # Time by time.monotonic since when the loop has not responded.
-        self._asked: float | None = None
+        self._pinged_at: float | None = None
         loops: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=_serve, args=(loops,), name="converse", daemon=True)
         self._thread.start()
@@ -82,7 +82,12 @@ class Conversing:
         self._groups = [group for group in self._groups if not ended[id(group)]]
         with self._replica.timers.phase("reward"):
             return [
-                (g.key, self._replica.score_trajectories([(g.prompt, f.result()) for f in g.said]))
+                (
+                    g.key,
+                    self._replica.score_trajectories(
+                        [(g.prompt, f.result()) for f in g.conversations]
+                    ),
+                )
                 for g in done
             ]
 
@@ -103,35 +108,37 @@ class Conversing:
         No other call here would notice it.
         """
         limit = self._agent.section.timeout_s
-        if self._asked is None:
-            self._asked = time.monotonic()
-            self._loop.call_soon_threadsafe(self._answered)
-        elif limit is not None and time.monotonic() - self._asked > limit:
+        if self._pinged_at is None:
+            self._pinged_at = time.monotonic()
+            self._loop.call_soon_threadsafe(self._pong)
+        elif limit is not None and time.monotonic() - self._pinged_at > limit:
             raise AgentError(
-                f"a tool has held all conversations for longer than {limit:g} s",
+                f"a tool has blocked all conversations for longer than {limit:g} s",
                 where="agent.function",
-                why="it does not await what it waits for; agent.timeout_s bounds it",
+                why="it blocks the event loop instead of awaiting; agent.timeout_s bounds it",
                 remedy="await asyncio.to_thread(tool, …)",
             )
 
-    def _answered(self) -> None:
-        self._asked = None
+    def _pong(self) -> None:
+        self._pinged_at = None
 
     def _begin(self) -> None:
         """Start as many conversations as there are free slots, in the order of their groups."""
         free = self._agent.section.concurrency - sum(
-            not f.done() for group in self._groups for f in group.said
+            not f.done() for group in self._groups for f in group.conversations
         )
         for group in self._groups:
-            for _ in range(min(free, self._sampling.n - len(group.said))):
+            for _ in range(min(free, self._sampling.n - len(group.conversations))):
                 self._turns.enter()
-                one = asyncio.run_coroutine_threadsafe(self._one(group.prompt), self._loop)
+                conversation = asyncio.run_coroutine_threadsafe(
+                    self._converse(group.prompt), self._loop
+                )
                 # The callback runs once the result can be read.
-                one.add_done_callback(lambda _: self._turns.leave())
-                group.said.append(one)
+                conversation.add_done_callback(lambda _: self._turns.leave())
+                group.conversations.append(conversation)
                 free -= 1
 
-    async def _one(self, prompt: Prompt) -> Trajectory:
+    async def _converse(self, prompt: Prompt) -> Trajectory:
         try:
             return await self._agent.converse(
                 next(self._numbers), prompt, self._turns, self._sampling
@@ -147,10 +154,12 @@ class Conversing:
 
         Raises the error of a failed one.
         """
-        for future in group.said:
+        for future in group.conversations:
             if future.done():
                 future.result()
-        return len(group.said) == self._sampling.n and all(future.done() for future in group.said)
+        return len(group.conversations) == self._sampling.n and all(
+            future.done() for future in group.conversations
+        )
 
 
 def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:

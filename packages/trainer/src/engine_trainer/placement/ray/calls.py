@@ -193,10 +193,11 @@ def _telling(failures: Sequence[tuple[Call, RayError]], left: Sequence[Call] = (
     if not isinstance(found, RankFailure) or not left:
         return found
     return WorkerLost(
-        "no answer, and the other ranks have given it up",
+        "no response, and the other ranks no longer wait for it",
         where=_names(left),
         why=str(found),
-        remedy="see whether that process was stopped, and the worker's log in Ray's session folder",
+        remedy="check whether that process was stopped, and see the worker's log in Ray's "
+        "session folder",
     )
 
 
@@ -216,7 +217,7 @@ def _translate(call: Call, error: RayError) -> EngineError:
     # A worker that failed to start would fail again.
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return WorkerFailed(
-            "the worker could not be made",
+            "the worker could not be created",
             where=call.worker,
             why=str(error),
             remedy="fix the code that raised it; every node needs the same packages",
@@ -239,8 +240,8 @@ def silent(
 ) -> WorkerLost:
     """Return the error of calls that did not respond in time."""
     return WorkerLost(
-        f"no answer within {timeout_s:g} s",
+        f"no response within {timeout_s:g} s",
         where=_names(calls),
-        why="it hangs, or has more to do than that",
+        why="it hangs, or its work takes longer",
         remedy=f"raise {setting} if the work takes longer",
     )

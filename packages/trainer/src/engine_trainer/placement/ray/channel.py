@@ -49,7 +49,8 @@ def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
     except PluginUnavailable as error:
         # It is missing in this process; where the replicas are it may be installed.
         return (
-            f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+            "the engine's process cannot create the exporter: "
+            f"{'; '.join(error.trace) or error.what}"
         )
     if plugin.wire is None:
         return f"rollout {spec.section.name!r} has no wire of its own"

@@ -175,22 +175,22 @@ def _require(each: Resources, workers: int) -> None:
             "ray",
             "the cluster is too small: "
             + ", ".join(f"{m:g} {n} missing" for n, m in missing.items()),
-            why=f"{workers} workers of {_said(each)} each; "
-            f"the cluster has {_said({n: has.get(n, 0.0) for n in each})}",
+            why=f"{workers} workers of {_text(each)} each; "
+            f"the cluster has {_text({n: has.get(n, 0.0) for n in each})}",
             remedy="add nodes, or lower ray.engines, ray.rollouts, ray.cpus_per_worker or "
             "ray.gpus_per_worker",
         )
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    room = workers
+    capacity = workers
     if each:
         fitting = [min(node.get(n, 0.0) / a for n, a in each.items()) for node in nodes]
-        room = sum(int(count + 1e-9) for count in fitting)
-    if room < workers:
+        capacity = sum(int(count + 1e-9) for count in fitting)
+    if capacity < workers:
         raise ConfigError(
             "ray",
-            f"the cluster's nodes have room for {room} workers, {workers} are wanted",
-            why=f"a worker is on one node whole and takes {_said(each)}",
-            remedy="ask for less a worker",
+            f"expected nodes for {workers} workers, got nodes for {capacity}",
+            why=f"a worker runs as a whole on one node and takes {_text(each)}",
+            remedy="lower ray.cpus_per_worker or ray.gpus_per_worker, or add nodes",
         )
 
 
@@ -211,8 +211,8 @@ class Placement:
             self.release()
             raise ConfigError(
                 "ray",
-                f"{workers} workers of {_said(each)} could not be placed within {timeout_s:g} s",
-                why=f"free now: {_said({n: ray.available_resources().get(n, 0.0) for n in each})}",
+                f"{workers} workers of {_text(each)} could not be placed within {timeout_s:g} s",
+                why=f"free now: {_text({n: ray.available_resources().get(n, 0.0) for n in each})}",
                 remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s",
             ) from error
 
@@ -264,7 +264,7 @@ def _not_connected(section: RaySection, error: Exception) -> ConfigError:
     )
 
 
-def _said(resources: Resources) -> str:
+def _text(resources: Resources) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 

@@ -54,12 +54,12 @@ class OnRay:
         self._num_engines = 0
 
     def resolve(
-        self, section: EngineSection, beside: EngineSection | None = None
+        self, section: EngineSection, other: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
         """Resolve the engine in the first worker (see ``Launcher``)."""
         pool = self._engine_pool()
         found: tuple[str, frozenset[Capability]] = pool.finish(
-            [pool.start(0, "resolve", section, beside)]
+            [pool.start(0, "resolve", section, other)]
         )[0].value
         return found
 

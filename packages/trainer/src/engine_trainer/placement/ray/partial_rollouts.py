@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_api.rollout import Completion, SamplingParams
-from engine_trainer.agent.generators import ABORTS, nothing_said
+from engine_trainer.agent.generators import ABORTS, empty_slices_error
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
 
@@ -63,7 +63,7 @@ class Continuing:
         ]
         for task in self._tasks:
             if task.empty >= ABORTS * self._sampling.n:
-                raise nothing_said(task.empty)
+                raise empty_slices_error(task.empty)
         with self._replica.timers.phase("reward"):
             return [
                 (t.key, self._replica.score([t.prompt] * len(t.completions), t.completions))

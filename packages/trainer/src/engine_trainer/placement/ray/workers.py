@@ -96,10 +96,10 @@ class EngineWorker(Worker):
     # --- engines --------------------------------------------------------------------------------
 
     def resolve(
-        self, section: EngineSection, beside: EngineSection | None
+        self, section: EngineSection, other: EngineSection | None
     ) -> tuple[str, frozenset[Capability]]:
         """Resolve an engine on this worker alone (see ``Launcher.resolve``)."""
-        return self.spmd.resolve(section, beside)
+        return self.spmd.resolve(section, other)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
         """Build one more engine.
