@@ -115,7 +115,7 @@ def test_targets_that_fit_nothing_are_refused(model: ModelSource) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        (f"{Q}.lora_A.weight", torch.zeros(2, 31), r"shape \[2, 31\], the model needs \[2, 32\]"),
+        (f"{Q}.lora_A.weight", torch.zeros(2, 31), r"expected shape \[2, 32\], got \[2, 31\]"),
         (f"{DOWN}.lora_B.weight", torch.full((32, 2), float("inf")), "not finite"),
         (f"{Q}.lora_A.wieght", torch.zeros(2, 32), "no such layer"),
         (f"{Q}.lora_B.weight", None, "missing"),

@@ -220,7 +220,7 @@ def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...])
         (
             torch.zeros(17).bfloat16()[1:].view(1, 16),
             box((0, 0), (1, 16), (1, 16)),
-            "does not begin at a whole word",
+            "begins at a whole word",
         ),
         (torch.zeros(8, 2).T, box((0, 0), (2, 8), (2, 8)), "call contiguous"),
         (torch.zeros(3, 4), box((0, 0), (2, 4), (2, 4)), "is not the box"),

@@ -97,5 +97,7 @@ def test_shards_may_lie_in_memory_as_they_like(tmp_path) -> None:
 
 def test_shards_that_cannot_be_sent_as_they_are_cut_are_refused(tmp_path) -> None:
     weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 128, 128)}
-    with pytest.raises(RolloutError, match=r"cannot be sent as they are cut[^$]*two dimensions"):
+    with pytest.raises(
+        RolloutError, match=r"cannot be sent in their present slices[^$]*two dimensions"
+    ):
         list(exporter(tmp_path, "fp8").export(Shards(weights, 0, 1)))

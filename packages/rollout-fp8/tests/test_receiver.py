@@ -97,7 +97,7 @@ def test_a_server_that_does_not_take_a_stream_to_its_end_has_not_served_it(
             return [([], {})]
 
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 300_000)
-    with pytest.raises(RolloutError, match="not taken to their end"):
+    with pytest.raises(RolloutError, match="not read to its end"):
         SyncSession(Stops([ServedModel()])).run(stream_of(checkpoint(0), fp8=False, audit=audit), 0)
 
 

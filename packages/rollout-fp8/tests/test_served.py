@@ -71,8 +71,8 @@ def url(arguments: dict[str, Any]) -> Iterator[str]:
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
         ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
         ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
-        ({"colour": 3}, "colour is no argument that it takes"),
-        ({"batchsize": 4}, "batchsize is no argument that it takes .did you mean batch_size"),
+        ({"colour": 3}, "colour is not an argument that it takes"),
+        ({"batchsize": 4}, "batchsize is not an argument that it takes .did you mean batch_size"),
     ],
 )
 def test_a_server_that_was_made_with_something_else_is_refused_by_name(

@@ -30,7 +30,7 @@ from rollout_fp8.export.exporter import collect
 from rollout_fp8.remote import client, endpoint
 from rollout_fp8.remote import server as server_module
 from rollout_fp8.remote.client import RemoteRollout
-from rollout_fp8.remote.server import STRANGERS, Server, Service
+from rollout_fp8.remote.server import MAX_UNPROVEN, Server, Service
 from rollout_fp8.transports.channel import secret
 
 pytestmark = pytest.mark.distributed
@@ -263,9 +263,9 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:
     pid = own._process.pid
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match=r"the server does not answer[^$]*its log is"):
+    with pytest.raises(RolloutError, match=r"the server does not respond[^$]*its log is"):
         own.generate(PROMPTS, SAMPLING)
-    with pytest.raises(RolloutError, match="the server does not answer"):
+    with pytest.raises(RolloutError, match="the server does not respond"):
         own.update_weights(iter(weights(1).items()), 1)
     own.close()
     own.close()
@@ -332,7 +332,9 @@ if {how!r} != "exit":
 
 
 def test_a_rollout_that_does_not_start_says_why(arguments) -> None:
-    with pytest.raises(ConfigError, match=r"config rollout.batch_size: 0 is too small") as caught:
+    with pytest.raises(
+        ConfigError, match=r"config rollout.batch_size: expected at least 1, got 0"
+    ) as caught:
         RemoteRollout(name="local", device="cpu", arguments={**arguments, "batch_size": 0})
     assert caught.value.field == "rollout.batch_size"
     with pytest.raises(PluginNotFound, match="no rollout is called 'locla'"):
@@ -446,7 +448,7 @@ def test_connections_without_a_token_are_never_many(rollout) -> None:
     with ExitStack() as stack:
         dialled = [
             stack.enter_context(socket.create_connection(place, timeout=60))
-            for _ in range(STRANGERS + 5)
+            for _ in range(MAX_UNPROVEN + 5)
         ]
         assert [one.recv(1) for one in dialled[:5]] == [b""] * 5
 
@@ -460,8 +462,8 @@ def test_shutdown(arguments) -> None:
 
 def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:
     for url, said in [
-        ("localhost:80", "is no server's address"),
-        ("http://127.0.0.1:9", "does not answer"),
+        ("localhost:80", "expected the address of a server"),
+        ("http://127.0.0.1:9", "does not respond"),
     ]:
         with pytest.raises(RolloutError, match=said):
             RemoteRollout(name="local", device="cpu", arguments=arguments, url=url)

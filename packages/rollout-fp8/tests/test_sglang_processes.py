@@ -106,7 +106,7 @@ def test_other_processes_serve_every_byte_and_outlive_what_goes_wrong(served):
     with pytest.raises(RolloutError, match="MemoryError: no room"):
         served.run(checkpoint(5), 4)
     served.defect = ""
-    with pytest.raises(RolloutError, match="has not learnt the plan"):
+    with pytest.raises(RolloutError, match="has not learned the plan"):
         served.run(checkpoint(5), 4)
     served.session.forget()
     served.run(checkpoint(4), 4)

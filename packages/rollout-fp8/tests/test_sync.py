@@ -96,7 +96,7 @@ def test_a_server_that_packs_weights_may_keep_vectors_wider_but_only_what_was_se
         if parameter.dim() == 1:
             parameter.data = parameter.float()
     with pytest.raises(
-        RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"
+        RolloutError, match=r"is sent as torch\.bfloat16, .* is served as torch\.float32"
     ):
         Receiver(model, stream.plan, model.load_weights)
     receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
@@ -116,7 +116,7 @@ def test_a_server_that_packs_weights_is_not_given_those_of_another_dtype() -> No
         stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16),
     )
     with pytest.raises(
-        RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"
+        RolloutError, match=r"is sent as torch\.bfloat16, .* is served as torch\.float32"
     ):
         Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
 
@@ -160,7 +160,7 @@ def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_w
             lambda w: w.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(100, 512)}),
             "o_proj.weight",
         ),
-        (lambda w: w.pop("model.norm.weight"), "nothing comes for model.norm.weight"),
+        (lambda w: w.pop("model.norm.weight"), "no weight is sent for model.norm.weight"),
         (
             lambda w: w.update({"model.layers.0.input_layernorm.weight": torch.zeros(7)}),
             "input_layernorm.weight gets only",
@@ -185,7 +185,7 @@ def test_an_export_that_is_not_the_servers_model_is_refused(change, message, fp8
         ),
         (
             lambda w: w.update({"model.embed_tokens.weight": torch.zeros(50, 256)}),
-            r"model.embed_tokens.weight: shape \[50, 256\], the model has \[300, 256\]",
+            r"model.embed_tokens.weight: expected shape \[300, 256\], got \[50, 256\]",
         ),
         (
             lambda w: w.update({"model.layers.1.mlp.upproj.weight": torch.zeros(2, 2)}),
@@ -211,7 +211,7 @@ def test_a_stream_that_is_not_the_model_of_the_configuration_never_reaches_the_s
 
 def test_a_dtype_that_the_server_does_not_serve_is_refused() -> None:
     with pytest.raises(
-        RolloutError, match=r"comes as torch.bfloat16, .* is served as torch.float32"
+        RolloutError, match=r"is sent as torch.bfloat16, .* is served as torch.float32"
     ):
         SyncSession(InProcess([ServedModel()])).run(
             stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16), 0
@@ -238,7 +238,7 @@ def test_weights_that_float16_does_not_hold_are_not_called_broken() -> None:
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
     # With inf nothing was cut off.
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)
-    with pytest.raises(RolloutError, match=r"hold NaN or inf\n[^$]*weights are broken"):
+    with pytest.raises(RolloutError, match=r"hold NaN or infinity\n[^$]*weights are broken"):
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
 
 
@@ -257,7 +257,9 @@ def test_an_audit_finds_a_single_flipped_bit_in_what_is_served() -> None:
                 rows.append((receiver.served().tolist(), {}))
             return rows
 
-    with pytest.raises(RolloutError, match="what is served is not what was exported") as caught:
+    with pytest.raises(
+        RolloutError, match="the served weights differ from the exported ones"
+    ) as caught:
         SyncSession(Flips([ServedModel(fp8=True)])).run(stream_of(checkpoint(0), fp8=True), 0)
     assert "1 of 35 tensors differ: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
 
@@ -268,7 +270,7 @@ def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -
         yield "a", torch.zeros(2)
 
     for export, message in [
-        (twice(), "it comes twice"),
+        (twice(), "it is exported twice"),
         (iter([("a", torch.zeros(2, dtype=torch.int32))]), "torch.int32"),
         (iter([("a", torch.zeros(2, dtype=torch.float64))]), "torch.float64"),
         (iter(()), "the export is empty"),

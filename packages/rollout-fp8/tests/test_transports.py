@@ -24,7 +24,7 @@ from waiting import DEADLINE_S, NEVER_S
 from engine_api.errors import RolloutError
 from rollout_fp8.transports import channel, handshake, ipc
 from rollout_fp8.transports.channel import Channel, PeerError
-from rollout_fp8.transports.listener import STRANGERS, Listener, connect
+from rollout_fp8.transports.listener import MAX_UNPROVEN, Listener, connect
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
@@ -225,12 +225,12 @@ def test_weights_that_are_left_untaken_fail_on_both_sides(started) -> None:
     address = sender.address
     thread, found = in_thread(sender, stream_of(0, fp8=False))
     with (
-        pytest.raises(RolloutError, match="not taken to their end"),
+        pytest.raises(RolloutError, match="not read to its end"),
         receive_weights(address, device=CPU) as stream,
     ):
         next(stream.buckets())
     thread.join()
-    assert "not taken to their end" in str(found[0])
+    assert "not read to its end" in str(found[0])
 
 
 def test_weights_that_are_not_finite_fail_at_the_receiver_too(started) -> None:
@@ -274,7 +274,7 @@ def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
     sender.timeout_s = 10.0
     thread, found = in_thread(sender, stream_of(1, fp8=False))
     with (
-        pytest.raises(PeerError, match="it came for sync 0 as receiver 0; this is sync 1"),
+        pytest.raises(PeerError, match="a missing receiver of sync 1, got receiver 0 of sync 0"),
         receive_weights(late, device=CPU),
     ):
         pass
@@ -383,7 +383,7 @@ def attacked(started) -> Iterator[Callable[[Listener], None]]:
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_strangers_that_send_nothing_or_one_byte_at_a_time_hold_nobody(
+def test_unproven_that_send_nothing_or_one_byte_at_a_time_hold_nobody(
     started, attacked, host
 ) -> None:
     listener = started(Listener(host))
@@ -401,14 +401,14 @@ def test_strangers_that_send_nothing_or_one_byte_at_a_time_hold_nobody(
     assert friend.receive("hello") == (1,)
 
 
-def test_strangers_are_forgotten_when_their_time_is_up_and_never_many(started, monkeypatch) -> None:
+def test_unproven_are_forgotten_when_their_time_is_up_and_never_many(started, monkeypatch) -> None:
     listener = started(Listener("127.0.0.1"))
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(dial(listener))
             with pytest.raises(PeerError):
                 listener.accept("a friend", 0.0)
-        assert len(listener._strangers) == STRANGERS
+        assert len(listener._unproven) == MAX_UNPROVEN
         monkeypatch.setattr("rollout_fp8.transports.listener.HANDSHAKE_S", 0.0)
         last = stack.enter_context(dial(listener))
         with pytest.raises(PeerError):
@@ -447,7 +447,7 @@ def test_a_listener_that_drips_does_not_hold_who_connects(tmp_path) -> None:
 
         thread = threading.Thread(target=drip, daemon=True)
         thread.start()
-        with pytest.raises(PeerError, match="does not take this process in"):
+        with pytest.raises(PeerError, match="does not accept this process"):
             connect(f"tcp:127.0.0.1:{server.getsockname()[1]}", 1.0)
         thread.join(60)
         assert not thread.is_alive()
@@ -471,7 +471,7 @@ def test_a_sender_that_is_not_there_or_knows_another_secret(started, monkeypatch
     monkeypatch.setattr(channel, "secret", lambda purpose: os.urandom(32))
     thread = threading.Thread(target=_take_nobody, args=(listener,))
     thread.start()
-    with pytest.raises(PeerError, match="does not take this process in") as caught:
+    with pytest.raises(PeerError, match="does not accept this process") as caught:
         connect(listener.address, DEADLINE_S)
     assert "ROLLOUT_FP8_KEY" in caught.value.remedy
     thread.join()

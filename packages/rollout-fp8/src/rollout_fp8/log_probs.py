@@ -22,7 +22,7 @@ def require_finite(completions: Sequence[Completion], where: str) -> None:
             where=where,
             why="the served model computes numbers that are not finite, "
             "so the draw follows no distribution",
-            remedy="look at the run's losses and gradient norms before this sync, and at the dtype "
-            "that the server computes in: "
-            "rollout.options.dtype=bfloat16 (float16 ends at 65504), rollout.quantization=none",
+            remedy="check the run's losses and gradient norms before this sync, and the "
+            "dtype that the server computes in: rollout.options.dtype=bfloat16 (float16 "
+            "ends at 65504), rollout.quantization=none",
         )

@@ -92,8 +92,8 @@ def test_what_does_not_fit_is_named_and_nothing_is_generated(
 
 def test_a_worker_that_holds_something_else_is_found_out(said: dict[str, Any]) -> None:
     kept, silent, slot, mute = said["audit"]
-    refused(kept, "not what was exported", "layers.0.self_attn.o_proj.lora_A.weight")
-    refused(slot, "not what was exported", "model.layers.1.mlp.down_proj")
+    refused(kept, "differs from the exported one", "layers.0.self_attn.o_proj.lora_A.weight")
+    refused(slot, "differs from the exported one", "model.layers.1.mlp.down_proj")
     refused(silent, "last weight sync failed")
     refused(mute, "last weight sync failed")
 

@@ -150,7 +150,7 @@ def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
     text = (
         "Error in memory profiling. Initial free memory 135.05 GiB, current free memory 136.26 GiB."
     )
-    refused(call(peers.explained, text=text), "used by others meanwhile", "one process at a time")
+    refused(call(peers.explained, text=text), "other processes used", "one process at a time")
 
 
 def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model: str) -> None:

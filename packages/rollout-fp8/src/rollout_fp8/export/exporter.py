@@ -217,10 +217,11 @@ class EngineStream:
         """
         if not self._is_whole:
             raise RolloutError(
-                "the weights were not taken to their end",
+                "the stream of weights was not read to its end",
                 where=WHERE,
                 why="the server left the stream before its last bucket",
-                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+                remedy="nothing is generated until a sync succeeds: sync again, or restart the "
+                "rollout",
             )
         return self._filler.result(self.plan)
 
@@ -399,7 +400,7 @@ def collect(
     tensors: dict[str, Tensor] = {}
     for name, tensor in export:
         if name in tensors or tensor.dtype not in FLOATS:
-            why = "it comes twice" if name in tensors else f"it is {tensor.dtype}"
+            why = "it is exported twice" if name in tensors else f"it is {tensor.dtype}"
             raise RolloutError(
                 f"cannot install {name}",
                 where=WHERE,

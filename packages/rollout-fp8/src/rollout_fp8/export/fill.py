@@ -140,7 +140,7 @@ class Filler:
         if any(failed):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
             raise RolloutError(
-                "the export is not whole",
+                "the export is not complete",
                 where=WHERE,
                 why=f"it failed on rank {ranks}",
                 remedy="that rank's own error says why; fix it, then sync again",
@@ -155,11 +155,11 @@ class Filler:
     def _not_finite(self, plan: WirePlan, bad: Sequence[str]) -> RolloutError:
         stored = {source.name: source.stored for source in self._plan.sources}
         small = [name for name in bad if plan.tensors[name].dtype == torch.float16 != stored[name]]
-        why = f"{len(bad)} tensors hold NaN or inf"
+        why = f"{len(bad)} tensors hold NaN or infinity"
         remedy = "the engine's weights are broken: go back to a checkpoint"
         if small:
             largest = torch.finfo(torch.float16).max
-            why += f", {len(small)} of them in float16, which holds nothing above {largest:.0f}"
+            why += f", {len(small)} of them in float16, whose largest value is {largest:.0f}"
             remedy = (
                 f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
             )
@@ -182,10 +182,11 @@ class Filler:
         # A plan raises it: words are cut, or a weight is not of two dimensions.
         except ValueError as error:
             raise RolloutError(
-                "the engine's shards cannot be sent as they are cut",
+                "the engine's shards cannot be sent in their present slices",
                 where=WHERE,
                 why=str(error),
-                remedy="another layout of the engine (engine.parallelism), or rollout.name=local",
+                remedy="use another layout of the engine (engine.parallelism), or "
+                "rollout.name=local",
             ) from error
         work.run(mine, self._sums)
 
@@ -357,8 +358,8 @@ def _changed(expected: str, found: str) -> RolloutError:
     return RolloutError(
         "the engine's export has changed since the first sync",
         where=WHERE,
-        why=f"{expected} expected, got {found}",
-        remedy="make a new exporter",
+        why=f"expected {expected}, got {found}",
+        remedy="create a new exporter",
     )
 
 
@@ -385,7 +386,7 @@ class _Work:
             raise RolloutError(
                 "the engine's shards have another layout than at the first sync",
                 where=WHERE,
-                remedy="make a new exporter",
+                remedy="create a new exporter",
             )
         if self.quantize is not None:
             self.quantize.fill([mine[i] for i in self.quantized], *self.outs, self.flags[0])

@@ -218,7 +218,7 @@ def _check_sent(source: Source, count: int) -> None:
         raise RolloutError(
             f"cannot send {source.name}",
             where=WHERE,
-            why="it comes twice" if count > 1 else f"it is {source.stored}",
+            why="it is exported twice" if count > 1 else f"it is {source.stored}",
             remedy="the engine must export each weight once, in float32, bfloat16 or float16",
         )
 
@@ -233,7 +233,7 @@ def _check_cover(source: Source) -> None:
             f"the shards of {source.name} do not cover {list(source.shape)} exactly once",
             where=WHERE,
             why=f"boxes: {[(b.offset, b.shape) for b in once]}"
-            + (f"; copies of none: {sorted(unlike)}" if unlike else ""),
+            + (f"; copies of no shard: {sorted(unlike)}" if unlike else ""),
             remedy="the engine's get_per_tensor_param_shard is wrong: "
             "certify it with engine-conformance",
         )

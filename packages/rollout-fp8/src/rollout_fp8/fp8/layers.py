@@ -99,7 +99,7 @@ def layers_of(architecture: str) -> Layers:
         raise ConfigError(
             "rollout.quantization",
             f"FP8 is not known for {architecture}",
-            why=f"which layers are quantized is known for {', '.join(ARCHITECTURES)}",
+            why=f"the quantized layers are known for {', '.join(ARCHITECTURES)}",
             remedy="serve it with rollout.quantization=none, "
             "or add the architecture to rollout_fp8.fp8.layers",
         )

@@ -128,15 +128,15 @@ class ExpectedAdapter:
                 f"{len(problems)} tensor(s) of the adapter do not fit",
                 where=WHERE,
                 why="\n       ".join(shown),
-                remedy="give engine and rollout the same model and engine.lora; "
-                "nothing is generated until a good sync",
+                remedy="give engine and rollout the same model and engine.lora; nothing is "
+                "generated until a sync succeeds",
             )
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         if name not in self.shapes:
             return f"{name}: the model has no such layer ({near_matches(name, list(self.shapes))})"
         if self.shapes[name] != tuple(tensor.shape):
-            return f"{name}: shape {list(tensor.shape)}, the model needs {list(self.shapes[name])}"
+            return f"{name}: expected shape {list(self.shapes[name])}, got {list(tensor.shape)}"
         return None if bool(torch.isfinite(tensor).all()) else f"{name}: not finite"
 
 

@@ -69,8 +69,8 @@ class SentAdapter:
             raise RolloutError(
                 "the server has no base weights",
                 where=WHERE,
-                why="another client made it lose them",
-                remedy="sync again: the next sync brings them",
+                why="another client removed them",
+                remedy="sync again: the next sync sends them",
             )
         return self._base
 
@@ -175,8 +175,8 @@ class AdapterSession:
                 "the server cannot load the adapter",
                 where=WHERE,
                 why=errors[0],
-                remedy="nothing is generated until a good sync; "
-                "use rollout.lora=merged for this model",
+                remedy="nothing is generated until a sync succeeds; use rollout.lora=merged for "
+                "this model",
             )
         if self._audit:
             _audit(adapter.checksums(), held)
@@ -197,8 +197,8 @@ def _audit(exported: Mapping[str, int], held: Sequence[Held]) -> None:
     )
     if wrong:
         raise RolloutError(
-            "the adapter that is served is not what was exported",
+            "the served adapter differs from the exported one",
             where=WHERE,
-            why=f"{len(wrong)} differ, of {len(exported)} tensors: {', '.join([*wrong][:5])}",
-            remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+            why=f"{len(wrong)} of {len(exported)} tensors differ: {', '.join([*wrong][:5])}",
+            remedy="nothing is generated until a sync succeeds: sync again, or restart the rollout",
         )

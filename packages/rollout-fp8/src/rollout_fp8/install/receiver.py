@@ -71,7 +71,7 @@ class Receiver:
             self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
         except ValueError as error:
             raise RolloutError(
-                "cannot compare what is served with what is sent",
+                "cannot compare the served weights with the sent ones",
                 where=WHERE,
                 why=str(error),
                 remedy="use another tensor_parallel_size, or rollout.name=local",
@@ -133,7 +133,8 @@ class Receiver:
                 "a weight sync ended half-way",
                 where=SYNC,
                 why=_describe_error(error),
-                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+                remedy="nothing is generated until a sync succeeds: sync again, or restart the "
+                "rollout",
             ) from error
 
     def _views(self) -> list[Tensor]:
@@ -156,9 +157,10 @@ class Receiver:
             raise RolloutError(
                 f"{region.parameter} holds values that were not sent",
                 where=WHERE,
-                why=f"{region.name} came as {dtype}, and {part.dtype} values are served "
-                "that it cannot hold",
-                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+                why=f"{region.name} was sent as {dtype}, and the server holds {part.dtype} "
+                "values beyond its precision",
+                remedy="nothing is generated until a sync succeeds: sync again, or restart the "
+                "rollout",
             )
         return narrow
 
@@ -216,14 +218,14 @@ class Receiver:
         # A server's loader may raise anything.
         except Exception as error:
             raise RolloutError(
-                "the server cannot load the model that is trained",
+                "the server cannot load the trained model",
                 where=f"{WHERE}, at {trace.at}",
                 why=_describe_error(error),
                 remedy="give rollout and engine the same model, and a server from the tested table",
             ) from error
         known = {region.name for region in trace.regions}
         problems = [
-            f"the server has no place for {name}"
+            f"the server has no parameter for {name}"
             for name in self._plan.tensors
             if name not in known
         ]
@@ -234,7 +236,7 @@ class Receiver:
             if len(problems) > 5:
                 shown.append(f"and {len(problems) - 5} more")
             raise RolloutError(
-                "the model that is served is not the model that is trained",
+                "the served model differs from the trained model",
                 where=WHERE,
                 why="; ".join(shown),
                 remedy="give rollout and engine the same model, and a server from the tested table",

@@ -187,7 +187,7 @@ def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
         regions.setdefault(region.parameter, []).append(region)
     for name in parameters:
         if name not in regions:
-            yield f"nothing comes for {name}"
+            yield f"no weight is sent for {name}"
         elif not (
             _fills(regions[name], trace.layouts[name][0].numel()) or _is_padded(regions[name])
         ):
@@ -214,13 +214,16 @@ def misfits(
     """
     for name in dict.fromkeys(region.parameter for region in trace.regions):
         if live and live.get(name) != trace.layouts[name]:
-            yield f"{name} is served as {live.get(name)}, its checkpoint is {trace.layouts[name]}"
+            yield (
+                f"{name} is served as {live.get(name)}, but its checkpoint has "
+                f"{trace.layouts[name]}"
+            )
     for region in trace.regions:
         tensor = tensors[region.name]
         dtype = trace.layouts[region.parameter][2]
         wire = tensor.dtype
         if wire != dtype and (live or len(tensor.shape) > 1 or not _holds(dtype, wire)):
-            yield f"{region.name} comes as {wire}, {region.parameter} is served as {dtype}"
+            yield f"{region.name} is sent as {wire}, but {region.parameter} is served as {dtype}"
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -69,7 +69,7 @@ def one_device(found: Sequence[Layout]) -> torch.device:
     devices = {layout[3] for layout in found}
     if len(devices) != 1:
         raise ValueError(
-            f"tensors on one device are expected, these are on {sorted(map(str, devices))}"
+            f"expected tensors on one device, got tensors on {sorted(map(str, devices))}"
         )
     return devices.pop()
 
@@ -106,7 +106,9 @@ def rows_of(layout: Layout) -> Rows:
     columns = shape[-1] if shape else 1
     flat = all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))
     if prod(shape) and not (flat and (columns == 1 or strides[-1] == 1)):
-        raise ValueError(f"{describe(layout)} is not rows at one distance; call contiguous()")
+        raise ValueError(
+            f"expected rows at one distance, got {describe(layout)}; call contiguous()"
+        )
     return Rows(rows=prod(shape[:-1]), columns=columns, stride=dims[-1][1] if dims else columns)
 
 

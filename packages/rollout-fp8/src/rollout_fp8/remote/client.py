@@ -288,7 +288,7 @@ class RemoteGeneration:
         while not self._over:
             left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
             if not self._fetch(max(left, 0.0)) and left <= 0:
-                raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
+                raise TimeoutError(f"{WHERE}: nothing arrived within {timeout_s} s")
         if self._found is None:
             assert self._failure is not None, "it is over"
             raise self._failure

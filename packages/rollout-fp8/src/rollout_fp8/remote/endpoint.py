@@ -217,7 +217,9 @@ class Endpoint:
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.port is None:
             raise RolloutError(
-                f"{url!r} is no server's address", where=WHERE, remedy="give http://host:port"
+                f"expected the address of a server, got {url!r}",
+                where=WHERE,
+                remedy="give http://host:port",
             )
         self.closed = False
         self.url = url
@@ -246,7 +248,7 @@ class Endpoint:
             if not pending.answered(self.silence_s):
                 raise self.error(
                     "the server hangs",
-                    f"it does not say that it is alive, for {self.silence_s:g} s",
+                    f"it has shown no sign of life for {self.silence_s:g} s",
                 )
             return pending.answer()
 
@@ -259,7 +261,7 @@ class Endpoint:
             with socket.create_connection((self.host, self.port), self.silence_s) as connection:
                 return str(connection.getsockname()[0])
         except OSError as error:
-            raise self.error("the server does not answer", str(error)) from error
+            raise self.error("the server does not respond", str(error)) from error
 
     def require_open(self) -> None:
         """Raise ``RolloutError`` after the rollout's ``close``."""
@@ -331,7 +333,7 @@ class Pending:
 
     def _lost(self, error: Exception) -> RolloutError:
         return self._endpoint.error(
-            "the server does not answer", f"{type(error).__name__}: {error}"
+            "the server does not respond", f"{type(error).__name__}: {error}"
         )
 
     def __enter__(self) -> Self:

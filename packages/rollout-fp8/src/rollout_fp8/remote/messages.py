@@ -39,7 +39,9 @@ def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
         return cls(**values)
     except TypeError as error:
         raise RolloutError(
-            f"no {cls.__name__}: {error}", where="server", remedy="see engine_api.rollout"
+            f"expected the fields of {cls.__name__}: {error}",
+            where="server",
+            remedy="see engine_api.rollout",
         ) from error
 
 
@@ -63,7 +65,7 @@ def error_from_json(given: Mapping[str, Any]) -> EngineError:
     """Return the error of ``error_to_json``, in its own class."""
     cls = getattr(errors, str(given.get("class")), None)
     if not isinstance(cls, type) or not issubclass(cls, EngineError):
-        return RolloutError("the server's answer is not that of a rollout's server", why=str(given))
+        return RolloutError("the response is not that of a rollout's server", why=str(given))
     parts = {name: str(given.get(name, "")) for name in ("what", "where", "why", "remedy")}
     error = cls.__new__(cls, *parts.values())
     error.args = tuple(parts.values())

@@ -65,16 +65,17 @@ def require_same(
     if not differ:
         return
     why = [
-        f"{key} is {mine!r} here, {theirs!r} there"
+        f"{key}: expected {mine!r}, got {theirs!r} from the server"
         for key, (mine, theirs) in differ.items()
         if key not in unknown
     ]
     why += [
-        f"{key} is no argument that it takes ({near_matches(key, list(there))})" for key in unknown
+        f"{key} is not an argument that it takes ({near_matches(key, list(there))})"
+        for key in unknown
     ]
     raise ConfigError(
         "rollout.options.url",
-        f"the server at {url} serves something else",
+        f"the server at {url} was created with other arguments",
         why="; ".join(why),
         remedy="give the run the server's own arguments, "
         "or leave url out: then a server is started",

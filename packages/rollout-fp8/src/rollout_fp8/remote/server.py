@@ -59,9 +59,9 @@ LARGEST = 1 << 28
 # Seconds after which a connection that sends nothing is closed.
 IDLE_S = 60.0
 # Seconds for a connection to show the token.
-STRANGER_S = 10.0
+UNPROVEN_S = 10.0
 # Largest number of connections that have not shown it yet; the oldest is closed first.
-STRANGERS = 64
+MAX_UNPROVEN = 64
 # Seconds that a generation is kept when no client asks for it: steps of training may lie between
 # submitting a generation and fetching its result.
 KEPT_S = 3600.0
@@ -227,7 +227,7 @@ class Service:
             raise RolloutError(
                 f"no generation {number} is running",
                 where="server",
-                remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes",
+                remedy=f"a result is returned once, and kept for {KEPT_S / 60:.0f} minutes",
             ) from None
         self._asked[number] = time.monotonic()
         return generation
@@ -266,30 +266,30 @@ class Server(ThreadingHTTPServer):
         self.service = service
         self.token = secret("http").hex()
         # Deadlines of sockets by time.monotonic(), the oldest first.
-        self._strangers: dict[Any, float] = {}
+        self._unproven: dict[Any, float] = {}
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a new connection in a thread, for ``STRANGER_S`` unless it shows the token."""
-        for oldest in list(self._strangers)[: 1 - STRANGERS]:
+        """Handle a new connection in a thread, for ``UNPROVEN_S`` unless it shows the token."""
+        for oldest in list(self._unproven)[: 1 - MAX_UNPROVEN]:
             self._hang_up(oldest)
-        self._strangers[request] = time.monotonic() + STRANGER_S
+        self._unproven[request] = time.monotonic() + UNPROVEN_S
         super().process_request(request, client_address)
 
     def is_known(self, request: Any) -> None:
         """Note that a connection has shown the token."""
-        self._strangers.pop(request, None)
+        self._unproven.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self._strangers.pop(request, None)
+        self._unproven.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Close connections that have not shown the token in time, whatever they sent."""
         now = time.monotonic()
         for request in [
-            request for request, until in self._strangers.copy().items() if until <= now
+            request for request, until in self._unproven.copy().items() if until <= now
         ]:
             self._hang_up(request)
 
@@ -300,7 +300,7 @@ class Server(ThreadingHTTPServer):
 
     def _hang_up(self, request: Any) -> None:
         # None: it has shown the token just now.
-        if self._strangers.pop(request, None) is None:
+        if self._unproven.pop(request, None) is None:
             return
         # The other end may have closed it.
         with suppress(OSError):
@@ -470,7 +470,7 @@ def _parser() -> argparse.ArgumentParser:
         "--name", required=True, help="of a registered rollout: vllm, sglang, local"
     )
     parser.add_argument(
-        "--device", default="auto", help="cuda, cpu, or auto: the first of them that is here"
+        "--device", default="auto", help="cuda, cpu, or auto: the first of them that is available"
     )
     parser.add_argument(
         "--config",

@@ -31,8 +31,8 @@ def require_tempered_log_probs() -> None:
         raise RolloutError(
             f"{ORIGINAL}={os.environ[ORIGINAL]}",
             where="rollout 'sglang'",
-            why="SGLang would report log-probs without the temperature, "
-            "and training would take them for those of its draws",
+            why="SGLang would report log-probs without the temperature, and training would use "
+            "them as the log-probs of the draws",
             remedy=f"unset {ORIGINAL}",
         )
 

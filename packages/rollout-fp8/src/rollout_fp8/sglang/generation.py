@@ -89,8 +89,8 @@ def answers_of(
         if isinstance(error, FutureTimeout) and not future.done():
             raise
         raise RolloutError(
-            "SGLang did not answer",
+            "SGLang did not respond",
             where=WHERE,
             why=f"{type(error).__name__}: {error}",
-            remedy="its own messages say more; lower batch_size if memory ran out",
+            remedy="see its own messages for details; lower batch_size if memory ran out",
         ) from error

@@ -85,10 +85,10 @@ class Host:
                 "SGLang did not start",
                 where=WHERE,
                 why=f"{type(error).__name__}: {error}",
-                remedy="its own messages stand above; "
-                "out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
-                "no memory for the cache in addition to the weights: raise it; "
-                "no kernel: another rollout.options.attention_backend",
+                remedy="see its own messages above; out of memory: lower "
+                "rollout.options.gpu_memory_utilization or batch_size; no memory for the "
+                "cache in addition to the weights: raise it; no kernel: another "
+                "rollout.options.attention_backend",
             ) from error
 
     def start(self, function: Callable[[], T]) -> Future[T]:
@@ -178,7 +178,7 @@ class Host:
                 "a call of SGLang failed",
                 where=WHERE,
                 why=f"{type(error).__name__}: {error}",
-                remedy="its own messages say more",
+                remedy="see its own messages for details",
             ) from error
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -224,7 +224,7 @@ class Host:
         processes: once they are gone it ends, and the thread with it.
         """
         with self._lock:
-            self.problem = self.problem or "its start was given up"
+            self.problem = self.problem or "its start was cancelled"
         deadline = time.monotonic() + ABANDON_S
         over = False
         try:
@@ -284,7 +284,7 @@ class Host:
             self._previous = None
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        self._fail("one of its processes failed; its own messages say why")
+        self._fail("one of its processes failed; see its own messages for the reason")
         if callable(self._previous):
             self._previous(signum, frame)
 

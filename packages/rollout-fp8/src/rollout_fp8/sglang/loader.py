@@ -74,7 +74,7 @@ def _install(model: Any, stream: RemoteStream) -> Any:
     receiver: Receiver | None = getattr(model, RECEIVER, None)
     if receiver is None:
         raise RolloutError(
-            "this scheduler has not learnt the plan",
+            "this scheduler has not learned the plan",
             where=WHERE,
             why="an earlier sync failed",
             remedy="sync again, or restart the rollout",

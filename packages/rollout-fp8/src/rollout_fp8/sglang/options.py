@@ -81,7 +81,7 @@ def check_arguments(
         )
     if batch_size < 1:
         raise ConfigError(
-            "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+            "rollout.batch_size", f"expected at least 1, got {batch_size}", remedy="give at least 1"
         )
     if options.deterministic:
         _check_deterministic(options)
@@ -116,7 +116,7 @@ def _check_deterministic(options: SglangOptions) -> None:
         if getattr(options, name) == unfit:
             raise ConfigError(
                 f"rollout.options.{name}",
-                f"{unfit} with deterministic=true",
+                f"expected auto with deterministic=true, got {unfit}",
                 why="SGLang has it in no deterministic form",
                 remedy=f"rollout.options.{name}=auto, or rollout.options.deterministic=false",
             )
@@ -164,7 +164,7 @@ def context_of(config: Mapping[str, Any], options: SglangOptions) -> int:
     if own is not None and wanted is not None and wanted > own:
         raise ConfigError(
             "rollout.options.max_model_len",
-            f"{wanted} is too large",
+            f"expected at most {own}, got {wanted}",
             why=f"the model has {own} positions",
             remedy=f"give at most {own}",
         )

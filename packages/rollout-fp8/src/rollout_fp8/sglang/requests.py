@@ -37,7 +37,7 @@ def check_request(
         WHERE,
         vocabulary=vocab_size,
         limit=limit,
-        room=f"the server has room for {limit} tokens a sequence",
+        room=f"the server holds at most {limit} tokens a sequence",
         remedy="shorten it, lower max_new_tokens, or raise rollout.options.gpu_memory_utilization",
     )
 
@@ -120,7 +120,7 @@ def _finish(
     # No stop strings are requested, so a matched one is SGLang's "NaN happened".
     if isinstance(reason.get("matched"), str):
         raise RolloutError(
-            f"prompt {prompt_index} came back with a token that is none",
+            f"prompt {prompt_index} came back with a token that is not a number",
             where=WHERE,
             why=reason["matched"],
             remedy="the model computes NaN: sync finite weights, "

@@ -106,7 +106,7 @@ class Channel:
                 f"{self.peer} failed", where=WHERE, why=str(body[0]), remedy="see its message"
             )
         if found != tag:
-            raise self._foreign(f"expected a message {tag!r}, got {found!r}")
+            raise self._not_a_message(f"expected a message {tag!r}, got {found!r}")
         return tuple(body)
 
     def speaks(self, wait_s: float = 0.0) -> bool:
@@ -191,7 +191,7 @@ class Channel:
         except BlockingIOError as error:
             raise self._silent() from error
         except CodecError as error:
-            raise self._foreign(error.why) from error
+            raise self._not_a_message(error.why) from error
         except (OSError, EOFError) as error:
             raise self._closed(str(error)) from error
 
@@ -200,22 +200,22 @@ class Channel:
             f"{self.peer} is silent",
             where=WHERE,
             why=f"nothing within {self.timeout_s:g} s",
-            remedy="see whether that process hangs or was stopped",
+            remedy="check whether that process hangs or was stopped",
         )
 
-    def _foreign(self, why: str) -> PeerError:
+    def _not_a_message(self, why: str) -> PeerError:
         return PeerError(
-            f"{self.peer} sent what is no message of a weight sync",
+            f"{self.peer} sent data that is not a message of a weight sync",
             where=WHERE,
             why=why,
-            remedy="see what that process is, and that both have the same packages",
+            remedy="check which process that is, and that both have the same packages",
         )
 
     def _closed(self, why: str) -> PeerError:
         return PeerError(
             f"{self.peer} closed the channel",
             where=WHERE,
-            why=why or "its process ended, or gave up",
+            why=why or "its process ended, or stopped the sync",
             remedy="see that process's messages",
         )
 

@@ -230,7 +230,7 @@ def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
         else:
             what = f"cannot join the sender's store at {host}:{port}"
             remedy = (
-                "see whether the sender still runs, and that its host's ports can be reached "
+                "check that the sender still runs, and that its host's ports can be reached "
                 "from here (firewall, interface)"
             )
         raise PeerError(

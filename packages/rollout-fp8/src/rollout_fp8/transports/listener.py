@@ -18,34 +18,34 @@ from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerErro
 # Seconds for a peer to prove that it knows the secret.
 HANDSHAKE_S = 10.0
 # Largest number of peers that have not proven it yet; the oldest is closed first.
-STRANGERS = 64
+MAX_UNPROVEN = 64
 
 
 @dataclass(kw_only=True)
-class _Stranger:
+class _UnprovenPeer:
     """Peer that has not proven anything yet."""
 
     connection: socket.socket
     nonce: bytes
     until: float
     """Deadline by ``time.monotonic()``."""
-    said: bytes = field(default=b"")
+    received: bytes = field(default=b"")
 
 
 class Listener:
     """Listener to which receivers connect.
 
     ``host`` None: on this host only, through a Unix socket in a folder of its own. ``key``: the key
-    that both ends must know; None: this run's secret. All peers are heard at once: a peer that is
+    that both ends must know; None: this run's secret. All peers are read at once: a peer that is
     silent, or sends its bytes one by one, delays no other.
     """
 
     def __init__(self, host: str | None = None, key: bytes | None = None) -> None:
         self._key = key
         # The oldest first.
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._unproven: dict[socket.socket, _UnprovenPeer] = {}
         held = ExitStack()
-        held.callback(_close_all, self._strangers)
+        held.callback(_close_all, self._unproven)
         self._selector = held.enter_context(selectors.DefaultSelector())
         if host is None:
             folder = tempfile.mkdtemp(prefix="rollout-")
@@ -92,7 +92,7 @@ class Listener:
             f"{peer} did not connect to {self.address}",
             where=WHERE,
             why=f"nothing within {timeout_s:g} s",
-            remedy="see whether that process runs, and reaches this address",
+            remedy="check that the process runs, and that it can reach this address",
         )
 
     def _next(self, wait_s: float) -> socket.socket | None:
@@ -101,12 +101,12 @@ class Listener:
             if key.fileobj is self._socket:
                 self._welcome()
                 continue
-            stranger = self._strangers.get(key.data)
-            if stranger is not None and self._hear(stranger):
-                return stranger.connection
+            peer = self._unproven.get(key.data)
+            if peer is not None and self._read_reply(peer):
+                return peer.connection
         now = time.monotonic()
-        for stranger in [one for one in self._strangers.values() if one.until <= now]:
-            self._forget(stranger).close()
+        for peer in [one for one in self._unproven.values() if one.until <= now]:
+            self._forget(peer).close()
         return None
 
     def _welcome(self) -> None:
@@ -115,34 +115,34 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             # The peer has gone again.
             return
-        while len(self._strangers) >= STRANGERS:
-            self._forget(next(iter(self._strangers.values()))).close()
+        while len(self._unproven) >= MAX_UNPROVEN:
+            self._forget(next(iter(self._unproven.values()))).close()
         connection.setblocking(False)
-        stranger = _Stranger(
+        peer = _UnprovenPeer(
             connection=connection, nonce=handshake.nonce(), until=time.monotonic() + HANDSHAKE_S
         )
-        self._strangers[connection] = stranger
+        self._unproven[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ, connection)
         # The peer may have gone again: its end is read next.
         with suppress(OSError):
-            connection.sendall(stranger.nonce)
+            connection.sendall(peer.nonce)
 
-    def _hear(self, stranger: _Stranger) -> bool:
+    def _read_reply(self, peer: _UnprovenPeer) -> bool:
         """Read the peer's bytes, and return whether it knows the secret.
 
         A peer that does not is closed.
         """
         try:
-            data = stranger.connection.recv(handshake.ANSWER - len(stranger.said))
+            data = peer.connection.recv(handshake.ANSWER - len(peer.received))
         except BlockingIOError:
             return False
         except OSError:
             data = b""
-        stranger.said += data
-        if data and len(stranger.said) < handshake.ANSWER:
+        peer.received += data
+        if data and len(peer.received) < handshake.ANSWER:
             return False
-        connection = self._forget(stranger)
-        reply = data and handshake.reply(_key(self._key), stranger.nonce, stranger.said)
+        connection = self._forget(peer)
+        reply = data and handshake.reply(_key(self._key), peer.nonce, peer.received)
         if reply:
             with suppress(OSError):
                 connection.sendall(reply)
@@ -150,10 +150,10 @@ class Listener:
         connection.close()
         return False
 
-    def _forget(self, stranger: _Stranger) -> socket.socket:
-        self._selector.unregister(stranger.connection)
-        del self._strangers[stranger.connection]
-        return stranger.connection
+    def _forget(self, peer: _UnprovenPeer) -> socket.socket:
+        self._selector.unregister(peer.connection)
+        del self._unproven[peer.connection]
+        return peer.connection
 
     def close(self) -> None:
         """Close the listener (idempotent)."""
@@ -174,7 +174,7 @@ def connect(address: str, timeout_s: float, key: bytes | None = None) -> Channel
             f"cannot reach {peer}",
             where=WHERE,
             why=str(error),
-            remedy="see whether it runs on this host, or is reachable from here",
+            remedy="check that it runs on this host, or is reachable from here",
         ) from error
     try:
         proven = handshake.prove(connection, _key(key), deadline)
@@ -183,9 +183,9 @@ def connect(address: str, timeout_s: float, key: bytes | None = None) -> Channel
     if not proven:
         connection.close()
         raise PeerError(
-            f"{peer} does not take this process in",
+            f"{peer} does not accept this process",
             where=WHERE,
-            why="it closed, is silent, or knows another secret",
+            why="it closed the connection, is silent, or has another secret",
             remedy=f"give both processes the same {KEY}",
         )
     return _channel(connection, peer, timeout_s)
@@ -218,6 +218,6 @@ def _key(given: bytes | None) -> bytes:
     return given or channels.secret("channel")
 
 
-def _close_all(strangers: dict[socket.socket, _Stranger]) -> None:
-    for connection in strangers:
+def _close_all(peers: dict[socket.socket, _UnprovenPeer]) -> None:
+    for connection in peers:
         connection.close()

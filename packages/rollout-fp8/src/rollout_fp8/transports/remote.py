@@ -95,7 +95,9 @@ class RemoteStream:
         """Report to the sender that all is installed. Raises ``RolloutError`` when it is not."""
         if self._end is None:
             raise RolloutError(
-                "the weights were not taken to their end", where=WHERE, remedy="exhaust the stream"
+                "the stream of weights was not read to its end",
+                where=WHERE,
+                remedy="exhaust the stream",
             )
         if (kind := device_of(self.device.type)).has_streams:
             kind.module.current_stream(self.device).synchronize()
@@ -133,7 +135,7 @@ class _Session:
         theirs, audit = self.channel.receive("begin")
         if theirs != count:
             raise PeerError(
-                f"{self.channel.peer} sends sync {theirs}, sync {count} was asked for",
+                f"expected sync {count} from {self.channel.peer}, got sync {theirs}",
                 where=WHERE,
                 remedy="give each receiver Sender.address again for every sync",
             )
@@ -211,4 +213,4 @@ def _forget_closed() -> None:
     """
     for key, session in list(_SESSIONS.items()):
         if session.channel.closed or session.channel.hung_up():
-            _SESSIONS.pop(key).close("the sender is gone")
+            _SESSIONS.pop(key).close("the sender has ended")

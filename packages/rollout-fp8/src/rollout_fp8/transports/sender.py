@@ -136,7 +136,8 @@ class Sender:
                 rank, count = channel.receive("hello", watch)
                 if count != self._count or rank not in missing:
                     channel.fail(
-                        f"it came for sync {count} as receiver {rank}; this is sync {self._count}"
+                        f"expected a missing receiver of sync {self._count}, got receiver {rank} "
+                        f"of sync {count}"
                     )
                     continue
                 channel.peer = f"receiver {rank}"

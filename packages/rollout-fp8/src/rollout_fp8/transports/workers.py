@@ -50,7 +50,7 @@ class SentWorkers:
                 "the workers have the weights, but do not return",
                 where=WHERE,
                 why=f"nothing within {self._sender.timeout_s:g} s",
-                remedy="see whether a process of the server hangs",
+                remedy="check whether a process of the server hangs",
             ) from error
         return delivery.answers
 

@@ -53,8 +53,8 @@ def prepare() -> None:
         raise RolloutError(
             f"{E8M0}={os.environ[E8M0]}",
             where="rollout 'vllm'",
-            why="vLLM would requantize FP8 weights after each sync, "
-            "and serve others than it was sent",
+            why="vLLM would requantize FP8 weights after each sync, and serve weights other "
+            "than the sent ones",
             remedy=f"unset {E8M0}; for scales that are powers of two: rollout.options.scales=pow2",
         )
 

@@ -84,7 +84,7 @@ class Job:
     def result(self, timeout_s: float | None = None) -> list[Completion]:
         """See ``Generation`` (grouped by prompt)."""
         if not self._over.wait(timeout_s):
-            raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
+            raise TimeoutError(f"{WHERE}: nothing arrived within {timeout_s} s")
         if self._failure is not None:
             raise self._failure
         completions = [self._completion(sequence) for sequence in self.sequences if sequence.kept]
@@ -302,7 +302,10 @@ class Stepper:
                 self._drop(
                     job,
                     RolloutError(
-                        what, where=WHERE, why="vLLM gave it up", remedy="its own messages say more"
+                        what,
+                        where=WHERE,
+                        why="vLLM aborted it",
+                        remedy="see its own messages for details",
                     ),
                 )
                 return

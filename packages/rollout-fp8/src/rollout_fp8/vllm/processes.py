@@ -64,7 +64,7 @@ class Processes:
         threading.Thread(target=_settle, args=(called, function, args, kwargs), daemon=True).start()
         while not wait([called], POLL_S).done:
             if self.problem:
-                raise _gone(self.problem)
+                raise _ended_error(self.problem)
         try:
             return called.result()
         except EngineError:
@@ -77,7 +77,7 @@ class Processes:
                 "a call of vLLM failed",
                 where=WHERE,
                 why=f"{type(error).__name__}: {error}",
-                remedy="its own messages say more",
+                remedy="see its own messages for details",
             ) from error
 
     def explain(self, error: Exception) -> None:
@@ -87,7 +87,7 @@ class Processes:
         """
         self._thread.join(GRACE_S)
         if self.problem:
-            raise _gone(self.problem) from error
+            raise _ended_error(self.problem) from error
 
     def close(self) -> None:
         """Stop watching: the processes may end from here on (idempotent)."""
@@ -147,12 +147,12 @@ def _handles_of(numbers: Collection[int]) -> dict[int, int]:
         for handle in handles:
             os.close(handle)
         if isinstance(error, ProcessLookupError):
-            raise _gone(_HAS_ENDED.format(number)) from error
+            raise _ended_error(_HAS_ENDED.format(number)) from error
         log.warning(
-            "%s: a process of vLLM that is killed will be noticed late: "
-            "a call that waits for it may wait for ever. They cannot be watched here (%s): "
-            "that takes Linux 5.3 or newer, a container that lets pidfd_open through, "
-            "and a Python that was built with os.pidfd_open, as conda's is not",
+            "%s: a process of vLLM that is killed will be noticed late, and a call that waits "
+            "for it may wait for ever, because processes cannot be watched here (%s). Watching "
+            "needs Linux 5.3 or newer, a container that allows pidfd_open, and a Python that "
+            "was built with os.pidfd_open (conda's is not)",
             WHERE,
             error,
         )
@@ -160,7 +160,7 @@ def _handles_of(numbers: Collection[int]) -> dict[int, int]:
     return handles
 
 
-def _gone(why: str) -> RolloutError:
+def _ended_error(why: str) -> RolloutError:
     return RolloutError(
         "vLLM has ended",
         where=WHERE,

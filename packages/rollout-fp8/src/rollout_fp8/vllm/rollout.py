@@ -96,7 +96,9 @@ class VllmRollout:
         _check_choice("rollout.quantization", quantization, _QUANTIZATIONS)
         if batch_size < 1:
             raise ConfigError(
-                "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+                "rollout.batch_size",
+                f"expected at least 1, got {batch_size}",
+                remedy="give at least 1",
             )
         self.options = VllmOptions.parse(options)
         versions.check(
@@ -252,7 +254,7 @@ class VllmRollout:
                     "the caches cannot wake up",
                     where=WHERE,
                     why="the weights sleep",
-                    remedy="wake the weights up first, or both",
+                    remedy="wake up the weights first, or both together",
                 )
             if not wanted:
                 return
@@ -295,8 +297,8 @@ class VllmRollout:
             raise ConfigError(
                 "rollout.lora",
                 "adapter, for a model with experts on a CPU",
-                why="with adapters vLLM computes experts "
-                "by Triton kernels alone, its CPU build has none",
+                why="with adapters vLLM computes experts only with Triton kernels, and its CPU "
+                "build has none",
                 remedy="rollout.lora: merged",
             )
         return ExpectedAdapter.of(model, lora)

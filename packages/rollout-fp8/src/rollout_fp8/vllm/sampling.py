@@ -143,8 +143,8 @@ def check_request(
         raise RolloutError(
             f"temperature={sampling.temperature}",
             where=where,
-            why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, "
-            "and 0: it would draw at another",
+            why=f"with truncation=false vLLM applies it, and supports {COLDEST} to {HOTTEST:g}, "
+            "and 0: it would draw at another temperature",
             remedy="rollout.options.truncation=true, or a temperature in that range",
         )
     check_prompts(

@@ -158,9 +158,9 @@ def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> N
         wake_up(engine, plan, asleep)
     except (RolloutError, RuntimeError) as error:
         warnings.warn(
-            f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): "
-            "some of its memory stays taken until this process ends. "
-            "Close the engine first, or wake the rollout up before",
+            f"{WHERE}: closed while asleep, and there is not enough memory to wake up ({error}): "
+            "some of its memory is not freed until this process ends. Close the engine first, "
+            "or wake up the rollout before",
             stacklevel=4,
         )
 
@@ -353,7 +353,7 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
     if max_rank is None:
         raise ConfigError(
             "engine.lora.rank",
-            f"{rank} is too large",
+            f"expected at most {_RANKS[-1]}, got {rank}",
             why=f"vLLM serves adapters of up to rank {_RANKS[-1]}",
             remedy=f"at most {_RANKS[-1]}, or rollout.lora=merged",
         )
@@ -361,7 +361,7 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
         raise ConfigError(
             "rollout.options.dtype",
             "float32 with rollout.lora=adapter",
-            why="vLLM's LoRA kernels on CUDA know bfloat16 and float16",
+            why="vLLM's LoRA kernels on CUDA support bfloat16 and float16",
             remedy="dtype: bfloat16, or rollout.lora=merged",
         )
     # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync
@@ -434,7 +434,7 @@ def _explain(error: Exception) -> RolloutError:
     if "memory profiling" in text:
         # vLLM 0.26: memory came free while it measured its own need.
         return RolloutError(
-            "vLLM did not start: the device's memory was used by others meanwhile",
+            "vLLM did not start: other processes used the device's memory meanwhile",
             where=WHERE,
             why=text,
             remedy="start one process at a time on a device",

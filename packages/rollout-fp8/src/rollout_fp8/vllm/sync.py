@@ -52,7 +52,7 @@ class ServedAdapter:
         request = LoRARequest(f"adapter-{number}", number, str(folder))
         try:
             if not self._engine.add_lora(request):
-                return "vLLM did not take it"
+                return "vLLM did not load it"
         except Exception as error:  # noqa: BLE001 - a server's loader raises anything; all ranks get it
             return f"{type(error).__name__}: {error}"
         self.request = request

@@ -62,7 +62,9 @@ class Audit:
         Raises:
             RolloutError: tensors differ; the error names them.
         """
-        assert exported.keys() >= self._holders.keys(), "the export's checksums are of another plan"
+        assert exported.keys() >= self._holders.keys(), (
+            "the export's checksums belong to another plan"
+        )
         wrong = [
             name
             for name, holders in self._holders.items()
@@ -70,10 +72,11 @@ class Audit:
         ]
         if wrong:
             raise RolloutError(
-                "what is served is not what was exported",
+                "the served weights differ from the exported ones",
                 where=WHERE,
                 why=f"{len(wrong)} of {len(self._holders)} tensors differ: {', '.join(wrong[:5])}",
-                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+                remedy="nothing is generated until a sync succeeds: sync again, or restart the "
+                "rollout",
             )
 
 

@@ -110,7 +110,9 @@ class ChecksumPlan:
         table = addresses((parts,))
         for work in self._launches:
             if np.bitwise_or.reduce(table[work.parts], axis=None) % work.word:
-                raise ValueError("a part does not begin at a whole word of memory; call clone()")
+                raise ValueError(
+                    "expected a part that begins at a whole word of memory; call clone()"
+                )
         launches = [
             (work, work.aligned and is_aligned(table[work.parts])) for work in self._launches
         ]
@@ -268,7 +270,7 @@ def _words(part: Tensor, layout: Layout, word: int) -> NDArray[np.unsignedintege
     rows = rows_of(layout)
     as_torch, as_numpy = _VIEWS[word]
     if part.data_ptr() % word:
-        raise ValueError("a part does not begin at a whole word of memory; call clone()")
+        raise ValueError("expected a part that begins at a whole word of memory; call clone()")
     stride = rows.stride if rows.rows > 1 else rows.columns
     return (
         part.detach()

@@ -73,12 +73,12 @@ class Expected:
         if name not in self.shapes:
             return f"{name}: the model has no such weight ({near_matches(name, list(self.shapes))})"
         if not tensor.dtype.is_floating_point:
-            return f"{name}: dtype {tensor.dtype}, a floating one is needed"
+            return f"{name}: expected a floating dtype, got {tensor.dtype}"
         wanted = self.shapes[name]
         given = tuple(tensor.shape)
         if wanted == given:
             return None
-        return f"{name}: shape {list(given)}, the model has {list(wanted)}"
+        return f"{name}: expected shape {list(wanted)}, got {list(given)}"
 
     def _refuse(self, problems: Sequence[str], seen: Container[str]) -> None:
         problems = problems or [f"{name}: missing" for name in self.shapes if name not in seen]
