@@ -67,6 +67,11 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return TARGET.sub(rewrite, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Remove the two colons that announce a block in a docstring, which Markdown would show."""
+    return html.replace("<p>::</p>\n", "").replace("::</p>", ":</p>")
+
+
 def _strings(nav: Any) -> Iterator[str]:
     """Yield every path of the navigation."""
     if isinstance(nav, str):
