@@ -18,6 +18,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.hf_folder import WeightFiles
+from engine_api.process_groups import ensure_process_group, world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_loopback import lora
@@ -25,7 +26,7 @@ from engine_loopback.export import ExportEngine
 from engine_loopback.model import Model
 from engine_loopback.optimizer import build_optimizer, clip_factor, move_state
 from engine_loopback.options import LoopbackOptions
-from engine_loopback.parallel import DTYPES, Layout, ensure_process_group, world_and_rank
+from engine_loopback.parallel import DTYPES, Layout
 from engine_loopback.shape import Kind, read_config, shape_of, weight_shapes
 from engine_loopback.weights import Partition, Weight, fill
 
@@ -78,7 +79,7 @@ class LoopbackEngine(ExportEngine):
             raise
 
     def _build_groups(self, timeout: timedelta) -> None:
-        self._owns_group = ensure_process_group(self.device_type, self.layout.world, timeout)
+        self._owns_group = ensure_process_group(self.device_type, timeout)
         cpu = self.device_type == "cpu"
         self.device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
         several = self.layout.world > 1

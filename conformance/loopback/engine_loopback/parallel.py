@@ -6,7 +6,6 @@ spread over neighbours among the ranks that hold copies of the dense weights (da
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,33 +21,6 @@ from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def world_and_rank() -> tuple[int, int]:
-    """Return the number of ranks and this rank's number, before any process group is made."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
-    return (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])) if launched else (1, 0)
-
-
-def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
-    """Join the launcher's process group or make one of a single rank.
-
-    Returns whether the group was made here.
-    """
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if dist.is_initialized():
-        return False
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if world > 1:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        # HashStore is documented, but not re-exported.
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,10 +27,12 @@ OTHER_CALLS = (
 TIMEOUTS = """
 import torch
 import torch.distributed as dist
+from datetime import timedelta
 from engine_api.config import Parallelism
-from engine_fsdp.parallel import build_layout, ensure_process_group, limit_groups
+from engine_api.process_groups import ensure_process_group
+from engine_fsdp.parallel import build_layout, limit_groups
 
-ensure_process_group("cpu", 77)
+ensure_process_group("cpu", timedelta(seconds=77))
 layout = build_layout(Parallelism(dp_replicate=2), "cpu")
 limit_groups(layout, "cpu", 77)
 groups = [dist.group.WORLD, *layout.mesh.get_all_groups(), layout.shard_group]

@@ -17,9 +17,9 @@ from engine_api.capabilities import Capability
 from engine_api.devices import SIMULATED_NPU
 from engine_api.errors import ConfigError, PluginLoadError, UnsupportedCapability
 from engine_api.optimizers import build_optimizer
+from engine_api.process_groups import ensure_process_group
 from engine_api.registry import Resolution
 from engine_fsdp.attention import choose_kernel
-from engine_fsdp.parallel import ensure_process_group
 from engine_megatron import te
 from engine_npu.device import Npu, load
 from engine_npu.engine import NPUFSDPEngineWithLMHead
@@ -48,7 +48,7 @@ def test_torch_npu_is_there_before_a_group_is_made(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
-        ensure_process_group("npu", timeout_s=1)
+        ensure_process_group("npu", timedelta(seconds=1))
     assert not dist.is_initialized()
     with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
         # In a process without a group. torch's own import of torch_npu may be turned off.

@@ -26,6 +26,7 @@ from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer, state_fields
 from engine_api.prepare import MicroBatches
+from engine_api.process_groups import ensure_process_group
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -45,7 +46,6 @@ from engine_fsdp.options import fsdp_options
 from engine_fsdp.parallel import (
     Layout,
     build_layout,
-    ensure_process_group,
     forget_meshes,
     limit_groups,
     reset_after_failure,
@@ -72,12 +72,13 @@ class FSDPEngine(BaseEngine):
 
     def _build(self) -> None:
         config = self.config
-        self._owns_group = ensure_process_group(self.device_type, self.options.timeout_s)
-        self.device = device_of(self.device_type).current()
+        device = device_of(self.device_type)
+        timeout = timedelta(seconds=self.options.timeout_s)
+        self._owns_group = ensure_process_group(self.device_type, device.group_timeout(timeout))
+        self.device = device.current()
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
         limit_groups(self.layout, self.device_type, self.options.timeout_s)
         self.topology = self.layout.topology
-        timeout = timedelta(seconds=self.options.timeout_s)
         self.comm: Comm = TorchComm(timeout) if self.topology.world_size > 1 else SingleComm()
         asynchronous = config.checkpoint.async_save and self.topology.world_size > 1
         self._save_comm: Comm = TorchComm(timeout) if asynchronous else self.comm

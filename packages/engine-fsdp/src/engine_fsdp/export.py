@@ -6,20 +6,17 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.config import LoraConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
 from engine_api.hf_names import views
+from engine_api.process_groups import all_gather
 from engine_api.weights import ShardExport, WeightExport
 from engine_fsdp import lora as adapters
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam
-
-# torch 2.13 renames this collective and warns of the old name, which is the only one in 2.11.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def export_shards(
@@ -121,7 +118,7 @@ def _gather(
     for part, (_, rows) in zip(send.split(sizes), bucket, strict=True):
         part[: rows.numel()].copy_(rows.reshape(-1))
     receive = send.new_empty(layout.shard_size, send.numel())
-    _all_gather(receive.view(-1), send, group=layout.shard_group)
+    all_gather(receive.view(-1), send, layout.shard_group)
     for part, (entry, _) in zip(receive.split(sizes, dim=1), bucket, strict=True):
         whole = part.reshape(-1)[: entry.param.numel()].view(entry.param.shape)
         yield from _split(entry, whole)

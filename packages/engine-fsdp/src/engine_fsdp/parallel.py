@@ -1,8 +1,7 @@
-"""Process group, device mesh, ``fully_shard``, and collectives of Ulysses sequence parallelism."""
+"""Device mesh, ``fully_shard``, and collectives of Ulysses sequence parallelism."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,27 +25,6 @@ from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def ensure_process_group(device_type: str, timeout_s: int) -> bool:
-    """Join the process group that the launcher describes, or create one of a single rank.
-
-    Returns:
-        True if the group was created here, so that the engine must destroy it.
-    """
-    device = device_of(device_type)
-    device.adopt_local_rank()
-    if dist.is_initialized():
-        return False
-    backend = device.process_groups
-    timeout = device.group_timeout(timedelta(seconds=timeout_s))
-    # Set by torchrun, and by launchers that use its variables.
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from engine_api.hf_folder import WeightFiles, fetch, save_hf
 from engine_api.losses import LossFn, evaluate, needs_of
 from engine_api.manifest import Entry, Manifest
 from engine_api.optimizers import state_fields
+from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -51,7 +52,6 @@ from engine_megatron.parallel import (
     DTYPES,
     ModelParallel,
     build_layout,
-    world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
 from engine_megatron.weights import Reader, attach, check_layout, fill, weight_table

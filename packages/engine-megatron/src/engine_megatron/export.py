@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine_api.process_groups import all_gather
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron.parallel import (
     Layout,
@@ -20,9 +21,6 @@ from engine_megatron.parallel import (
     tensor_group,
 )
 from engine_megatron.weights import Reader, Weight
-
-# torch 2.13 renames the function and warns of its old name; torch 2.11 has only the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def export_shards(table: Sequence[Weight], reader: Reader) -> ShardExport:
@@ -142,7 +140,7 @@ def _gather_split(split: list[tuple[Weight, Tensor]], layout: Layout, reader: Re
     for part, (weight, _) in zip(send.split(sizes), split, strict=True):
         part[: math.prod(weight.box.shape)] = reader.read(weight).reshape(-1)
     received = send.new_empty(layout.tensor, len(send))
-    _all_gather(received.view(-1), send, group=tensor_group())
+    all_gather(received.view(-1), send, tensor_group())
     for parts, (weight, whole) in zip(received.split(sizes, dim=1), split, strict=True):
         for rank, part in enumerate(parts):
             box = weight.box_of(_at(layout, rank))

@@ -7,7 +7,6 @@ expert-parallel ranks, then copies.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,23 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.config import Parallelism
-from engine_api.devices import device_of
 from engine_api.errors import ConfigError
+from engine_api.process_groups import ensure_process_group
 from engine_api.results import Topology
 
 # float8 is a precision of matrix products, whose inputs and outputs are bfloat16.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 # Integer dtypes by size in bytes; NCCL does not add 16-bit integers.
 _INTEGERS = {4: torch.int32, 8: torch.int64}
-
-
-def world_and_rank() -> tuple[int, int]:
-    """Return the number of ranks and this process's rank, also before a process group is made."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    return 1, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,24 +175,6 @@ def build_layout(
     )
 
 
-def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
-    """Join the launcher's process group, or make one of a single rank.
-
-    Returns True if the group was made here, False if it existed before.
-    """
-    device_of(device_type).adopt_local_rank()
-    if dist.is_initialized():
-        return False
-    backend = device_of(device_type).process_groups
-    if world > 1:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        # torch documents HashStore, but does not re-export it.
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    return True
-
-
 class ModelParallel:
     """The process groups of model parallelism.
 
@@ -250,7 +222,7 @@ class ModelParallel:
         """
         from megatron.core import parallel_state
 
-        cls._owns_world |= ensure_process_group(device_type, layout.world, timeout)
+        cls._owns_world |= ensure_process_group(device_type, timeout)
         if not cls._users:
             try:
                 parallel_state.initialize_model_parallel(
