@@ -29,7 +29,9 @@ TARGET = re.compile(r"(?<=\]\()[^\s()#:]+(?=[)#])")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each file outside docs/ to which the navigation or a page links."""
     todo = [DOCS + file.src_uri for file in files.documentation_pages()]
-    todo += [path for path in _strings(config.nav) if files.get_file_from_path(path) is None]
+    outside = [path for path in _strings(config.nav) if files.get_file_from_path(path) is None]
+    # MkDocs reports an entry without a file.
+    todo += [path for path in outside if (ROOT / path).is_file()]
     found: set[str] = set()
     while todo:
         path = todo.pop()
