@@ -95,18 +95,10 @@ def docstrings_of(path: Path, tree: ast.Module) -> Iterator[Docstring]:
                 yield Docstring(f"{path}:{line}", text.splitlines()[0])
         if isinstance(node, ast.ClassDef):
             for field, below in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and is_text(below):
-                    text = below.value.value.strip()
-                    yield Docstring(f"{path}:{field.lineno}", text.splitlines()[0])
-
-
-def is_text(node: ast.stmt) -> bool:
-    """Tell whether a statement is a string alone, as an attribute's docstring is."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+                match field, below:
+                    case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
+                        line = text.strip().splitlines()[0]
+                        yield Docstring(f"{path}:{field.lineno}", line)
 
 
 def is_fragment(line: str) -> bool:
