@@ -100,7 +100,8 @@ def _next_job(pipe: Connection) -> Job | None:
 def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
     """Call the function and return a pickled `Reply`.
 
-    Plain pickle, so that tensors travel by value and not as shared memory of a rank that may die.
+    Plain pickle, so that tensors travel by value and not as shared memory of a rank
+    that may die.
     """
     try:
         return pickle.dumps(Reply(kind="returned", value=function(**kwargs)))

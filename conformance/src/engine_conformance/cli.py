@@ -1,6 +1,7 @@
 """``engine-conformance run | merge | list | explain | verify | badge``.
 
-Exit codes: 0 nothing failed (with ``--certify``: conformant), 1 not, 2 usage, 3 could not run.
+Exit codes: 0 nothing failed (with ``--certify``: conformant), 1 not, 2 usage, 3 could
+not run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Comparisons per token and per weight, never of means, whose failures name place and likely cause.
 
-Each returns the margin: the largest error over its tolerance, which tells 0.02 from 0.97.
+Each returns the margin: the largest error over its tolerance, which tells 0.02 from
+0.97.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = [
 class ConformanceFailure(AssertionError):
     """A quantity that differs from what the contract says.
 
-    ``margin`` is the largest error over its tolerance (infinite for a wrong name, shape or bit),
-    ``where`` its location, ``hints`` likely causes.
+    ``margin`` is the largest error over its tolerance (infinite for a wrong name, shape
+    or bit), ``where`` its location, ``hints`` likely causes.
     """
 
     def __init__(
@@ -216,7 +217,8 @@ def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> 
 def _margins(got: Tensor, want: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """Return the errors, and the errors over their tolerances.
 
-    The latter is infinite where ``got`` is not finite, or where there is an error and no tolerance.
+    The latter is infinite where ``got`` is not finite, or where there is an error and
+    no tolerance.
     """
     error = (got - want).abs()
     # Without the condition a zero error over a zero tolerance would be NaN.

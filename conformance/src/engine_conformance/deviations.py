@@ -11,8 +11,9 @@ Imports no torch.
     until = 2027-03-31                          # a date; past it the file is refused
     world = [2]                                 # optional: world, dtype, device, model_type
 
-A deviation that still fails is reported as ``deviation`` and makes the verdict partial. One that
-passes is ``stale-deviation``, a failure: the list must shrink as defects are fixed.
+A deviation that still fails is reported as ``deviation`` and makes the verdict partial.
+One that passes is ``stale-deviation``, a failure: the list must shrink as defects are
+fixed.
 """
 
 from __future__ import annotations

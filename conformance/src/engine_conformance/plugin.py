@@ -1,9 +1,9 @@
 """The suite as pytest tests.
 
-``pytest -p engine_conformance.plugin --engine NAME --pyargs engine_conformance.cases`` runs it. The
-plug-in is named on the command line and never loaded by itself: an environment that has the suite
-installed runs its other tests as before. Each case in each setting is one test; a case that does
-not run here is a skip with its reason.
+``pytest -p engine_conformance.plugin --engine NAME --pyargs engine_conformance.cases``
+runs it. The plug-in is named on the command line and never loaded by itself: an
+environment that has the suite installed runs its other tests as before. Each case in
+each setting is one test; a case that does not run here is a skip with its reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that the descriptors of this environment can be loaded, made in a child process.
 
-A descriptor is a third party's module: loading it may end the process or never return. Here that
-ends a child and is reported; afterwards the suite's own process loads the same descriptors. Imports
-no torch.
+A descriptor is a third party's module: loading it may end the process or never return.
+Here that ends a child and is reported; afterwards the suite's own process loads the
+same descriptors. Imports no torch.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ FailureKind = Literal["raised", "died", "stalled"]
 class RankFailure:
     """The failure of one rank.
 
-    ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
-    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was). ``output``
-    is the end of what the rank printed.
+    ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full
+    name), ``died`` (the exit code, and the stack of a crash), or ``stalled`` (the stack
+    where it was). ``output`` is the end of what the rank printed.
     """
 
     rank: int

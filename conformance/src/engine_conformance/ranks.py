@@ -1,8 +1,8 @@
 """A pool of ranks: processes that share one process group, driven over pipes by name of function.
 
-The parent holds no process group. A rank that raises, dies or stalls fails the call with a report
-of every rank's state; the pool is then killed, by its own process ids only, and the next call
-starts a new one: one failure never becomes many.
+The parent holds no process group. A rank that raises, dies or stalls fails the call
+with a report of every rank's state; the pool is then killed, by its own process ids
+only, and the next call starts a new one: one failure never becomes many.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _OUTPUT_LINES = 20
 class RankPool:
     """``world`` processes in one process group: gloo on ``cpu``, NCCL on ``cuda``.
 
-    Functions are named ``"module:function"`` and imported in each rank, so they live in importable
-    modules; arguments and results are pickled. Ranks see RANK, LOCAL_RANK, WORLD_SIZE and
-    OMP_NUM_THREADS=1, are seeded with 0 before each call, and have one device each.
+    Functions are named ``"module:function"`` and imported in each rank, so they live in
+    importable modules; arguments and results are pickled. Ranks see RANK, LOCAL_RANK,
+    WORLD_SIZE and OMP_NUM_THREADS=1, are seeded with 0 before each call, and have one
+    device each.
 
     Args:
         world: number of ranks; one rank has a process group of one.
@@ -329,7 +330,8 @@ _running: set[RankPool] = set()
 def get_pool(world: int, device: str = "cpu") -> RankPool:
     """Return the pool of this world size and device, kept for the life of the process.
 
-    Only one world size stays alive on an accelerator, whose memory idle ranks would hold.
+    Only one world size stays alive on an accelerator, whose memory idle ranks would
+    hold.
     """
     if device != "cpu":
         for key in [key for key in _pools if key[1] == device and key[0] != world]:

@@ -1,10 +1,11 @@
 """CUDA simulated by the CPU, so that an engine that knows only CUDA can be tested without a device.
 
-The shim answers what Megatron-core 0.16.1 asks of ``torch.cuda`` in the course of a step: the
-current device is the CPU, streams and synchronization do nothing, ``device="cuda"`` makes a CPU
-tensor, and a CPU tensor whose type Megatron asks for says that it is a CUDA tensor. It changes the
-whole process and is a fixture of tests, never part of an engine. It shows arithmetic and the order
-of collectives, nothing about a device. A report made with it says ``cpu (shimmed)``.
+The shim answers what Megatron-core 0.16.1 asks of ``torch.cuda`` in the course of a
+step: the current device is the CPU, streams and synchronization do nothing,
+``device="cuda"`` makes a CPU tensor, and a CPU tensor whose type Megatron asks for says
+that it is a CUDA tensor. It changes the whole process and is a fixture of tests, never
+part of an engine. It shows arithmetic and the order of collectives, nothing about a
+device. A report made with it says ``cpu (shimmed)``.
 """
 
 # The replaced functions are torch's own, with torch's arguments.
@@ -54,8 +55,8 @@ class _Nothing:
 def _silent() -> Callable[..., None]:
     """Return a new function that does nothing.
 
-    It is new each time because torch.compile's tables refuse one object under several of torch's
-    names.
+    It is new each time because torch.compile's tables refuse one object under several
+    of torch's names.
     """
     return lambda *_, **__: None
 

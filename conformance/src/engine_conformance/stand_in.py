@@ -1,10 +1,11 @@
 """A device called npu made of CPU tensors, so that an engine for NPUs can be tested without one.
 
-A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward, backward,
-optimizers, copies and gloo's collectives are those of the CPU. It shows that an engine's code works
-on a device other than cpu and cuda, nothing about Ascend's kernels, HCCL, streams or memory. It is
-made of torch's private Python backends, changes the whole process, and is a fixture of tests. A
-report made with it says ``simulated``, and gives no certificate.
+A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward,
+backward, optimizers, copies and gloo's collectives are those of the CPU. It shows that
+an engine's code works on a device other than cpu and cuda, nothing about Ascend's
+kernels, HCCL, streams or memory. It is made of torch's private Python backends, changes
+the whole process, and is a fixture of tests. A report made with it says ``simulated``,
+and gives no certificate.
 """
 
 # The replaced functions are torch's own, with torch's arguments.

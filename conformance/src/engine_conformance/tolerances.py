@@ -1,17 +1,19 @@
 """The suite's tolerances: one table, quantity by dtype, each number derived where it is defined.
 
-They belong to the suite, never to an engine, and hold for the suite's own fixtures, from whose
-scale they are derived: hidden states of size 1, logits of standard deviation 4.
+They belong to the suite, never to an engine, and hold for the suite's own fixtures,
+from whose scale they are derived: hidden states of size 1, logits of standard deviation
+4.
 
-The derivation: ``u`` is the unit roundoff. A sum of K products accumulated in the same precision is
-off by about ``sqrt(K) u`` relative to the sum's size (Higham and Mary 2019, "A new approach to
-probabilistic rounding error analysis", theorem 2.4); K is 64 to 128 here, hence ``sqrt(128)``.
-16-bit products are accumulated in float32 and rounded once, hence 1. A layer has about 8 roundings
-in sequence (norm, projection, scores, mix, projection, norm, up, down), which add up as a random
-walk: ``sqrt(8 * layers)``. Their product, ``noise``, is the relative error of a hidden state.
+The derivation: ``u`` is the unit roundoff. A sum of K products accumulated in the same
+precision is off by about ``sqrt(K) u`` relative to the sum's size (Higham and Mary
+2019, "A new approach to probabilistic rounding error analysis", theorem 2.4); K is 64
+to 128 here, hence ``sqrt(128)``. 16-bit products are accumulated in float32 and rounded
+once, hence 1. A layer has about 8 roundings in sequence (norm, projection, scores, mix,
+projection, norm, up, down), which add up as a random walk: ``sqrt(8 * layers)``. Their
+product, ``noise``, is the relative error of a hidden state.
 
-Seen with float32 and bfloat16 models of transformers, 2 and 8 layers: the largest error of a
-log-probability is a tenth to a half of its tolerance.
+Seen with float32 and bfloat16 models of transformers, 2 and 8 layers: the largest error
+of a log-probability is a tenth to a half of its tolerance.
 """
 
 from __future__ import annotations
@@ -156,14 +158,15 @@ def gradient_tolerance(
 ) -> Tensor:
     """Return the largest error of each element of a gradient, absolute.
 
-    In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as for everything that is
-    summed in different orders.
+    In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as for
+    everything that is summed in different orders.
 
-    In 16-bit types an element is a sum over tokens of products with independent errors: backward's,
-    with twice the roundings of forward (``sqrt(2) noise``), and the softmax's, whose derivative
-    moves by as much as a logit does (``_LOGIT_STD noise``); at the largest of 1e5 elements (4.5
-    sigmas), relative to the gradient's `spread`: 153 u for 2 layers, that is 0.60. Seen in
-    bfloat16, over 70 batches and seven models: 0.43.
+    In 16-bit types an element is a sum over tokens of products with independent errors:
+    backward's, with twice the roundings of forward (``sqrt(2) noise``), and the
+    softmax's, whose derivative moves by as much as a logit does (``_LOGIT_STD noise``);
+    at the largest of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`:
+    153 u for 2 layers, that is 0.60. Seen in bfloat16, over 70 batches and seven
+    models: 0.43.
     """
     if _PRECISION[dtype][1] > 1:
         return (_FLOAT32_GRADIENT * grad.abs().max()).expand_as(grad)
@@ -175,10 +178,11 @@ def moment_tolerance(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the largest error of Adam's moments after ``result``, by field and name.
 
-    Relative to their largest element in float32. In 16-bit types the errors of the steps' gradients
-    are independent, as in `gradient_tolerance`: ``(1 - beta1) e`` of the first moment, with ``e``
-    relative to the root of the sum of squares that the second one holds, and by the derivative of a
-    square twice that times the element of the second.
+    Relative to their largest element in float32. In 16-bit types the errors of the
+    steps' gradients are independent, as in `gradient_tolerance`: ``(1 - beta1) e`` of
+    the first moment, with ``e`` relative to the root of the sum of squares that the
+    second one holds, and by the derivative of a square twice that times the element of
+    the second.
     """
     first = result.optimizer.exp_avg
     second = result.optimizer.exp_avg_sq

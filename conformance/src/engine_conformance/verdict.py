@@ -36,8 +36,8 @@ class Judgement:
 def judge(rows: Iterable[Row]) -> Verdict:
     """Return the verdict on some rows.
 
-    It is ``non-conformant`` if a row that counts fails, and ``partial`` if nothing ran or something
-    could not be shown.
+    It is ``non-conformant`` if a row that counts fails, and ``partial`` if nothing ran
+    or something could not be shown.
     """
     statuses = {row.outcome.status for row in rows if not row.provisional}
     if statuses & BAD:
@@ -66,8 +66,8 @@ def is_complete(
 ) -> bool:
     """Return whether nothing was left out by hand, without which no verdict is ``conformant``.
 
-    For a joined report: whether each setting of its rows was asked for as a whole by one of its
-    parts.
+    For a joined report: whether each setting of its rows was asked for as a whole by
+    one of its parts.
 
     Args:
         selection: the cases and settings asked for, by the names of a report's ``selection``.
@@ -122,8 +122,8 @@ def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
 def exit_code(rows: Sequence[Row], verdicts: Sequence[Judgement], *, certify: bool) -> int:
     """Return the exit code of a run.
 
-    0: nothing failed, and with ``certify`` every verdict is conformant; 1: something failed or is
-    not conformant; 3: nothing was shown.
+    0: nothing failed, and with ``certify`` every verdict is conformant; 1: something
+    failed or is not conformant; 3: nothing was shown.
     """
     statuses = [row.outcome.status for row in rows if not row.provisional]
     if any(status in BAD for status in statuses):

@@ -36,8 +36,8 @@ __all__ = [
 CaseFunction = Callable[[Target], "float | None"]
 """Function of a case.
 
-It raises `ConformanceFailure` (or the pool's `RankError`), and returns the margin where it compared
-numbers.
+It raises `ConformanceFailure` (or the pool's `RankError`), and returns the margin where
+it compared numbers.
 """
 
 PROFILES = ("engine", "rl", "rollout")

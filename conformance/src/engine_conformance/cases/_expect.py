@@ -63,10 +63,10 @@ def trained_on(
 ) -> PackedDocuments:
     """Return a batch of these lengths on which rounding changes no choice of experts.
 
-    A model without experts gets the batch of this seed and these lengths. In float32 every choice
-    is clear enough. In bfloat16 two router logits may each be off by their tolerance: the first
-    batch from the seed on is taken whose choices are clearer than that, which only few and short
-    documents are.
+    A model without experts gets the batch of this seed and these lengths. In float32
+    every choice is clear enough. In bfloat16 two router logits may each be off by their
+    tolerance: the first batch from the seed on is taken whose choices are clearer than
+    that, which only few and short documents are.
     """
     if oracle.config.moe is None or target.dtype == "float32":
         return documents(seed, lengths)
@@ -112,7 +112,8 @@ def oracle_training(
 ) -> TrainResult:
     """Run the oracle's steps.
 
-    The defaults are those of `Target.config` without clipping and decay, and its model type's loss.
+    The defaults are those of `Target.config` without clipping and decay, and its model
+    type's loss.
     """
     oracle = oracle_of(folder)
     return train_steps(

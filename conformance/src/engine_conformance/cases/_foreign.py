@@ -1,7 +1,8 @@
 """Writer of a portable checkpoint in the format of docs/contract.md, without engine-api.
 
-The checkpoint looks as if three ranks had written it. Boxes are such as no engine makes: columns,
-an L and its corner, tensors that one rank holds alone, another cut for each tensor.
+The checkpoint looks as if three ranks had written it. Boxes are such as no engine
+makes: columns, an L and its corner, tensors that one rank holds alone, another cut for
+each tensor.
 """
 
 from __future__ import annotations

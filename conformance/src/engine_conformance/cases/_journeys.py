@@ -224,8 +224,8 @@ class Stage:
 def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
     """Compare a run that changes engine or layout with the oracle's uninterrupted run.
 
-    A checkpoint hands the run over after every ``steps`` steps. What is loaded must be what was
-    saved, bit for bit; names, moments, step and schedule must be the oracle's.
+    A checkpoint hands the run over after every ``steps`` steps. What is loaded must be
+    what was saved, bit for bit; names, moments, step and schedule must be the oracle's.
     """
     first = stages[0].target
     oracle = oracle_of(str(model))

@@ -83,8 +83,8 @@ def layout_holds(
 ) -> float:
     """Compare inference on all sets of lengths and steps of clipped AdamW with the oracle.
 
-    The shards are checked last. Ranks that share documents must answer bit for bit the same
-    (`merged`), and all must export the same bits.
+    The shards are checked last. Ranks that share documents must answer bit for bit the
+    same (`merged`), and all must export the same bits.
     """
     oracle = oracle_of(str(model))
     calls = [

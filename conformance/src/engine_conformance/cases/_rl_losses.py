@@ -1,7 +1,8 @@
 """Objectives of reinforcement learning for an engine (sums, float32) and the oracle (float64).
 
-Log-probs are the policy's now; the batch carries ``old_log_probs`` of the policy that sampled and
-``ref_log_probs`` of the reference. Every term is summed over tokens with its ``loss_weight``.
+Log-probs are the policy's now; the batch carries ``old_log_probs`` of the policy that
+sampled and ``ref_log_probs`` of the reference. Every term is summed over tokens with
+its ``loss_weight``.
 """
 
 from __future__ import annotations

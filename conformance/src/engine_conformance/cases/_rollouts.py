@@ -83,9 +83,9 @@ Action = Sync | Generate | Do
 class Reply:
     """Result of one action.
 
-    ``crash`` is the traceback of an error that is not the contract's; ``version`` the rollout's
-    ``weight_version`` afterwards; ``used`` the device's memory in use then, in bytes (0 on the
-    CPU).
+    ``crash`` is the traceback of an error that is not the contract's; ``version`` the
+    rollout's ``weight_version`` afterwards; ``used`` the device's memory in use then,
+    in bytes (0 on the CPU).
     """
 
     action: Action

@@ -64,8 +64,8 @@ def sampled(seed: int = 1, **kwargs: Any) -> SamplingParams:
 def rollout_model(target: Target, **kwargs: Any) -> Path:
     """Return a generated model whose heads have 32 elements, or 64 with experts.
 
-    Kernels of servers have a smallest head, and 16 is below it. SGLang 0.5.16 serves experts in
-    bf16 with none of 32.
+    Kernels of servers have a smallest head, and 16 is below it. SGLang 0.5.16 serves
+    experts in bf16 with none of 32.
     """
     # Untied: a tied head with random weights mostly repeats the last token.
     # Qwen2 has no head_dim of its own: its heads share the hidden size.
@@ -210,8 +210,8 @@ def _check_completion(
 def served(target: Target, reply: Reply, folder: Path, where: str, *, version: int) -> float:
     """Require that every token came from the weights of ``folder``, and return the margin.
 
-    Greedy tokens must be the oracle's, or lie behind its choice by no more than rounding explains;
-    the log-probs of sampled ones must be the oracle's.
+    Greedy tokens must be the oracle's, or lie behind its choice by no more than
+    rounding explains; the log-probs of sampled ones must be the oracle's.
     """
     action = reply.action
     oracle = oracle_of(str(folder))

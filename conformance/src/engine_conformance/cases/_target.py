@@ -110,8 +110,8 @@ class Target:
     def model(self, **kwargs: Any) -> Path:
         """Return the folder of a generated model of this model type, written once.
 
-        The keywords are arguments of `TinyModel`. Tied by default; a value model has no head to
-        tie.
+        The keywords are arguments of `TinyModel`. Tied by default; a value model has no
+        head to tie.
         """
         value = self.model_type == "value_model"
         arguments: dict[str, Any] = {"tied": not value, "value_model": value} | kwargs
@@ -127,8 +127,9 @@ class Target:
     def config(self, model: Path, **sections: Any) -> EngineConfig:
         """Return a configuration for ``model``: AdamW at 1e-3, without clipping.
 
-        Each of ``sections`` replaces a whole part of it. The layout is the target's, and everything
-        on one rank where the world is one; so are the backend's own options.
+        Each of ``sections`` replaces a whole part of it. The layout is the target's,
+        and everything on one rank where the world is one; so are the backend's own
+        options.
         """
         precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
         parts = {

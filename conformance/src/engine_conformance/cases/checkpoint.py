@@ -191,12 +191,13 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
 def resume_bitwise(target: Target) -> None:
     """A run that is saved, loaded and continued MUST equal the one that went on, bit for bit.
 
-    A fresh engine loads it. Compared are weights, moments, losses, schedule, ``weight_version``,
-    every rank's generators and the caller's ``extra``. A gradient that was there before the load is
-    dropped.
+    A fresh engine loads it. Compared are weights, moments, losses, schedule,
+    ``weight_version``, every rank's generators and the caller's ``extra``. A gradient
+    that was there before the load is dropped.
 
-    If this fails: the optimizer is not restored, or steps once with zero gradients when it is
-    (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule starts again.
+    If this fails: the optimizer is not restored, or steps once with zero gradients when
+    it is (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule
+    starts again.
     """
     _resumes(target, target.model())
 
@@ -205,8 +206,8 @@ def resume_bitwise(target: Target) -> None:
 def resume_bfloat16(target: Target) -> None:
     """A run with bfloat16 weights and moments MUST resume bit for bit as well, and stay finite.
 
-    If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a read in
-    another dtype.
+    If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a
+    read in another dtype.
     """
     precision = Precision(master="bfloat16", compute="bfloat16")
     _resumes(target, target.model(), precision=precision)
@@ -216,7 +217,8 @@ def resume_bfloat16(target: Target) -> None:
 def resume_moe(target: Target) -> None:
     """A mixture of experts MUST resume bit for bit as well.
 
-    If this fails: moments of fused experts are saved in another order than they are read.
+    If this fails: moments of fused experts are saved in another order than they are
+    read.
     """
     _resumes(target, target.model(family="qwen3_moe", tied=False))
 
@@ -227,9 +229,9 @@ def keys(target: Target) -> float:
 
     Tied weights are stored once, too.
 
-    If this fails: local layer numbers or a wrapper's prefix in the names (Megatron-LM #7452);
-    moments of a padded shard; a step count that pre-initialization has moved (Automodel #3191,
-    Megatron-LM #5974).
+    If this fails: local layer numbers or a wrapper's prefix in the names (Megatron-LM
+    #7452); moments of a padded shard; a step count that pre-initialization has moved
+    (Automodel #3191, Megatron-LM #5974).
     """
     model = target.model()
     folder = target.scratch()
@@ -268,8 +270,9 @@ def across_worlds(target: Target) -> float:
 
     From one rank to several, through every declared layout, and back to one.
 
-    If this fails: shards are stored by rank, not by place (verl, miles and AReaL state it as a
-    limit); names are those of a rank's own layers (Megatron-LM #7452, NeMo-RL #671).
+    If this fails: shards are stored by rank, not by place (verl, miles and AReaL state
+    it as a limit); names are those of a rank's own layers (Megatron-LM #7452, NeMo-RL
+    #671).
     """
     model = target.model()
     folder = target.scratch()
@@ -444,8 +447,8 @@ def asynchronous_failure(target: Target) -> float:
 
     Then the engine goes on.
 
-    If this fails: training runs for days without a checkpoint; the failed save is raised for ever,
-    or hangs the ranks that wrote their own part.
+    If this fails: training runs for days without a checkpoint; the failed save is
+    raised for ever, or hangs the ranks that wrote their own part.
     """
     model = target.model()
     batch = documents(59, "uneven")

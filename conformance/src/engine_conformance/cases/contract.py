@@ -98,8 +98,8 @@ def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
 def signatures(target: Target) -> None:
     """Members of ``Engine`` MUST exist and be callable with the contract's arguments and defaults.
 
-    If this fails: a renamed or reordered argument; an argument of the engine's own without a
-    default.
+    If this fails: a renamed or reordered argument; an argument of the engine's own
+    without a default.
     """
     problems = target.run(signatures_of, target.config(target.model()))[0]
     must(not problems, "members", "; ".join(problems))
@@ -167,7 +167,8 @@ def state_machine(target: Target) -> None:
 
     ``close`` is idempotent.
 
-    If this fails: an AttributeError of something that is not built yet, or a second group of ranks.
+    If this fails: an AttributeError of something that is not built yet, or a second
+    group of ranks.
     """
     ranks = target.run(
         states, target.config(target.model()), batch=documents(1, "equal"), folder=target.scratch()
@@ -273,11 +274,12 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
 def leaves_nothing(target: Target) -> None:
     """``close`` MUST leave no thread, child, file, process group, variable or memory behind.
 
-    Process groups and memory of the device are compared after a first life, which may fill caches,
-    and a second one.
+    Process groups and memory of the device are compared after a first life, which may
+    fill caches, and a second one.
 
-    If this fails: a writer thread or a worker keeps the process from ending; groups pile up with
-    each engine; the default process group is destroyed though the engine did not make it.
+    If this fails: a writer thread or a worker keeps the process from ending; groups
+    pile up with each engine; the default process group is destroyed though the engine
+    did not make it.
     """
     folder = target.scratch()
     ranks = target.run(

@@ -103,12 +103,13 @@ def _check_order(names: Sequence[str]) -> None:
 def exact(target: Target) -> None:
     """The export MUST have the checkpoint's names and bits, each once, in one order on all ranks.
 
-    Tied weights come once. In the stored dtype and in bfloat16, whatever the size of buckets. A
-    value model's holds the score's weight and bias, and no head of a language model.
+    Tied weights come once. In the stored dtype and in bfloat16, whatever the size of
+    buckets. A value model's holds the score's weight and bias, and no head of a
+    language model.
 
-    If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut off, fused
-    experts keep their fused names, a name carries a wrapper's prefix, a score lives outside the
-    module that is exported.
+    If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut
+    off, fused experts keep their fused names, a name carries a wrapper's prefix, a
+    score lives outside the module that is exported.
     """
     if target.model_type == VALUE:
         _check_export(target, target.model())
@@ -121,7 +122,8 @@ def exact(target: Target) -> None:
 def moe(target: Target) -> None:
     """Every expert MUST be exported under its own Hugging Face name, bit for bit.
 
-    If this fails: gate and up halves are swapped, or experts are numbered within a rank.
+    If this fails: gate and up halves are swapped, or experts are numbered within a
+    rank.
     """
     _check_export(target, target.model(family="qwen3_moe", tied=False))
 
@@ -132,7 +134,8 @@ def round_trip(target: Target) -> None:
 
     The folder is written here, from the export alone.
 
-    If this fails: names, shapes or transpositions that only the engine's own loading takes back.
+    If this fails: names, shapes or transpositions that only the engine's own loading
+    takes back.
     """
     model = target.model()
     batches = [documents(43, "uneven")]
@@ -148,8 +151,9 @@ def round_trip(target: Target) -> None:
 def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[int, int, int]:
     """Return the most bytes of new storages alive at a yield.
 
-    In addition, the bytes of the whole export and of its largest tensor. A storage that was there
-    before, or outlives the export, is the engine's own weight: it is not counted.
+    In addition, the bytes of the whole export and of its largest tensor. A storage that
+    was there before, or outlives the export, is the engine's own weight: it is not
+    counted.
     """
     # The ranks freeze the objects of earlier jobs, which gc.get_objects would then leave out.
     gc.unfreeze()
@@ -197,12 +201,12 @@ def _alive(tensors: Sequence[Tensor]) -> dict[int, int]:
 def bounded(target: Target) -> float:
     """Whole tensors MUST take ``bucket_bytes`` at most at a time, or be one larger tensor.
 
-    Looked at from outside: new tensors that live at a yield, and on an accelerator the peak of its
-    memory. Four times the bound is allowed: what is packed, sent and received, and the tensor that
-    is handed out.
+    Looked at from outside: new tensors that live at a yield, and on an accelerator the
+    peak of its memory. Four times the bound is allowed: what is packed, sent and
+    received, and the tensor that is handed out.
 
-    If this fails: all weights are gathered first, so that an export needs memory for the whole
-    model on each rank.
+    If this fails: all weights are gathered first, so that an export needs memory for
+    the whole model on each rank.
     """
     bucket = 64 << 10
     margins = []
@@ -238,9 +242,9 @@ def shards_cover(target: Target) -> float:
 
     They come in the export's order.
 
-    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are
-    not counted. If it stalls: the export communicates between two tensors, where ranks may read at
-    a pace of their own.
+    If this fails: uneven shards have a wrong offset, a rank without rows is left out,
+    replicas are not counted. If it stalls: the export communicates between two tensors,
+    where ranks may read at a pace of their own.
     """
     models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
     experts = Capability.MOE in target.capabilities and target.model_type == LM
@@ -287,8 +291,8 @@ def save_hf(target: Target) -> float:
 
     Weights and answers are equal to the engine's own.
 
-    If this fails: config.json names another dtype, head, architecture or base of rotary angles; a
-    tied head is stored under both names.
+    If this fails: config.json names another dtype, head, architecture or base of rotary
+    angles; a tied head is stored under both names.
     """
     folder = target.scratch()
     margins = list[float]()

@@ -62,7 +62,8 @@ def load_all(
 ) -> Loads:
     """Take a step, load every damaged checkpoint between two looks, and take another step.
 
-    Return each load's error. A look is the weights' digest, and a save where folders are given.
+    Return each load's error. A look is the weights' digest, and a save where folders
+    are given.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batch)]
@@ -168,12 +169,14 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
 def failed_load(target: Target) -> float:
     """A failed load MUST raise its typed error on every rank and change nothing.
 
-    Weights, moments, step and generators stay as they are. Truncated, altered by one bit,
-    incomplete, of a newer contract, of another model or optimizer, a pickle, absent; its optimizer
-    state without one weight's, its tensors in another checkpoint's files.
+    Weights, moments, step and generators stay as they are. Truncated, altered by one
+    bit, incomplete, of a newer contract, of another model or optimizer, a pickle,
+    absent; its optimizer state without one weight's, its tensors in another
+    checkpoint's files.
 
-    If this fails: tensors are copied in before all are checked; a rank that read its own good file
-    goes on alone; state that is missing is made up; files are read wherever the manifest says.
+    If this fails: tensors are copied in before all are checked; a rank that read its
+    own good file goes on alone; state that is missing is made up; files are read
+    wherever the manifest says.
     """
     model = target.model()
     other = target.model(num_layers=1, seed=4)
@@ -246,8 +249,8 @@ NoRoom = tuple[list[EngineError | None], list[str], Trained]
 def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoRoom:
     """Save, then once for each rank without free space, once more, and once to a taken name.
 
-    Return the errors, and ``latest`` after each save. The limit on the size of a file stands for a
-    full disk: writing fails in the middle of a file.
+    Return the errors, and ``latest`` after each save. The limit on the size of a file
+    stands for a full disk: writing fails in the middle of a file.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batch)]
@@ -311,11 +314,12 @@ def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list
 def no_room(target: Target) -> float:
     """A save that cannot be written MUST raise on every rank and keep the earlier one the latest.
 
-    No folder under the final name, the engine goes on, the next save succeeds, a taken name is
-    refused. Each rank is without room in turn; one that writes no large file need not notice.
+    No folder under the final name, the engine goes on, the next save succeeds, a taken
+    name is refused. Each rank is without room in turn; one that writes no large file
+    need not notice.
 
-    If this fails: rank 0 renames before the others have written; ``latest`` is replaced first; a
-    stall is a rank that raised while the others wait for it.
+    If this fails: rank 0 renames before the others have written; ``latest`` is replaced
+    first; a stall is a rank that raised while the others wait for it.
     """
     model = target.model(vocab_size=2048)
     folder = target.scratch()

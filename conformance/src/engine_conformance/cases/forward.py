@@ -75,13 +75,13 @@ def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
 def llama(target: Target) -> float:
     """Every token's outputs MUST be the oracle's for Llama, with its own head and a tied one.
 
-    The outputs are log-probs and entropy. Also with another base of RoPE and epsilon of the norms,
-    by the new and the old keys of config.json, and in a document of 300 tokens. In bfloat16 the
-    softmax is float32's.
+    The outputs are log-probs and entropy. Also with another base of RoPE and epsilon of
+    the norms, by the new and the old keys of config.json, and in a document of 300
+    tokens. In bfloat16 the softmax is float32's.
 
-    If this fails: the hint under the failure names a shift (alignment), a document or its first
-    tokens; positions in bfloat16, which holds no odd number above 256 (transformers #29285); RoPE's
-    base looked for under an old key.
+    If this fails: the hint under the failure names a shift (alignment), a document or
+    its first tokens; positions in bfloat16, which holds no odd number above 256
+    (transformers #29285); RoPE's base looked for under an old key.
     """
     margins = [
         _per_token(target, target.model(family="llama", tied=tied)) for tied in (False, True)
@@ -125,11 +125,11 @@ def qwen3(target: Target) -> float:
 def qwen3_moe(target: Target) -> float:
     """Log-probs and entropy of every token of a mixture of experts MUST be the oracle's.
 
-    The chosen experts' weights are normalised where config.json has ``norm_topk_prob``, and only
-    there. Tokens whose choice of experts rounding may change are left out.
+    The chosen experts' weights are normalised where config.json has ``norm_topk_prob``,
+    and only there. Tokens whose choice of experts rounding may change are left out.
 
-    If this fails: weights of the chosen experts not normalised, or always (Qwen3 #687); fused
-    expert tensors in another order.
+    If this fails: weights of the chosen experts not normalised, or always (Qwen3 #687);
+    fused expert tensors in another order.
     """
     models = [
         target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed)
@@ -163,7 +163,8 @@ def values(target: Target) -> float:
 def temperature(target: Target) -> float:
     """Logits MUST be divided by the call's temperature before log-probs and entropy.
 
-    If this fails: log-probs scaled after the softmax, or an entropy that knows no temperature.
+    If this fails: log-probs scaled after the softmax, or an entropy that knows no
+    temperature.
     """
     calls = [
         InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.5, 0.7, 1.6)
@@ -175,7 +176,8 @@ def temperature(target: Target) -> float:
 def isolation(target: Target) -> float:
     """Outputs of one document MUST NOT depend on the batch's other documents, nor on their order.
 
-    If this fails: the mask lets tokens see the document before (packing), or padding is not masked.
+    If this fails: the mask lets tokens see the document before (packing), or padding is
+    not masked.
     """
     first = documents(5)
     other = packed_documents(99, LENGTHS["uneven"])
@@ -237,7 +239,8 @@ def causal(target: Target) -> float:
 def loss_weight_is_inert(target: Target) -> None:
     """Fields other than tokens (loss weights, advantages) MUST change no output, bit for bit.
 
-    If this fails: masked tokens are cut out of the sequence, so that later ones no longer see them.
+    If this fails: masked tokens are cut out of the sequence, so that later ones no
+    longer see them.
     """
     batch = documents(5)
     other = replace(batch, loss_weight=batch.loss_weight * 0, advantages=batch.advantages + 1)
@@ -262,8 +265,8 @@ def repeats(target: Target) -> None:
 
     The weights need no seed.
 
-    If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel
-    is not deterministic.
+    If this fails: dropout is on in inference, weights are read into uninitialized
+    memory, a kernel is not deterministic.
     """
     model = target.model()
     calls = [asking(target, documents(5))]
@@ -279,8 +282,8 @@ def repeats(target: Target) -> None:
 def microbatch_split(target: Target) -> float:
     """Outputs MUST come in the batch's token order whatever the token budget of a micro-batch is.
 
-    If this fails: outputs of micro-batches are concatenated, though balancing has reordered the
-    documents.
+    If this fails: outputs of micro-batches are concatenated, though balancing has
+    reordered the documents.
     """
     model = target.model()
     call = asking(target, documents(5, "uneven"))
@@ -300,7 +303,8 @@ def microbatch_split(target: Target) -> float:
 def _few(target: Target) -> int | None:
     """Return the sets of lengths for a few checks.
 
-    A value model shares all but the head with the language model: its chunks need no second look.
+    A value model shares all but the head with the language model: its chunks need no
+    second look.
     """
     return 2 if target.model_type == VALUE else None
 
@@ -309,8 +313,8 @@ def _few(target: Target) -> int | None:
 def no_documents(target: Target) -> float:
     """A rank without documents MUST take part in inference, and answer with nothing.
 
-    If this fails with a stall: the ranks with documents wait in a collective that the empty one
-    never enters.
+    If this fails with a stall: the ranks with documents wait in a collective that the
+    empty one never enters.
     """
     return _all_match(target, target.model(), [asking(target, documents(5, "single"))])
 
@@ -323,8 +327,8 @@ def repeat_and_save(
 ) -> tuple[Repeated, str]:
     """Make the same call twice between two looks at everything, then take a step.
 
-    The digest of the weights after it is returned, too. A look is the weights' digest and
-    ``weight_version``, and a save where folders are given.
+    The digest of the weights after it is returned, too. A look is the weights' digest
+    and ``weight_version``, and a save where folders are given.
     """
     with opened(setup) as engine:
         # The generator must not stand where a seed puts it, or an engine that seeds it leaves it as
@@ -351,8 +355,9 @@ def pure(target: Target) -> None:
 
     It repeats bit for bit.
 
-    If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step
-    counter moves; weights stay gathered and the next step updates the copies.
+    If this fails: dropout or a sampler draws from the generator; weights are cast in
+    place; a step counter moves; weights stay gathered and the next step updates the
+    copies.
     """
     folder = target.scratch()
     batch = documents(4)

@@ -33,12 +33,12 @@ EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 
 def tp(target: Target) -> float:
     """Tensor parallelism MUST NOT change outputs, loss, norm or update, and its ranks MUST agree.
 
-    The norm is the gradient's. Grouped heads, norms of heads, a head tied to the embedding; the
-    norm counts replicated weights once.
+    The norm is the gradient's. Grouped heads, norms of heads, a head tied to the
+    embedding; the norm counts replicated weights once.
 
-    If this fails: gradients of norms, which every rank computes from its own heads, are not summed
-    (Megatron-LM #7452), replicated weights enter the norm once a rank (verl #4710), the split
-    vocabulary's log-sum-exp is a rank's own.
+    If this fails: gradients of norms, which every rank computes from its own heads, are
+    not summed (Megatron-LM #7452), replicated weights enter the norm once a rank (verl
+    #4710), the split vocabulary's log-sum-exp is a rank's own.
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=target.world))
 
@@ -47,8 +47,8 @@ def tp(target: Target) -> float:
 def tp_families(target: Target) -> float:
     """Biases, models without norms of heads and heads of their own MUST be split as rightly.
 
-    If this fails: a bias behind a sum over ranks is added once a rank; the untied head is split
-    another way than the embedding, and its gradient is a rank's own.
+    If this fails: a bias behind a sum over ranks is added once a rank; the untied head
+    is split another way than the embedding, and its gradient is a rank's own.
     """
     models = [target.model(family=family, tied=False, **WIDE) for family in ("qwen2", "llama")]
     return max(layout_holds(target, model, Parallelism(tp=target.world)) for model in models)
@@ -58,7 +58,8 @@ def tp_families(target: Target) -> float:
 def pp(target: Target) -> float:
     """A pipeline MUST NOT change outputs, loss, norm or update, and stages MUST report alike.
 
-    The norm is the gradient's. With batches of fewer micro-batches than stages, and of several.
+    The norm is the gradient's. With batches of fewer micro-batches than stages, and of
+    several.
 
     If this fails: the loss is known on the last stage only, the norm is a stage's own,
     micro-batches are averaged, or the last one is lost when they are fewer than stages.
@@ -70,8 +71,9 @@ def pp(target: Target) -> float:
 def pp_tied(target: Target) -> float:
     """A tied embedding MUST stay one weight when first and last stage both hold it.
 
-    If this fails: the two copies' gradients are not summed, so that they drift apart; the norm
-    counts both; the export or a checkpoint holds two (NeMo-RL #227, Megatron-LM #7452).
+    If this fails: the two copies' gradients are not summed, so that they drift apart;
+    the norm counts both; the export or a checkpoint holds two (NeMo-RL #227,
+    Megatron-LM #7452).
     """
     return layout_holds(target, target.model(tied=True, **DEEP), Parallelism(pp=target.world))
 
@@ -82,8 +84,9 @@ def cp(target: Target) -> float:
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
-    If this fails: targets are shifted within a rank (verl PR 4250), positions or the mask are a
-    rank's own, documents see each other across the split, the gradient is counted once a rank.
+    If this fails: targets are shifted within a rank (verl PR 4250), positions or the
+    mask are a rank's own, documents see each other across the split, the gradient is
+    counted once a rank.
     """
     return layout_holds(target, target.model(), Parallelism(cp=target.world))
 
@@ -92,9 +95,9 @@ def cp(target: Target) -> float:
 def ep(target: Target) -> float:
     """Expert parallelism MUST NOT change a token's outputs, nor loss, gradient norm or update.
 
-    If this fails: experts are numbered within a rank, tokens beyond a capacity are dropped, the
-    experts' gradients are summed over ranks that hold other experts, or averaged as the dense ones
-    (Megatron-LM #7452).
+    If this fails: experts are numbered within a rank, tokens beyond a capacity are
+    dropped, the experts' gradients are summed over ranks that hold other experts, or
+    averaged as the dense ones (Megatron-LM #7452).
     """
     return layout_holds(target, target.model(**EXPERTS), Parallelism(ep=target.world))
 
@@ -103,8 +106,9 @@ def ep(target: Target) -> float:
 def tp_pp(target: Target) -> float:
     """Tensor and pipeline parallelism MUST compose.
 
-    If this fails: the tied embedding's gradient is summed over the wrong group, the norm counts a
-    stage or a replicated weight twice (Megatron-LM #7452 lists such compositions).
+    If this fails: the tied embedding's gradient is summed over the wrong group, the
+    norm counts a stage or a replicated weight twice (Megatron-LM #7452 lists such
+    compositions).
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=2, pp=2))
 
@@ -113,8 +117,8 @@ def tp_pp(target: Target) -> float:
 def tp_dp(target: Target) -> float:
     """Tensor and data parallelism MUST compose.
 
-    If this fails: the denominator or a metric counts a data-parallel rank as often as it has
-    members.
+    If this fails: the denominator or a metric counts a data-parallel rank as often as
+    it has members.
     """
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=2))
 
@@ -125,7 +129,8 @@ def pp_dp(target: Target) -> float:
 
     The rank is a data-parallel one.
 
-    If this fails: pipelines make different numbers of micro-batches and wait for each other.
+    If this fails: pipelines make different numbers of micro-batches and wait for each
+    other.
     """
     return layout_holds(target, target.model(), Parallelism(pp=2), lengths=("skewed", "single"))
 
@@ -134,8 +139,8 @@ def pp_dp(target: Target) -> float:
 def cp_dp(target: Target) -> float:
     """Context and data parallelism MUST compose, also where a data-parallel rank has no document.
 
-    If this fails: gradients are averaged over one of the two groups; a rank without tokens leaves a
-    collective.
+    If this fails: gradients are averaged over one of the two groups; a rank without
+    tokens leaves a collective.
     """
     return layout_holds(target, target.model(), Parallelism(cp=2), lengths=("skewed", "single"))
 
@@ -144,8 +149,8 @@ def cp_dp(target: Target) -> float:
 def ep_dp(target: Target) -> float:
     """Expert and data parallelism MUST compose: several ranks hold the same experts.
 
-    If this fails: the copies of an expert drift apart, or their gradients are divided by the number
-    of all ranks.
+    If this fails: the copies of an expert drift apart, or their gradients are divided
+    by the number of all ranks.
     """
     return layout_holds(target, target.model(**EXPERTS), Parallelism(ep=2))
 
@@ -163,8 +168,8 @@ def tp_checkpoint(target: Target) -> float:
 
     Optimizer and schedule are included.
 
-    If this fails: a split weight is stored with a rank's offset within another dimension,
-    replicated ones several times.
+    If this fails: a split weight is stored with a rank's offset within another
+    dimension, replicated ones several times.
     """
     return _round_trip(target, WIDE, Parallelism(tp=target.world))
 
@@ -173,8 +178,8 @@ def tp_checkpoint(target: Target) -> float:
 def pp_checkpoint(target: Target) -> float:
     """A checkpoint MUST go from one rank into a pipeline and back, under the layers' global names.
 
-    If this fails: layers are numbered within a stage (Megatron-LM #7452, NeMo-RL #671), a tied head
-    is stored twice.
+    If this fails: layers are numbered within a stage (Megatron-LM #7452, NeMo-RL #671),
+    a tied head is stored twice.
     """
     return _round_trip(target, DEEP, Parallelism(pp=target.world))
 
@@ -185,8 +190,8 @@ def ep_checkpoint(target: Target) -> float:
 
     Experts have their global names in it.
 
-    If this fails: experts are numbered within a rank, or their moments stand in another order than
-    they do.
+    If this fails: experts are numbered within a rank, or their moments stand in another
+    order than they do.
     """
     return _round_trip(target, EXPERTS, Parallelism(ep=target.world))
 
@@ -195,8 +200,8 @@ def ep_checkpoint(target: Target) -> float:
 def tp_to_pp(target: Target) -> float:
     """A checkpoint MUST load from tensor parallelism into a pipeline, and from a pipeline back.
 
-    If this fails: shards are stored by rank and not by place (verl, miles and AReaL state it as a
-    limit), or under names of a layout (Megatron-LM #7452, NeMo-RL #671).
+    If this fails: shards are stored by rank and not by place (verl, miles and AReaL
+    state it as a limit), or under names of a layout (Megatron-LM #7452, NeMo-RL #671).
     """
     tensor = Parallelism(tp=target.world)
     pipeline = Parallelism(pp=target.world)
@@ -209,8 +214,8 @@ def tp_indivisible(target: Target) -> float:
 
     Heads, key heads and a vocabulary.
 
-    If this fails: the remainder is dropped, padding of the vocabulary enters the log-sum-exp or the
-    export, or some ranks fail while the others wait.
+    If this fails: the remainder is dropped, padding of the vocabulary enters the
+    log-sum-exp or the export, or some ranks fail while the others wait.
     """
     odd = (
         {"num_heads": 3, "num_kv_heads": 3},
@@ -228,7 +233,8 @@ def pp_indivisible(target: Target) -> float:
 
     Fewer layers than stages as well.
 
-    If this fails: a layer is lost or computed twice, or an empty stage waits for another.
+    If this fails: a layer is lost or computed twice, or an empty stage waits for
+    another.
     """
     return max(
         right_or_refused(target, target.model(num_layers=n), Parallelism(pp=2)) for n in (3, 1)
@@ -241,7 +247,8 @@ def ep_indivisible(target: Target) -> float:
 
     A model without any expert as well.
 
-    If this fails: the last experts are on no rank, or the size is ignored for a dense model.
+    If this fails: the last experts are on no rank, or the size is ignored for a dense
+    model.
     """
     models = (target.model(**EXPERTS | {"num_experts": 5}), target.model())
     return max(right_or_refused(target, model, Parallelism(ep=2)) for model in models)

@@ -62,8 +62,8 @@ def adapter_run(
 ) -> tuple[list[Trained], list[dict[str, Tensor]], list[Answer]]:
     """Train, and look at adapter, merged export and outputs at each step.
 
-    The adapter is taken before the step, the merged export after it. Outputs are with and without
-    the adapter.
+    The adapter is taken before the step, the merged export after it. Outputs are with
+    and without the adapter.
     """
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
@@ -94,12 +94,12 @@ def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 def trains(target: Target) -> float:
     """Only the adapter MUST train, as the oracle's does, merge into the export and come off.
 
-    Merged it is exported; off it leaves the base model. The adapter's own export has PEFT's names;
-    B starts at zero.
+    Merged it is exported; off it leaves the base model. The adapter's own export has
+    PEFT's names; B starts at zero.
 
     If this fails: the merged export sends base weights (a comment in verl's
-    _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or not at all,
-    gradients of A are those of a shard.
+    _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or
+    not at all, gradients of A are those of a shard.
     """
     model = target.model(tied=False)
     folder = target.scratch()
@@ -141,8 +141,9 @@ def _steps_match(
 ) -> float:
     """Compare each step with the oracle's from the engine's own adapter before it.
 
-    The moments are the oracle's. Not the run as a whole: in bfloat16 rounding decides where an
-    element of B goes whose gradient nearly vanishes, and the next gradient of A is made of B.
+    The moments are the oracle's. Not the run as a whole: in bfloat16 rounding decides
+    where an element of B goes whose gradient nearly vanishes, and the next gradient of
+    A is made of B.
     """
     margins = list[float]()
     before = start
@@ -207,7 +208,8 @@ def switched(target: Target) -> float:
 
     The answers are the trained adapter's, also where it trains with dropout.
 
-    If this fails: the adapter stays off after a reference; its dropout is on in inference.
+    If this fails: the adapter stays off after a reference; its dropout is on in
+    inference.
     """
     model = target.model(tied=False)
     batches = _batches()[:2]
@@ -284,11 +286,11 @@ def base_weights(
 def base(target: Target) -> None:
     """The base export after a step MUST be the folder's weights bit for bit, in the merged order.
 
-    The merged order is that of the merged export. Of an engine that has no adapter it is a
-    ``ConfigError``.
+    The merged order is that of the merged export. Of an engine that has no adapter it
+    is a ``ConfigError``.
 
-    If this fails: the adapter is merged into it, and a server that adds the adapter serves it
-    twice; its names have the wrapped layers' ``base_layer``.
+    If this fails: the adapter is merged into it, and a server that adds the adapter
+    serves it twice; its names have the wrapped layers' ``base_layer``.
     """
     model = target.model(tied=False)
     batch = documents(90, "uneven")
@@ -332,8 +334,8 @@ def shards_of(
 def shards(target: Target) -> float:
     """Shards of merged weights, base and adapter MUST each make the whole export, bit for bit.
 
-    If this fails: shards are always merged ones, or those of an adapter have another order or no
-    boxes.
+    If this fails: shards are always merged ones, or those of an adapter have another
+    order or no boxes.
     """
     model = target.model(tied=False)
     batch = documents(90, "uneven")

@@ -64,7 +64,8 @@ def _with(target: Target, memory: Memory, **model: object) -> float:
 def chunks(target: Target) -> float:
     """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
 
-    If this fails: the last chunk, which is shorter, is dropped, or padding carries loss.
+    If this fails: the last chunk, which is shorter, is dropped, or padding carries
+    loss.
     """
     memory = Memory(logit_chunk=3, pad_to_multiple=16, reshard_after_forward=False, max_tokens=32)
     return _with(target, memory, tied=False)
@@ -83,7 +84,8 @@ def recompute(target: Target) -> float:
 def offload(target: Target) -> float:
     """Weights or optimizer state on the host MUST NOT change loss, gradient norm or update.
 
-    If this fails: a gradient norm of the host's part alone, moments that do not come back.
+    If this fails: a gradient norm of the host's part alone, moments that do not come
+    back.
     """
     kinds = (Memory(offload_params=True), Memory(offload_optimizer=True))
     return max(
@@ -106,8 +108,8 @@ def compiled(target: Target) -> float:
 
     The second batch has as many tokens in documents of other lengths.
 
-    If this fails: a graph break or a new shape falls back to another attention; the first batch's
-    mask is a constant of the graph.
+    If this fails: a graph break or a new shape falls back to another attention; the
+    first batch's mask is a constant of the graph.
     """
     folder = target.model(num_layers=1)
     batches = (documents(83, "equal"), _other_lengths())
@@ -122,7 +124,8 @@ def compiled(target: Target) -> float:
 def half_precision(target: Target) -> float:
     """bfloat16 on float32 masters MUST stay within its tolerance and move the float32 weights.
 
-    If this fails: masters are rounded to bfloat16 after the step, so that small updates are lost.
+    If this fails: masters are rounded to bfloat16 after the step, so that small updates
+    are lost.
     """
     model = target.model()
     half = replace(target, dtype="bfloat16")

@@ -40,8 +40,8 @@ def policy(target: Target) -> float:
 
     The denominator is the caller's.
 
-    If this fails: the engine divides by its own count of tokens; metrics are averaged, or counted
-    once a rank.
+    If this fails: the engine divides by its own count of tokens; metrics are averaged,
+    or counted once a rank.
     """
     model = target.model()
     oracle = oracle_of(str(model))
@@ -83,8 +83,8 @@ def _near(oracle: OracleModel, batch: PackedDocuments) -> PackedDocuments:
 def entropy(target: Target) -> float:
     """A loss that asks for entropy MUST get its gradient too.
 
-    If this fails: entropy is detached, or a fused head or kernel differentiates it wrongly (verl
-    #1720: the loss changes).
+    If this fails: entropy is detached, or a fused head or kernel differentiates it
+    wrongly (verl #1720: the loss changes).
     """
     model = target.model(tied=False)
     batches = _batches("uneven")

@@ -44,12 +44,12 @@ _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"
 def dp(target: Target) -> float:
     """Data parallelism MUST NOT change loss, norm or update, and replicas MUST stay bitwise equal.
 
-    The norm is the gradient's. One rank and several, with unequal tokens on each, with ranks
-    without a document, and with the norm clipped.
+    The norm is the gradient's. One rank and several, with unequal tokens on each, with
+    ranks without a document, and with the norm clipped.
 
-    If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over
-    tokens (AReaL PR 335, torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the
-    norm is a rank's own (verl #4710).
+    If this fails with a ratio: gradients or losses are averaged over ranks instead of
+    summed over tokens (AReaL PR 335, torchtitan #2318, prime-rl #2562, miles #3231,
+    Megatron-LM #4590), or the norm is a rank's own (verl #4710).
     """
     model = target.model()
     batches = tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single")))
@@ -89,8 +89,8 @@ def hsdp(target: Target) -> float:
 
     The norm is the gradient's.
 
-    If this fails with a ratio: the gradient of the copies is averaged, or their norm is summed
-    (torchtitan #2318).
+    If this fails with a ratio: the gradient of the copies is averaged, or their norm is
+    summed (torchtitan #2318).
     """
     return layout_holds(target, target.model(), Parallelism(dp_replicate=2))
 
@@ -101,8 +101,8 @@ def ulysses(target: Target) -> float:
 
     With documents that cross the split, and numbers of tokens that it does not divide.
 
-    If this fails: targets are shifted within a rank, so that tokens at the split are wrong (verl PR
-    4250); the gradient is counted once a rank.
+    If this fails: targets are shifted within a rank, so that tokens at the split are
+    wrong (verl PR 4250); the gradient is counted once a rank.
     """
     return layout_holds(target, target.model(num_kv_heads=4), Parallelism(ulysses=target.world))
 
@@ -111,7 +111,8 @@ def ulysses(target: Target) -> float:
 def ulysses_kv_heads(target: Target) -> float:
     """Sequence parallelism over more ranks than there are KV heads MUST be right.
 
-    If this fails: ranks that share a KV head read another one, or its gradient is not summed.
+    If this fails: ranks that share a KV head read another one, or its gradient is not
+    summed.
     """
     model = target.model(num_kv_heads=target.world // 2, tied=False)
     return layout_holds(target, model, Parallelism(ulysses=target.world))
@@ -121,8 +122,8 @@ def ulysses_kv_heads(target: Target) -> float:
 def ulysses_with_data(target: Target) -> float:
     """Sequence parallelism MUST compose with data parallelism, sharded and replicated.
 
-    If this fails: the denominator or a metric counts a data-parallel rank as often as it has
-    members.
+    If this fails: the denominator or a metric counts a data-parallel rank as often as
+    it has members.
     """
     layouts = (Parallelism(ulysses=2), Parallelism(ulysses=2, dp_replicate=2))
     return max(
@@ -262,10 +263,11 @@ for _capability in MODEL_PARALLEL:
 def misfit(target: Target) -> None:
     """Sizes whose product is not the world MUST raise ``ConfigError`` on every rank.
 
-    The ranks stay usable. Of every kind of parallelism that the engine declares, alone and with
-    data parallelism.
+    The ranks stay usable. Of every kind of parallelism that the engine declares, alone
+    and with data parallelism.
 
-    If this fails: some ranks are left out, or wait for others in a group that never forms.
+    If this fails: some ranks are left out, or wait for others in a group that never
+    forms.
     """
     world = target.world
     sizes = [Parallelism(dp_shard=world + 1), Parallelism(dp_shard=3)]

@@ -52,8 +52,9 @@ def _loaded(backend: str, source: str) -> subprocess.CompletedProcess[str]:
 def light(target: Target) -> None:
     """Loading the descriptor MUST import no torch, and a fresh process MUST find it.
 
-    If this fails: the descriptor's module imports the engine, or an option's default needs torch; a
-    stale ``.egg-info`` hides the entry point (vLLM PR #43987: a named plug-in is silently ignored).
+    If this fails: the descriptor's module imports the engine, or an option's default
+    needs torch; a stale ``.egg-info`` hides the entry point (vLLM PR #43987: a named
+    plug-in is silently ignored).
     """
     done = _loaded(target.backend, target.resolution.source)
     last = (
@@ -111,7 +112,8 @@ def load_classes(setup: Setup) -> list[str]:
 def classes(target: Target) -> None:
     """The class and options dataclass of a descriptor MUST exist, and its data MUST be plain.
 
-    If this fails: a renamed class; options that need arguments, so that none given means an error.
+    If this fails: a renamed class; options that need arguments, so that none given
+    means an error.
     """
     problems = target.run(load_classes, target.config(target.model()))[0]
     must(not problems, "descriptor", "; ".join(problems))

@@ -96,12 +96,12 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
 def gold(target: Target) -> float:
     """An earlier release's checkpoint MUST load and export bit for bit, and train as the oracle.
 
-    From its weights, both moments and its step; the files are part of the suite and never
-    rewritten.
+    From its weights, both moments and its step; the files are part of the suite and
+    never rewritten.
 
-    If this fails: a key, a box or a field of the manifest changed its meaning without a new major
-    version; the step is not restored, so that Adam's bias correction or the schedule begins again
-    (Automodel #3191, Megatron-LM #5974).
+    If this fails: a key, a box or a field of the manifest changed its meaning without a
+    new major version; the step is not restored, so that Adam's bias correction or the
+    schedule begins again (Automodel #3191, Megatron-LM #5974).
     """
     folders = sorted(GOLD.glob(f"contract-*/{target.model_type}"))
     assert folders, f"no gold checkpoint of a {target.model_type}"
@@ -127,13 +127,13 @@ def _state_of(result: TrainResult) -> dict[str, Tensor]:
 def foreign(target: Target) -> float:
     """A checkpoint that no engine wrote MUST load and train on, whatever its boxes.
 
-    So MUST the way back. The suite writes the oracle's weights, moments and step after three steps,
-    by the format's description alone, for three ranks, in columns and corners; it reads the
-    engine's own checkpoint two steps later.
+    So MUST the way back. The suite writes the oracle's weights, moments and step after
+    three steps, by the format's description alone, for three ranks, in columns and
+    corners; it reads the engine's own checkpoint two steps later.
 
-    If this fails: a reader takes shards by rank or by row and not by their boxes, expects its own
-    layout or its own files of ranks, or moments lose their names (NeMo-RL #671, Megatron-LM #7452,
-    #5895).
+    If this fails: a reader takes shards by rank or by row and not by their boxes,
+    expects its own layout or its own files of ranks, or moments lose their names
+    (NeMo-RL #671, Megatron-LM #7452, #5895).
     """
     model = target.model()
     done = oracle_training(str(model), gold_batches(0, 3), optimizer=ADAMW, schedule=RATES)
@@ -161,12 +161,12 @@ def _partner(target: Target, *needs: Capability) -> Target:
 def partner(target: Target) -> float:
     """A run that passes to another engine and back MUST equal one without interruption.
 
-    It passes by checkpoints. Weights, both moments, step and schedule, two steps in each engine, in
-    the partner's own layout.
+    It passes by checkpoints. Weights, both moments, step and schedule, two steps in
+    each engine, in the partner's own layout.
 
-    If this fails: the optimizer stays behind (no peer offers it across backends: Megatron-LM
-    #5895), names are an engine's own (NeMo-RL #671), or the state of one engine's generators is fed
-    to the other's.
+    If this fails: the optimizer stays behind (no peer offers it across backends:
+    Megatron-LM #5895), names are an engine's own (NeMo-RL #671), or the state of one
+    engine's generators is fed to the other's.
     """
     other = _partner(target)
     stages = [
@@ -189,8 +189,8 @@ def partner_tp(target: Target) -> float:
 
     Weights, both moments, step and schedule; the embedding is tied, heads are grouped.
 
-    If this fails: moments are cut by rank and not by the box of their weight, so that rows are
-    right and columns wrong.
+    If this fails: moments are cut by rank and not by the box of their weight, so that
+    rows are right and columns wrong.
     """
     return _there_and_back(target, Parallelism(tp=2))
 
@@ -199,11 +199,11 @@ def partner_tp(target: Target) -> float:
 def partner_pp(target: Target) -> float:
     """Another engine's dp 2, then a pipeline, then dp 2 again MUST equal one run.
 
-    Weights, both moments, step and schedule; the tied embedding is on both stages, and in the
-    checkpoint once.
+    Weights, both moments, step and schedule; the tied embedding is on both stages, and
+    in the checkpoint once.
 
-    If this fails: layers are numbered within a stage (NeMo-RL #671), or the last stage's tied
-    embedding has no moments.
+    If this fails: layers are numbered within a stage (NeMo-RL #671), or the last
+    stage's tied embedding has no moments.
     """
     return _there_and_back(target, Parallelism(pp=2))
 
@@ -219,8 +219,8 @@ def partner_tp_pp(target: Target) -> float:
 
     Weights, both moments, step and schedule; the number of ranks changes on both ways.
 
-    If this fails: the place in one group is taken for the place in the other, or the number of
-    ranks for that at the save.
+    If this fails: the place in one group is taken for the place in the other, or the
+    number of ranks for that at the save.
     """
     return _there_and_back(target, Parallelism(tp=2, pp=2))
 
@@ -236,8 +236,8 @@ def partner_ep(target: Target) -> float:
 
     Weights, both moments, step and schedule, expert by expert.
 
-    If this fails: experts are numbered within a rank, or their moments stand in another order than
-    they do.
+    If this fails: experts are numbered within a rank, or their moments stand in another
+    order than they do.
     """
     model = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
     return _there_and_back(target, Parallelism(ep=2), Capability.MOE, **model)

@@ -103,7 +103,8 @@ def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | 
 def bad_arguments(target: Target) -> None:
     """Arguments that make no sense MUST raise ``ConfigError``, and leave the engine usable.
 
-    If this fails: a temperature of zero gives infinite logits, a denominator of zero NaN gradients.
+    If this fails: a temperature of zero gives infinite logits, a denominator of zero
+    NaN gradients.
     """
     ranks = target.run(bad_calls, target.config(target.model()), batch=documents(1, "equal"))
     for rank, (errors, loss) in enumerate(ranks):
@@ -120,8 +121,8 @@ def bad_arguments(target: Target) -> None:
 def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 
-    No engine is left behind. A folder without weights, a folder that is absent, an unknown
-    optimizer, a misspelt option, head or kernel.
+    No engine is left behind. A folder without weights, a folder that is absent, an
+    unknown optimizer, a misspelt option, head or kernel.
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
@@ -183,7 +184,8 @@ def without_optimizer(target: Target) -> None:
 
     It refuses by ``EngineStateError``.
 
-    If this fails: a reference model pays for moments, or cannot read the policy's checkpoint.
+    If this fails: a reference model pays for moments, or cannot read the policy's
+    checkpoint.
     """
     config = target.config(target.model(), optimizer=None)
     ranks = target.run(inference_only, config, batch=documents(1, "equal"), folder=target.scratch())

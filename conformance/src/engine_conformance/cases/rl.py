@@ -93,13 +93,14 @@ def on_policy(
 def ratio_is_one(target: Target) -> float:
     """Log-probs in ``train_batch`` on policy MUST be those of ``infer_batch`` bit for bit.
 
-    PPO's ratio is then exactly 1. At one micro-batch split, whether or not entropy is computed, at
-    temperatures 1 and 0.7, before and after a step, in one micro-batch and in several. A value
-    model's values alike.
+    PPO's ratio is then exactly 1. At one micro-batch split, whether or not entropy is
+    computed, at temperatures 1 and 0.7, before and after a step, in one micro-batch and
+    in several. A value model's values alike.
 
-    If this fails: training and inference run other kernels, dtypes or modes (dropout, another
-    attention, a head that rounds its logits elsewhere), so that clipping and importance weights
-    correct a mismatch that need not be there (verl #2996, NeMo-RL #4243).
+    If this fails: training and inference run other kernels, dtypes or modes (dropout,
+    another attention, a head that rounds its logits elsewhere), so that clipping and
+    importance weights correct a mismatch that need not be there (verl #2996, NeMo-RL
+    #4243).
     """
     batch = documents(110, "uneven")
     for memory in (Memory(), SPLIT):
@@ -158,11 +159,12 @@ def fresh(setup: Setup, batch: PackedDocuments, load: Path | None = None) -> Ans
 def old_and_new_by_one_path(target: Target) -> float:
     """Equal weights MUST give equal bits: again, after a backward pass, and in another instance.
 
-    The other instance has them from the exported tensors, and from a checkpoint where that is
-    declared.
+    The other instance has them from the exported tensors, and from a checkpoint where
+    that is declared.
 
-    If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not exported, or
-    weights are stored in one dtype and computed with in another that an instance makes anew.
+    If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not
+    exported, or weights are stored in one dtype and computed with in another that an
+    instance makes anew.
     """
     model = target.model()
     folder = target.scratch()
@@ -194,13 +196,14 @@ def _epochs(target: Target, most: int) -> int:
 def ppo(target: Target) -> float:
     """PPO's updates MUST be the oracle's, with old and reference log-probs by ``infer_batch``.
 
-    Two epochs on one batch, then a new batch. Clipped surrogate, KL to the reference and entropy
-    bonus in one loss; loss, norm, weights, and the clipped fraction and KL as sums, after every
-    update. In bfloat16 one epoch: whom a second one clips, rounding decides.
+    Two epochs on one batch, then a new batch. Clipped surrogate, KL to the reference
+    and entropy bonus in one loss; loss, norm, weights, and the clipped fraction and KL
+    as sums, after every update. In bfloat16 one epoch: whom a second one clips,
+    rounding decides.
 
-    If this fails: old log-probs are recomputed with the new weights (the ratio is always 1), the
-    reference follows the policy, entropy is detached (verl #1720), metrics are averaged over ranks,
-    or the loss over micro-batches (verl #3294).
+    If this fails: old log-probs are recomputed with the new weights (the ratio is
+    always 1), the reference follows the policy, entropy is detached (verl #1720),
+    metrics are averaged over ranks, or the loss over micro-batches (verl #3294).
     """
     plan = ((documents(120, "uneven"), 2), (documents(121, "skewed"), 1))
     phases = [
@@ -234,12 +237,13 @@ def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocum
 def grpo(target: Target) -> float:
     """GRPO's updates MUST be the oracle's: group-relative advantages, document means, k3.
 
-    The estimator k3 of the KL to the reference is part of the loss. Two epochs on one batch (in
-    bfloat16 one), then another one, over the number of documents (arXiv:2402.03300, eq. 3 and 4).
+    The estimator k3 of the KL to the reference is part of the loss. Two epochs on one
+    batch (in bfloat16 one), then another one, over the number of documents
+    (arXiv:2402.03300, eq. 3 and 4).
 
-    If this fails: the engine divides by its own count of tokens, so that long answers weigh less
-    (arXiv:2503.20783); documents of one group lie on several ranks and are averaged a rank
-    (prime-rl #2562).
+    If this fails: the engine divides by its own count of tokens, so that long answers
+    weigh less (arXiv:2503.20783); documents of one group lie on several ranks and are
+    averaged a rank (prime-rl #2562).
     """
     batches = (_grouped(documents(122, "uneven"), 1), _grouped(documents(123, "uneven"), 2))
     phases = [
@@ -253,11 +257,11 @@ def grpo(target: Target) -> float:
 def value(target: Target) -> float:
     """A critic's updates under a clipped value loss MUST be the oracle's.
 
-    Old values are by ``infer_batch``. Two epochs on one batch (in bfloat16 one), so that values are
-    clipped about the old ones, then another batch.
+    Old values are by ``infer_batch``. Two epochs on one batch (in bfloat16 one), so
+    that values are clipped about the old ones, then another batch.
 
-    If this fails: values are shifted by a token against returns, or old values are those of the new
-    weights.
+    If this fails: values are shifted by a token against returns, or old values are
+    those of the new weights.
     """
     plan = ((documents(124, "uneven"), 2), (documents(125, "skewed"), 1))
     phases = [
@@ -326,11 +330,11 @@ _VERSIONS = {
 def version(target: Target) -> None:
     """``weight_version`` MUST tell exported weights apart and grow by one per step.
 
-    The same version has the same weights. Nothing else changes it but a load, which brings back
-    version and weights together.
+    The same version has the same weights. Nothing else changes it but a load, which
+    brings back version and weights together.
 
-    If this fails: a rollout takes stale weights for new ones, or new ones for those it has, and
-    off-policy corrections are made for the wrong policy.
+    If this fails: a rollout takes stale weights for new ones, or new ones for those it
+    has, and off-policy corrections are made for the wrong policy.
     """
     ranks = target.run(
         versions,
@@ -378,10 +382,11 @@ def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
 def reference(target: Target) -> float:
     """The policy with its adapter off MUST be the base model's reference bit for bit.
 
-    The first KL is exactly 0. Before and after steps, as an engine without any adapter computes it.
+    The first KL is exactly 0. Before and after steps, as an engine without any adapter
+    computes it.
 
-    If this fails: base weights are merged and unmerged again, and rounded; the adapter's dropout or
-    scale stays on.
+    If this fails: base weights are merged and unmerged again, and rounded; the
+    adapter's dropout or scale stays on.
     """
     model = target.model(tied=False)
     batch = documents(113, "uneven")

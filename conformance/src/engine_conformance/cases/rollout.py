@@ -1,7 +1,7 @@
 """Duties of a rollout: it serves the weights that it was given, and reports them token by token.
 
-Stopping completions from outside (``finish_reason`` ``abort``) has no member in the contract yet:
-it comes with asynchronous generation, and its cases with it.
+Stopping completions from outside (``finish_reason`` ``abort``) has no member in the
+contract yet: it comes with asynchronous generation, and its cases with it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ assert not heavy, f"loading the descriptor imports {{heavy}}"
 def descriptor(target: Target) -> None:
     """The descriptor MUST load without torch, state a served contract, and probe every device.
 
-    The probe never raises. An explicit device is never replaced, and a misspelt name is refused
-    with the near match.
+    The probe never raises. An explicit device is never replaced, and a misspelt name is
+    refused with the near match.
 
-    If this fails: the descriptor's module imports the rollout; a missing driver is an exception of
-    the probe.
+    If this fails: the descriptor's module imports the rollout; a missing driver is an
+    exception of the probe.
     """
     code = _LIGHT.format(path=sys.path, backend=target.backend)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -131,10 +131,11 @@ def signatures(target: Target) -> None:
 def states(target: Target) -> None:
     """Generating before a first sync or after ``close`` MUST be a ``RolloutError`` with a remedy.
 
-    ``wake_up`` of one that is awake, and ``close`` of one that is closed, change nothing.
+    ``wake_up`` of one that is awake, and ``close`` of one that is closed, change
+    nothing.
 
-    If this fails: random weights answer as if they were trained; a closed one fails with an error
-    of its inside.
+    If this fails: random weights answer as if they were trained; a closed one fails
+    with an error of its inside.
     """
     model = rollout_model(target)
     ask = Generate(prompts=prompts_of(4), sampling=GREEDY)
@@ -174,10 +175,11 @@ def states(target: Target) -> None:
 def greedy(target: Target) -> float:
     """Temperature 0 MUST give the likeliest tokens for every family, batch and number of samples.
 
-    Prompts of uneven length stand in one call, one of them twice; no prompts give no completions.
+    Prompts of uneven length stand in one call, one of them twice; no prompts give no
+    completions.
 
-    If this fails: padding is attended to or shifts positions; a tied head is stale or random;
-    biases and norms of queries and keys are not read.
+    If this fails: padding is attended to or shifts positions; a tied head is stale or
+    random; biases and norms of queries and keys are not read.
     """
     margins = []
     for kwargs in FAMILIES + MORE:
@@ -198,8 +200,8 @@ def log_probs(target: Target) -> float:
 
     Logits are divided by the temperature before the softmax.
 
-    If this fails: log-probs are taken before the temperature (vLLM's default ``raw_logprobs``), or
-    of the token after.
+    If this fails: log-probs are taken before the temperature (vLLM's default
+    ``raw_logprobs``), or of the token after.
     """
     margins = []
     for kwargs in FAMILIES:
@@ -219,11 +221,11 @@ def log_probs(target: Target) -> float:
 def truncation(target: Target) -> float:
     """``top_k`` and ``top_p`` MUST exclude tokens, but leave log-probs of the whole distribution.
 
-    ``top_k=1`` is greedy. No sampled token lies outside the nucleus (Holtzman et al. 2019,
-    arXiv:1904.09751).
+    ``top_k=1`` is greedy. No sampled token lies outside the nucleus (Holtzman et al.
+    2019, arXiv:1904.09751).
 
-    If this fails: log-probs are renormalized over what is left, which biases the importance weights
-    of the loss.
+    If this fails: log-probs are renormalized over what is left, which biases the
+    importance weights of the loss.
     """
     model = rollout_model(target)
     cuts = [{"top_k": 1}, {"top_k": 4}, {"top_p": 0.6}, {"top_p": 0.0001}]
@@ -256,12 +258,12 @@ DRAWS = 256  # of each prompt
 def sampling(target: Target) -> float:
     """Samples MUST follow the model's distribution, repeat with the seed, and differ without.
 
-    They differ among ``n``, too. First tokens of a vocabulary of 16 are compared, at temperatures 1
-    and 2, by Pearson's chi-square at a level of 1e-4.
+    They differ among ``n``, too. First tokens of a vocabulary of 16 are compared, at
+    temperatures 1 and 2, by Pearson's chi-square at a level of 1e-4.
 
-    If this fails: the temperature reaches the log-probs and not the draw; one generator serves all
-    rows, so that a group of samples is one sample; a server's default seed makes every step draw
-    alike.
+    If this fails: the temperature reaches the log-probs and not the draw; one generator
+    serves all rows, so that a group of samples is one sample; a server's default seed
+    makes every step draw alike.
     """
     model = rollout_model(target)
     small = rollout_model(target, vocab_size=16, seed=3)
@@ -296,8 +298,8 @@ def stop(target: Target) -> None:
     Completions stand in their prompts' order. A stop token of the
     model and one of the call are alike; one at the very last place is a stop.
 
-    If this fails: the stop token is cut off (the loss never learns to end); rows that ended early
-    come back first.
+    If this fails: the stop token is cut off (the loss never learns to end); rows that
+    ended early come back first.
     """
     model = rollout_model(target)
     prompts, paths = clear_paths(target, model, 6)
@@ -328,11 +330,11 @@ def stop(target: Target) -> None:
 def bad_requests(target: Target) -> float:
     """A senseless request MUST raise ``RolloutError`` or ``ConfigError``.
 
-    The rollout stays usable. Where one prompt is at fault the error names it: empty, too long, or
-    with a token outside the vocabulary.
+    The rollout stays usable. Where one prompt is at fault the error names it: empty,
+    too long, or with a token outside the vocabulary.
 
-    If this fails: a token outside the vocabulary reads other memory, or ends the process on a GPU;
-    a negative temperature draws the unlikeliest tokens.
+    If this fails: a token outside the vocabulary reads other memory, or ends the
+    process on a GPU; a negative temperature draws the unlikeliest tokens.
     """
     model = rollout_model(target)
     good = prompts_of(4, 3)
@@ -359,11 +361,12 @@ def bad_requests(target: Target) -> float:
 def engine(target: Target) -> float:
     """Log-probs of generated tokens MUST be the engine's own after each step and sync.
 
-    Both are of the same text. Versions are the engine's, one more after each step. Needs the name
-    of an engine.
+    Both are of the same text. Versions are the engine's, one more after each step.
+    Needs the name of an engine.
 
-    If this fails: the first sync works and later ones change nothing; the export's names are mapped
-    to another tensor; rollout and engine divide by the temperature differently.
+    If this fails: the first sync works and later ones change nothing; the export's
+    names are mapped to another tensor; rollout and engine divide by the temperature
+    differently.
     """
     model = rollout_model(target)
     optimizer = OptimizerConfig(lr=1e-2, clip_norm=None)

@@ -26,15 +26,15 @@ from engine_conformance.cases._target import Target
 def sync(target: Target) -> float:
     """All of the new weights and nothing else MUST be served after every sync, first and later.
 
-    Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as
-    an engine may do. Prompts repeat, one of them long enough for a cache of prefixes. Every token
-    carries the version.
+    Weights A, B, A, C; each tensor of an export is overwritten when the next one is
+    asked for, as an engine may do. Prompts repeat, one of them long enough for a cache
+    of prefixes. Every token carries the version.
 
-    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under
-    plain ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to
-    old tensors (vLLM #48312, #41670); scales are laid out or rounded differently than the exporter
-    did (vime #133, vLLM #58157); a tensor is kept by reference, not copied; keys and values of old
-    weights are served again.
+    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU
+    linears under plain ``load_weights``, where the head stays old); CUDA graphs or the
+    loader keep pointers to old tensors (vLLM #48312, #41670); scales are laid out or
+    rounded differently than the exporter did (vime #133, vLLM #58157); a tensor is kept
+    by reference, not copied; keys and values of old weights are served again.
     """
     margins = []
     for kwargs in (FAMILIES[0], FAMILIES[2], FAMILIES[3]):
@@ -57,11 +57,12 @@ def sync(target: Target) -> float:
 def failed_sync(target: Target) -> float:
     """A misfit export MUST raise ``RolloutError`` and block generation until a whole one comes.
 
-    A name that is missing, unknown or given twice, another shape, integers for a weight, and an
-    export that fails in the middle (its own error, or a ``RolloutError``).
+    A name that is missing, unknown or given twice, another shape, integers for a
+    weight, and an export that fails in the middle (its own error, or a
+    ``RolloutError``).
 
-    If this fails: a loader skips names that it does not know, or goes on with a mixture of old and
-    new weights.
+    If this fails: a loader skips names that it does not know, or goes on with a mixture
+    of old and new weights.
     """
     old = rollout_model(target)
     new = rollout_model(target, seed=11)
@@ -86,10 +87,11 @@ def failed_sync(target: Target) -> float:
 def stale_sync(target: Target) -> float:
     """Weights older than the served ones MUST be refused and block generation.
 
-    A good sync permits it again. The version that is served may come again, and be other weights.
+    A good sync permits it again. The version that is served may come again, and be
+    other weights.
 
-    If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served
-    as if it were new.
+    If this fails: a sync that came late, or of an engine that went back to a
+    checkpoint, is served as if it were new.
     """
     old = rollout_model(target)
     new = rollout_model(target, seed=11)
@@ -116,13 +118,14 @@ def stale_sync(target: Target) -> float:
 def sleep(target: Target) -> float:
     """``sleep`` MUST free memory, and a woken rollout MUST refuse until a sync.
 
-    It then serves the new weights as it did before. Other weights after the first nap, the first
-    ones after the second, whose caches wake up behind the sync. Twice asleep and twice awake is the
-    same as once. Memory is measured where the device counts it (not on a CPU).
+    It then serves the new weights as it did before. Other weights after the first nap,
+    the first ones after the second, whose caches wake up behind the sync. Twice asleep
+    and twice awake is the same as once. Memory is measured where the device counts it
+    (not on a CPU).
 
-    If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM
-    #48312); keys and values of old weights outlive the nap, where a device frees nothing (one
-    prompt is long enough for a cache of prefixes).
+    If this fails: pools of memory are kept, or captured graphs point into memory that
+    is gone (vLLM #48312); keys and values of old weights outlive the nap, where a
+    device frees nothing (one prompt is long enough for a cache of prefixes).
     """
     model = rollout_model(target)
     other = rollout_model(target, seed=11)

@@ -66,8 +66,8 @@ def skip_and_go_on(
 ) -> Skipped:
     """Take a good step, the odd ones between two looks, and the good step again.
 
-    Return the odd ones' outputs, too. A look is the weights' digest, and a save where folders are
-    given.
+    Return the odd ones' outputs, too. A look is the weights' digest, and a save where
+    folders are given.
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, before)]
@@ -91,8 +91,8 @@ def _placed(loss: LossFn, topology: Topology) -> LossFn:
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:
     """Require that nothing but the odd steps' reports shows that they were there.
 
-    The moments are looked at in a portable checkpoint, and always by a second step that must be bit
-    for bit the one of a run without odd steps.
+    The moments are looked at in a portable checkpoint, and always by a second step that
+    must be bit for bit the one of a run without odd steps.
     """
     model = target.model()
     batch = documents(31, "uneven")
@@ -145,7 +145,8 @@ def _reported(rank: int, skipped: Sequence[TrainOutput], first: Sequence[TrainOu
 def masked_batch(target: Target) -> float:
     """A batch in which no token carries loss MUST change nothing, be reported, and give no NaN.
 
-    If this fails: 0 / 0 in the loss; weight decay or momentum moves weights without a gradient.
+    If this fails: 0 / 0 in the loss; weight decay or momentum moves weights without a
+    gradient.
     """
     loss = losses.default_loss(target.model_type)
     odd = [
@@ -170,8 +171,8 @@ def nonfinite(target: Target) -> float:
     Weights and optimizer stay bit for bit. Not a number, and infinite
     with a finite gradient, on the last data-parallel rank.
 
-    If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN
-    for good.
+    If this fails: a rank skips alone and the next collective hangs, or moments have
+    taken in a NaN for good.
     """
     batch = documents(33, "uneven")
     kind = target.model_type
@@ -235,9 +236,11 @@ def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
 def loss_raises(target: Target) -> float:
     """An exception of the loss MUST reach the caller as it is and leave no part of a gradient.
 
-    At the first micro-batch, and at the second, when the first one's gradient is there already.
+    At the first micro-batch, and at the second, when the first one's gradient is there
+    already.
 
-    If this fails: gathered parameters or partial gradients stay behind and join the next step's.
+    If this fails: gathered parameters or partial gradients stay behind and join the
+    next step's.
     """
     model = target.model()
     batch = documents(35, "uneven")
@@ -315,7 +318,8 @@ Alone = tuple[list[tuple[str, str, list[int]]], Trained]
 def raise_alone(setup: Setup, batch: PackedDocuments) -> Alone:
     """Train with a loss that raises on the last rank, then take a good step.
 
-    Returns each call's error (its class, its text, the ranks that it blames), and the step.
+    Returns each call's error (its class, its text, the ranks that it blames), and the
+    step.
     """
     good = losses.default_loss(setup.model_type)
     with opened(setup) as engine:
@@ -341,11 +345,11 @@ def raise_alone(setup: Setup, batch: PackedDocuments) -> Alone:
 def loss_raises_on_one_rank(target: Target) -> float:
     """A loss that raises on one rank MUST end the call everywhere, elsewhere by a ``RankFailure``.
 
-    The rank itself raises its own error; the ``RankFailure`` on the other ranks names it. At the
-    first micro-batch and at the second; the next step is as ever.
+    The rank itself raises its own error; the ``RankFailure`` on the other ranks names
+    it. At the first micro-batch and at the second; the next step is as ever.
 
-    If this fails with a stall: the good ranks wait in a collective of their backward for the one
-    that raised.
+    If this fails with a stall: the good ranks wait in a collective of their backward
+    for the one that raised.
     """
     model = target.model()
     batch = _two_for_each_rank()
@@ -416,11 +420,12 @@ def _long(batch: Batch) -> Batch:
 def bad_batch_on_one_rank(target: Target) -> float:
     """A bad batch on one rank MUST raise ``BatchError`` there and ``RankFailure`` elsewhere.
 
-    A token outside the vocabulary, a document beyond the token budget, no loss weights; the next
-    step is as ever.
+    A token outside the vocabulary, a document beyond the token budget, no loss weights;
+    the next step is as ever.
 
-    If this fails with a stall: the good ranks wait in a collective for the one that raised, as a
-    test of several processes does for ever without a deadline (pytorch #194943).
+    If this fails with a stall: the good ranks wait in a collective for the one that
+    raised, as a test of several processes does for ever without a deadline (pytorch
+    #194943).
     """
     model = target.model()
     batch = documents(36, "uneven")
@@ -444,11 +449,11 @@ def bad_batch_on_one_rank(target: Target) -> float:
 def clipping(target: Target) -> float:
     """A norm below ``clip_norm`` MUST leave the step untouched, one above MUST scale it.
 
-    The norm is reported as it is before clipping. Plain SGD, whose update shows the scale of the
-    gradient: AdamW's first one does not.
+    The norm is reported as it is before clipping. Plain SGD, whose update shows the
+    scale of the gradient: AdamW's first one does not.
 
-    If this fails: a norm of each rank's own shard, clipping to it where nothing is to be clipped,
-    the clipped norm in the report.
+    If this fails: a norm of each rank's own shard, clipping to it where nothing is to
+    be clipped, the clipped norm in the report.
     """
     model = target.model()
     batch = documents(37, "uneven")
@@ -516,8 +521,8 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, in
 def version(target: Target) -> None:
     """``weight_version`` MUST count applied steps, take a load's value, and change by nothing else.
 
-    If this fails: skipped steps or halves are counted, and rollouts are thrown away as stale, or
-    never are.
+    If this fails: skipped steps or halves are counted, and rollouts are thrown away as
+    stale, or never are.
     """
     want = {
         "initialize": 0,

@@ -64,13 +64,13 @@ def _batches(*lengths: str, seed: int = 10) -> tuple[PackedDocuments, ...]:
 def trajectory(target: Target) -> float:
     """Loss, norm, rate and weights MUST be the oracle's over 20 steps of clipped, decayed AdamW.
 
-    The norm is the gradient's. Warm-up, cosine decay, clipping at half of the usual norm, weight
-    decay 0.1; batches of all lengths.
+    The norm is the gradient's. Warm-up, cosine decay, clipping at half of the usual
+    norm, weight decay 0.1; batches of all lengths.
 
-    If this fails: the update is under-applied at an equal gradient (Megatron-LM #5974), the step
-    count is ahead of the moments (Automodel #3191: a first update that is 1.34 times too large),
-    decay on other tensors than all, a gradient norm in another unit than everybody's (verl #4710:
-    Megatron's is three times FSDP2's).
+    If this fails: the update is under-applied at an equal gradient (Megatron-LM #5974),
+    the step count is ahead of the moments (Automodel #3191: a first update that is 1.34
+    times too large), decay on other tensors than all, a gradient norm in another unit
+    than everybody's (verl #4710: Megatron's is three times FSDP2's).
     """
     model = target.model()
     names = ("uneven", "equal", "skewed", "one_token")
@@ -99,11 +99,12 @@ def trajectory(target: Target) -> float:
 def epsilon(target: Target) -> float:
     """AdamW MUST use the configured betas, and add epsilon to the corrected moment's root.
 
-    The root is that of the second moment, and epsilon is the configured one. Three unclipped steps
-    at an epsilon of 1e-3, which is of the size of many gradients, and betas of 0.8 and 0.97.
+    The root is that of the second moment, and epsilon is the configured one. Three
+    unclipped steps at an epsilon of 1e-3, which is of the size of many gradients, and
+    betas of 0.8 and 0.97.
 
-    If this fails: epsilon stands inside the root or before the correction, where it is six times
-    larger at the first step, or epsilon or betas are the library's defaults.
+    If this fails: epsilon stands inside the root or before the correction, where it is
+    six times larger at the first step, or epsilon or betas are the library's defaults.
     """
     model = target.model()
     batches = _batches("uneven", "equal", "skewed", seed=16)
@@ -118,8 +119,8 @@ def epsilon(target: Target) -> float:
 def families(target: Target) -> float:
     """Two unclipped steps of every dense family, tied and untied, MUST end in the oracle's weights.
 
-    If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL #227);
-    biases do not train.
+    If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL
+    #227); biases do not train.
     """
     batches = _batches("uneven", "skewed")
     margins = list[float]()
@@ -141,8 +142,8 @@ def moe(target: Target) -> float:
 
     The documents are chosen such that rounding changes no choice of experts.
 
-    If this fails: experts without tokens have no gradient on some ranks; the router's gradient is
-    lost.
+    If this fails: experts without tokens have no gradient on some ranks; the router's
+    gradient is lost.
     """
     model = target.model(family="qwen3_moe", tied=False)
     oracle = oracle_of(str(model))
@@ -158,8 +159,9 @@ def moe(target: Target) -> float:
 def microbatches(target: Target) -> float:
     """Loss, gradient norm and weights MUST NOT depend on the number of micro-batches.
 
-    If this fails: a loss scale is missing when micro-batches are uneven (verl #3294, #4021),
-    gradients double with each micro-batch in a group of one (Megatron-LM #6660).
+    If this fails: a loss scale is missing when micro-batches are uneven (verl #3294,
+    #4021), gradients double with each micro-batch in a group of one (Megatron-LM
+    #6660).
     """
     model = target.model()
     batches = _batches("uneven", "equal", "skewed")
@@ -183,10 +185,10 @@ def uneven_ranks(target: Target) -> float:
 
     A data-parallel rank may even be empty.
 
-    If this fails with a ratio: gradients are averaged over ranks after the division by the global
-    denominator (AReaL PR #335, torchtitan #2318, verl #4710), or ranks with few tokens weigh as
-    much as the others (prime-rl #2562 and #2358, Megatron-LM #4590; miles #3231: off by tokens /
-    dp). With a stall: an empty rank skips a collective.
+    If this fails with a ratio: gradients are averaged over ranks after the division by
+    the global denominator (AReaL PR #335, torchtitan #2318, verl #4710), or ranks with
+    few tokens weigh as much as the others (prime-rl #2562 and #2358, Megatron-LM #4590;
+    miles #3231: off by tokens / dp). With a stall: an empty rank skips a collective.
     """
     model = target.model()
     batches = _batches("skewed", "single", "one_token")
@@ -200,8 +202,8 @@ def uneven_ranks(target: Target) -> float:
 def schedules(target: Target) -> float:
     """The rate of step n MUST be the schedule's at n, and be the rate that moves the weights.
 
-    If this fails: the schedule is a step ahead (a first rate of zero), or warm-up counts calls, not
-    applied steps.
+    If this fails: the schedule is a step ahead (a first rate of zero), or warm-up
+    counts calls, not applied steps.
     """
     model = target.model()
     batches = _batches("equal", "uneven", "equal")
@@ -280,8 +282,8 @@ def accumulation(target: Target) -> float:
 
     The one batch holds all documents.
 
-    If this fails: the second call zeroes or rescales the first one's gradient (Megatron-LM #6660 in
-    a group of one).
+    If this fails: the second call zeroes or rescales the first one's gradient
+    (Megatron-LM #6660 in a group of one).
     """
     batch = documents(12, "uneven")
     return _accumulates(target, target.model(), [batch.take([0, 2, 4]), batch.take([1, 3, 5])])
@@ -307,13 +309,13 @@ def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
 def accumulation_precision(target: Target) -> float:
     """Gradients MUST be accumulated in float32: many faint ones after a large one stay visible.
 
-    25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16, where each
-    gradient differs from the oracle's by more than all faint ones, the sum is compared with the sum
-    of what the engine gives for its parts alone.
+    25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16,
+    where each gradient differs from the oracle's by more than all faint ones, the sum
+    is compared with the sum of what the engine gives for its parts alone.
 
-    If this fails: gradients are accumulated in bfloat16 (ISEEKYAN/Megatron-LM #149: the gradient
-    norm is off by 3.5e-5 at an identical loss; here by more), or reduced over ranks in bfloat16
-    with each call.
+    If this fails: gradients are accumulated in bfloat16 (ISEEKYAN/Megatron-LM #149: the
+    gradient norm is off by 3.5e-5 at an identical loss; here by more), or reduced over
+    ranks in bfloat16 with each call.
     """
     parts = _large_and_many_faint(400)
     if target.dtype == "float32":
@@ -365,8 +367,9 @@ def train_then_look(
 def visible_at_once(target: Target) -> float:
     """Export and inference MUST use the stepped weights after each step, tied ones as one.
 
-    If this fails: the export reads a copy that the optimizer does not move, inference uses weights
-    gathered before the step, or a tied embedding and head part with the first step (NeMo-RL #227).
+    If this fails: the export reads a copy that the optimizer does not move, inference
+    uses weights gathered before the step, or a tied embedding and head part with the
+    first step (NeMo-RL #227).
     """
     model = target.model()
     batches = _batches("uneven", "skewed", seed=14)
@@ -444,8 +447,8 @@ def _sgd(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the final weights and how far each may be off.
 
-    An update is a sum of gradients here, not of ratios of them: its error is the sum of theirs, and
-    of roundings of the weight.
+    An update is a sum of gradients here, not of ratios of them: its error is the sum of
+    theirs, and of roundings of the weight.
     """
     model = oracle
     momentum = {name: torch.zeros_like(p) for name, p in oracle.params.items()}

@@ -27,9 +27,10 @@ def _every(_name: str, _param: Tensor) -> bool:
 class AdamWConfig:
     """AdamW's constants, with the defaults of ``torch.optim.AdamW``.
 
-    ``decays(name, param)`` selects the parameters to which the weight decay applies: all by
-    default, as in one parameter group; ``lambda name, p: p.ndim >= 2`` leaves out norms and biases.
-    ``max_grad_norm`` clips the global norm before the update; None leaves gradients as they are.
+    ``decays(name, param)`` selects the parameters to which the weight decay applies:
+    all by default, as in one parameter group; ``lambda name, p: p.ndim >= 2`` leaves
+    out norms and biases. ``max_grad_norm`` clips the global norm before the update;
+    None leaves gradients as they are.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -65,7 +66,8 @@ def global_norm(grads: Mapping[str, Tensor]) -> float:
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return the factor that clips gradients (Pascanu et al. 2013, arXiv:1211.5063, algorithm 1).
 
-    The 1e-6 is PyTorch's guard against a norm of zero; engines share it, so the oracle does.
+    The 1e-6 is PyTorch's guard against a norm of zero; engines share it, so the oracle
+    does.
     """
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
@@ -81,9 +83,9 @@ def adamw_step(
 ) -> tuple[dict[str, Tensor], AdamWState]:
     """Make one update after clipping, and return the new parameters and state.
 
-    The update is algorithm 2 of Loshchilov and Hutter 2019, arXiv:1711.05101. As in PyTorch, the
-    decoupled decay is scaled by the learning rate: ``p * (1 - lr * weight_decay)``. Nothing is
-    changed in place.
+    The update is algorithm 2 of Loshchilov and Hutter 2019, arXiv:1711.05101. As in
+    PyTorch, the decoupled decay is scaled by the learning rate: ``p * (1 - lr *
+    weight_decay)``. Nothing is changed in place.
 
     Raises:
         KeyError: if a parameter has no gradient.

@@ -112,7 +112,8 @@ def _refuse(raw: Mapping[str, Any]) -> None:
 def _rope_theta(raw: Mapping[str, Any]) -> float:
     """Return the RoPE base.
 
-    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta``/``rope_scaling``.
+    transformers 5 writes ``rope_parameters``, earlier versions
+    ``rope_theta``/``rope_scaling``.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

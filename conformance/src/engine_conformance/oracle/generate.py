@@ -1,6 +1,7 @@
 """Reference decoding in float64: the distribution of each generated token, and greedy decoding.
 
-Nothing is cached: each distribution comes from a whole forward pass over prompt and completion.
+Nothing is cached: each distribution comes from a whole forward pass over prompt and
+completion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Layers of a decoder as plain float64 functions of one document.
 
-Shapes: L tokens of the document, C hidden size, N query heads, G key-value heads, H head width,
-E experts, V vocabulary. Every function takes the parameters by Hugging Face name.
+Shapes: L tokens of the document, C hidden size, N query heads, G key-value heads, H
+head width, E experts, V vocabulary. Every function takes the parameters by Hugging Face
+name.
 """
 
 from __future__ import annotations

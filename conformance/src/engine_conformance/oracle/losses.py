@@ -1,8 +1,9 @@
 """Losses as the contract defines them: sums over tokens of weight times term, over one denominator.
 
-Every function takes float64 per-token tensors ``[T]`` and returns a scalar,
-``sum_t loss_weight[t] * term[t] / denominator``. Tokens of weight zero do not enter the sum at
-all, so that a term that is not finite there cannot spoil it. All logarithms are natural.
+Every function takes float64 per-token tensors ``[T]`` and returns a scalar, ``sum_t
+loss_weight[t] * term[t] / denominator``. Tokens of weight zero do not enter the sum at
+all, so that a term that is not finite there cannot spoil it. All logarithms are
+natural.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def ppo_terms(
 ) -> Tensor:
     """Return PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``; unequal bounds are DAPO's clip-higher
-    (arXiv:2503.14476, eq. 8). ``dual_clip`` c > 1 bounds the loss of a negative advantage A by
-    ``-c * A`` (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+    The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``; unequal bounds are DAPO's
+    clip-higher (arXiv:2503.14476, eq. 8). ``dual_clip`` c > 1 bounds the loss of a
+    negative advantage A by ``-c * A`` (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     """
     advantage = _float64(advantages)
     ratio = (log_probs - _float64(old_log_probs)).exp()
@@ -93,7 +94,8 @@ def value_loss(
 ) -> Tensor:
     """Return the value loss, clipped unless ``clip`` is None.
 
-    ``term = max((v - R)^2, (clip(v, old ± clip) - R)^2) / 2``; without the clip, ``(v - R)^2 / 2``.
+    ``term = max((v - R)^2, (clip(v, old ± clip) - R)^2) / 2``; without the clip, ``(v -
+    R)^2 / 2``.
     """
     target = _float64(returns)
     old = _float64(old_values)
@@ -109,7 +111,8 @@ def kl_terms(log_probs: Tensor, ref_log_probs: Any, kind: KLKind) -> Tensor:
 
     Schulman 2020, "Approximating KL Divergence".
 
-    With ``d = log_probs - ref_log_probs``: k1 is ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) - 1 + d``.
+    With ``d = log_probs - ref_log_probs``: k1 is ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) -
+    1 + d``.
     """
     d = log_probs - _float64(ref_log_probs)
     if kind == "k1":

@@ -1,10 +1,10 @@
 """The oracle: a decoder in float64, document by document, from a Hugging Face folder.
 
-The oracle packs nothing and batches nothing, so that the outputs of one document cannot depend on
-another. It shares no code with transformers or with any engine.
+The oracle packs nothing and batches nothing, so that the outputs of one document cannot
+depend on another. It shares no code with transformers or with any engine.
 
-Alignment: a per-token value at position t is about predicting token t from its own document
-before t. The first token of a document has none, and carries zero.
+Alignment: a per-token value at position t is about predicting token t from its own
+document before t. The first token of a document has none, and carries zero.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class OracleOutputs:
 class OracleModel:
     """A checkpoint and its float64 forward pass.
 
-    ``params`` holds every parameter under its exact Hugging Face name (a tied head is absent);
-    with an ``adapter``, the forward pass uses the merged weights and only the adapter trains.
+    ``params`` holds every parameter under its exact Hugging Face name (a tied head is
+    absent); with an ``adapter``, the forward pass uses the merged weights and only the
+    adapter trains.
     """
 
     config: ModelConfig
@@ -135,10 +136,10 @@ class OracleModel:
     def routing_margin(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
         """Return each value's distance ``[T]`` from another choice of experts, in router logits.
 
-        At t it is the smallest gap between the last chosen expert and the next, over all layers and
-        all tokens of the document before t; infinite for a dense model. Where an engine's router
-        logits are off by more than half of it, the engine may rightly choose different experts, and
-        its values at t are not comparable.
+        At t it is the smallest gap between the last chosen expert and the next, over
+        all layers and all tokens of the document before t; infinite for a dense model.
+        Where an engine's router logits are off by more than half of it, the engine may
+        rightly choose different experts, and its values at t are not comparable.
         """
         params = self.effective_params()
         config = self.config

@@ -15,7 +15,8 @@ NamedShape = tuple[str, Shape]
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape by name of every parameter of a complete checkpoint, in layer order.
 
-    A tied head is absent: its tensor is ``model.embed_tokens.weight``, which appears once.
+    A tied head is absent: its tensor is ``model.embed_tokens.weight``, which appears
+    once.
     """
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size)

@@ -49,14 +49,16 @@ class StepResult:
 class TrainResult:
     """The final state of a run of steps.
 
-    ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step; ``config`` the
-    optimizer's constants. ``params`` are the trainable tensors by name: the adapter's, if any.
+    ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step;
+    ``config`` the optimizer's constants. ``params`` are the trainable tensors by name:
+    the adapter's, if any.
 
-    ``sensitivity`` says how far a rounding error in the gradients can move each weight: to first
-    order, gradients off by r times their `spread` move it by r * sensitivity. Adam divides by a
-    weight's own gradient history, so a weight whose gradients nearly vanish is moved at full rate
-    in a direction that rounding decides. ``independent`` is the same for errors that are
-    independent from step to step: the root of the sum of squares, where ``sensitivity`` is the sum.
+    ``sensitivity`` says how far a rounding error in the gradients can move each weight:
+    to first order, gradients off by r times their `spread` move it by r * sensitivity.
+    Adam divides by a weight's own gradient history, so a weight whose gradients nearly
+    vanish is moved at full rate in a direction that rounding decides. ``independent``
+    is the same for errors that are independent from step to step: the root of the sum
+    of squares, where ``sensitivity`` is the sum.
     """
 
     steps: tuple[StepResult, ...]
@@ -152,8 +154,8 @@ def _sensitivity(
 ) -> dict[str, Tensor]:
     """Return how an error of one `spread` in the gradient changes this update.
 
-    It is ``lr * spread(g) / (sqrt(v) + eps)``, and zero where no gradient was ever seen: an absent
-    token's embedding has no rounding error either.
+    It is ``lr * spread(g) / (sqrt(v) + eps)``, and zero where no gradient was ever
+    seen: an absent token's embedding has no rounding error either.
     """
     scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
     unbias = 1 - config.betas[1] ** state.step
@@ -168,7 +170,8 @@ def _sensitivity(
 def spread(squares: Tensor) -> Tensor:
     """Return the largest at each element of its row's, its column's and the tensor's RMS.
 
-    Means are over elements other than 0, since an embedding has rows without any gradient.
+    Means are over elements other than 0, since an embedding has rows without any
+    gradient.
 
     Args:
         squares: squares of a gradient's elements. A gradient is a sum over tokens of an output's

@@ -63,7 +63,8 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
 def read_params(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
     """Return the folder's parameters as float64, in layer order, with names and shapes checked.
 
-    A head stored next to tied embeddings is dropped when it is equal to them, as some writers do.
+    A head stored next to tied embeddings is dropped when it is equal to them, as some
+    writers do.
 
     Raises:
         WeightMismatch: if names or shapes are not the architecture's, or a tied head differs.
@@ -109,8 +110,8 @@ class Adapter:
 
     Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
-    ``params`` is keyed by the adapter file's own names, float64; ``pairs`` maps a base weight's
-    Hugging Face name to the names of its A ``[r, in]`` and B ``[out, r]``.
+    ``params`` is keyed by the adapter file's own names, float64; ``pairs`` maps a base
+    weight's Hugging Face name to the names of its A ``[r, in]`` and B ``[out, r]``.
     """
 
     params: dict[str, Tensor]

@@ -1,6 +1,7 @@
 """Reports of a run: written, rendered, and checked again later. Imports no torch.
 
-``report.json`` holds everything (`schema.json` describes it); all other files are rendered from it.
+``report.json`` holds everything (`schema.json` describes it); all other files are
+rendered from it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class Lane:
 class Chart:
     """The picture of all margins.
 
-    ``ticks`` are positions and labels, ``limit`` is where the error equals the tolerance.
+    ``ticks`` are positions and labels, ``limit`` is where the error equals the
+    tolerance.
     """
 
     width: float

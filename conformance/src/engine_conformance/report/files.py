@@ -20,8 +20,9 @@ __all__ = ["write_reports"]
 def write_reports(folder: Path, run: Run, verdicts: Sequence[Judgement]) -> list[Path]:
     """Write all files of a report and return their paths.
 
-    They are ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and ``badge.json``.
-    All are written under other names first, so that a failure leaves an earlier report as it was.
+    They are ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and
+    ``badge.json``. All are written under other names first, so that a failure leaves an
+    earlier report as it was.
 
     Raises:
         OSError: if the folder cannot be made or written; it names the path.

@@ -20,9 +20,9 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def junit(document: Mapping[str, Any]) -> str:
     """Return the XML text of a report.
 
-    ``failed``, ``accepted-undeclared``, ``stale-deviation`` and ``timeout`` are failures,
-    ``suite-error`` is an error, ``not-run`` and ``deviation`` are skipped. So is any status of a
-    provisional case, which does not count.
+    ``failed``, ``accepted-undeclared``, ``stale-deviation`` and ``timeout`` are
+    failures, ``suite-error`` is an error, ``not-run`` and ``deviation`` are skipped. So
+    is any status of a provisional case, which does not count.
     """
     run, _ = read_document(document)
     root = ET.Element(

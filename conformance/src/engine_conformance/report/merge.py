@@ -1,9 +1,10 @@
 """Joining of several reports of one engine into one, whose verdict is computed like any other.
 
-Joined reports must be about the same thing: engine, suite, versions, kind of machine and options. A
-case that ran in several of them counts as the worst that was seen, so that a verdict cannot be got
-by running until it passes. Only a result that showed nothing (not run, or a fault of the suite's
-own) gives way to one that did. Imports no torch.
+Joined reports must be about the same thing: engine, suite, versions, kind of machine
+and options. A case that ran in several of them counts as the worst that was seen, so
+that a verdict cannot be got by running until it passes. Only a result that showed
+nothing (not run, or a fault of the suite's own) gives way to one that did. Imports no
+torch.
 """
 
 from __future__ import annotations
