@@ -59,7 +59,8 @@ them as `section.key=value`. An unknown key is an error that names the nearest k
 
 - `base: other.yaml` at the top of a file reads that file first. Its path is relative to the file.
 - `${section.key}` takes the value of another key, and `${oc.env:NAME}` an environment variable.
-- `engine-train TASK FILE --print-config` prints every value that a run would have.
+- `engine-train TASK FILE --print-config` prints every value that a run would have, with meaning
+  and allowed values. `engine-train recipes` lists files to begin with.
 - An editor with a YAML language server completes and checks a file whose first line is
   `# yaml-language-server: $schema=rl.json`, after `engine-train schema rl > rl.json`.
 

@@ -29,6 +29,7 @@ from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 
 HERE = Path(__file__).parent
+# `prepare` is recipes/quickstart/prepare.py.
 sys.path[:0] = [str(HERE), str(HERE.parent / "quickstart")]
 
 from plot import WAYS, draw, read, table  # noqa: E402 - the folders have to be on the path first

@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import yaml
 from waiting import DEADLINE_S
 
-from engine_trainer.cli import main
+from engine_api.plugin import CONTRACT
+from engine_trainer.cli import COMMANDS, main
 from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import from_tree
 
@@ -72,10 +74,71 @@ def test_wrong_usage_is_two():
     assert caught.value.code == 2
 
 
-def test_what_is_missing_is_named_and_overrides_are_not(capsys):
-    with pytest.raises(SystemExit):
-        main([])
-    assert capsys.readouterr().err.endswith("the following arguments are required: task, config\n")
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ([], "command"),
+        (["sft"], "config"),
+        (["--debug", "rl"], "config"),
+        (["schema"], "task"),
+    ],
+)
+def test_what_is_missing_is_named_and_overrides_are_not(capsys, arguments, missing):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    end = f"the following arguments are required: {missing}\n"
+    assert capsys.readouterr().err.endswith(end)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["sft", "FILE", "run.steps=77", "run.keep=3", "--print-config"],
+        ["sft", "FILE", "run.steps=77", "--print-config", "run.keep=3"],
+        ["sft", "--print-config", "FILE", "run.steps=77", "--debug", "run.keep=3"],
+        ["--print-config", "sft", "FILE", "run.steps=77", "run.keep=3"],
+    ],
+)
+def test_options_may_stand_anywhere_between_the_overrides(sft_file, capsys, order):
+    assert main([str(sft_file) if word == "FILE" else word for word in order]) == 0
+    run = yaml.safe_load(capsys.readouterr().out)["run"]
+    assert (run["steps"], run["keep"]) == (77, 3)
+
+
+def test_an_option_that_a_command_does_not_have_is_refused(sft_file, capsys):
+    for arguments in (["sft", str(sft_file), "--stepss", "3"], ["recipes", "--print-config"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "unrecognized arguments: --" in capsys.readouterr().err
+
+
+def test_every_command_has_a_line_in_the_help_and_a_help_of_its_own(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    overview = capsys.readouterr().out
+    for name in COMMANDS:
+        (line,) = [one for one in overview.splitlines() if one.split()[:1] == [name]]
+        assert len(line.split()) > 3, "each has a meaning"
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: engine-train {name}" in capsys.readouterr().out
+
+
+def test_the_version_names_package_contract_and_torch(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"engine-train {version('engine-trainer')} (contract {CONTRACT}, torch ")
+
+
+def test_print_config_says_what_a_key_means_and_what_it_may_be(sft_file, capsys):
+    assert main(["sft", str(sft_file), "--print-config"]) == 0
+    assert "    # One of: none, full.\n    recompute: none\n" in capsys.readouterr().out
 
 
 def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):

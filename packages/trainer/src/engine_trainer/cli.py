@@ -1,6 +1,6 @@
-"""The command line ``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``.
+"""The command line ``engine-train COMMAND …``, with a table of its commands.
 
-``engine-train schema TASK`` prints the JSON schema of a task's files.
+``engine-train TASK CONFIG [key.sub=value …]`` runs a task.
 
 Exit status: 0 for a run that is done (or was stopped by Ctrl-C and saved), 1 for a run that
 failed, 2 for wrong usage or input, 130 for a run that a second Ctrl-C aborted.
@@ -9,17 +9,25 @@ failed, 2 for wrong usage or input, 130 for a run that a second Ctrl-C aborted.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
+import json
 import logging
+import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine_api.config import near_matches
+from engine_api.devices import torch_version
 from engine_api.errors import ConfigError, EngineError, RankFailure
+from engine_api.plugin import CONTRACT
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
-from engine_trainer.config.loading import load_config, schema_text, to_yaml
+from engine_trainer.config.explain import explain
+from engine_trainer.config.loading import load_config, schema_text, to_plain
+from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
@@ -34,7 +42,23 @@ CONFIGS: dict[str, type[Config]] = {
     "rm": RewardModelConfig,
     "eval": RLConfig,
 }
-SCHEMA = "schema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of ``engine-train``."""
+
+    summary: str
+    """Text of the help: a sentence in the imperative, without capital letter and full stop."""
+
+    run: Callable[[argparse.Namespace], int]
+    """Function that carries the command out and returns the exit status."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Function that adds the command's arguments to its parser."""
+
+    takes_overrides: bool = False
+    """True for a command whose arguments end in ``key.sub=value …``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,38 +68,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # This comes before anything slow: until here a rank would outlive its launcher.
     end_with_torchrun()
-    options = _parser().parse_intermixed_args(argv)
-    if options.task == SCHEMA:
-        return _print_schema(options.config)
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return COMMANDS[options.command].run(options)
+    except EngineError as error:
+        _report(error, debug=getattr(options, "debug", False))
+        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
+
+
+def _run_task(options: argparse.Namespace) -> int:
     _set_up_logging()
     config: Config | None = None
     try:
-        config = load_config(CONFIGS[options.task], options.config, options.overrides)
+        config = load_config(CONFIGS[options.command], options.config, options.overrides)
         return _run(options, config)
-    except EngineError as error:
-        _report(error, debug=options.debug)
-        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
     except KeyboardInterrupt:
         if global_rank() == 0:
-            _say(_aborted(options.task, config))
+            _say(_aborted(options.command, config))
         return ABORTED
 
 
-def _print_schema(task: str) -> int:
-    if task not in CONFIGS:
-        remedy = near_matches(task, sorted(CONFIGS))
-        _say(f"error: expected a task after `schema`, got {task!r:.100}; {remedy}")
+def _print_schema(options: argparse.Namespace) -> int:
+    if options.task not in CONFIGS:
+        remedy = near_matches(options.task, sorted(CONFIGS))
+        _say(f"error: expected a task after `schema`, got {options.task!r:.100}; {remedy}")
         return USAGE
-    print(schema_text(task), end="")
+    print(schema_text(options.task), end="")
+    return DONE
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    if options.action == "copy":
+        copied = copy_recipe(options.name, options.folder)
+        print(f"copied to {options.folder}; to run, with values for the keys that are ???:")
+        print("\n".join(f"  {command}" for command in copied.values()))
+        return DONE
+    found = list_recipes()
+    width = max(map(len, found))
+    print("\n".join(f"{name:<{width}}  {about}" for name, about in found.items()))
+    print(f"\nengine-train recipes copy NAME [FOLDER] copies one to {DEFAULT_FOLDER}/ or FOLDER")
     return DONE
 
 
 def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
-            print(to_yaml(config), end="")
+            schema = json.loads(schema_text(options.command))
+            print(explain(to_plain(config), schema), end="")
         return DONE
-    if options.task == "eval":
+    if options.command == "eval":
         assert isinstance(config, RLConfig)
         _evaluate(config)
         return DONE
@@ -147,19 +188,49 @@ def _close(outcome: Outcome, *, report: bool) -> None:
         print(f"  report: {outcome.folder / 'report.html'}   plots: {outcome.folder / 'plots'}")
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(_command_first(argv))
+    # argparse leaves over the overrides that stand behind an option.
+    if COMMANDS[options.command].takes_overrides:
+        options.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
+def _command_first(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with the command before the options, which may precede it."""
+    at = next((i for i, word in enumerate(argv) if word in COMMANDS), 0)
+    if not all(word.startswith("-") for word in argv[:at]):
+        return list(argv)
+    return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine-train",
         description="SFT, RL, DPO, reward models and evaluation over any engine, by name.",
+        epilog="`engine-train COMMAND --help` lists the arguments of a command.",
     )
-    parser.add_argument(
-        "task",
-        choices=[*sorted(CONFIGS), SCHEMA],
-        help=f"task to run, or `{SCHEMA}` for the JSON schema of a task's files",
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, command in COMMANDS.items():
+        about = f"{command.summary[0].upper()}{command.summary[1:]}."
+        command.add_arguments(commands.add_parser(name, help=command.summary, description=about))
+    return parser
+
+
+def _version() -> str:
+    return (
+        f"engine-train {importlib.metadata.version('engine-trainer')} (contract {CONTRACT}, "
+        f"torch {torch_version() or 'not installed'}, Python {platform.python_version()})"
     )
-    parser.add_argument(
-        "config", help=f"YAML file, of which recipes/ holds some; after `{SCHEMA}` a task"
-    )
+
+
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file; `engine-train recipes` lists some")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -168,10 +239,64 @@ def _parser() -> argparse.ArgumentParser:
         help="take the place of values in the file",
     )
     parser.add_argument(
-        "--print-config", action="store_true", help="print the whole configuration and stop"
+        "--print-config",
+        action="store_true",
+        help="print the whole configuration, with the meaning and the allowed values of each key, "
+        "and stop",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    return parser
+
+
+def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help=f"one of {', '.join(CONFIGS)}")
+
+
+def _add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(dest="action", metavar="copy")
+    copy = actions.add_parser(
+        "copy",
+        help="copy a recipe, with the files that it names, to a folder",
+        description="Copy a recipe, with the files that it names, to a folder.",
+    )
+    copy.add_argument(
+        "name",
+        nargs="?",
+        default=ALL,
+        help=f"recipe, folder of recipes, or `{ALL}`, which is the default",
+    )
+    copy.add_argument(
+        "folder",
+        nargs="?",
+        default=DEFAULT_FOLDER,
+        type=Path,
+        help=f"folder to copy to, by default {DEFAULT_FOLDER}",
+    )
+
+
+def _task(summary: str) -> Command:
+    return Command(
+        summary=summary, run=_run_task, add_arguments=_add_task_arguments, takes_overrides=True
+    )
+
+
+COMMANDS = {
+    "sft": _task("fine-tune a model on documents (supervised fine-tuning)"),
+    "rl": _task("train a model on rewards for its own completions (GRPO, PPO, DAPO, …)"),
+    "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
+    "rm": _task("train a reward model on pairs of responses"),
+    "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "recipes": Command(
+        summary="list the configurations that come with the package, or copy some",
+        run=_recipes,
+        add_arguments=_add_recipes_arguments,
+    ),
+    "schema": Command(
+        summary="print the JSON schema of a task's files, for an editor",
+        run=_print_schema,
+        add_arguments=_add_schema_arguments,
+    ),
+}
 
 
 def _set_up_logging() -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
-from engine_trainer.config.loading import MAX_BASES, from_tree, load_config, to_yaml
+from engine_trainer.config.explain import explain
+from engine_trainer.config.loading import MAX_BASES, from_tree, load_config, to_plain, to_yaml
 from engine_trainer.utils.functions import require_arguments
 
 CLASSES = (SFTConfig, RLConfig, DPOConfig, RewardModelConfig)
@@ -44,6 +45,8 @@ def keys_of(hint: Any, above: str = "") -> Iterator[str]:
                 yield from keys_of(inner, key)
 
 
+# A schema with a comment for the keys of the top.
+COMMENTED = {"additionalProperties": {"description": "Some text.\nMore: text # of it."}}
 KEYS = {cls: sorted(set(keys_of(cls))) for cls in CLASSES}
 texts = st.one_of(
     st.text(max_size=6),
@@ -94,6 +97,8 @@ def assert_good_or_named(cls, found) -> None:
     text.encode("utf-8")
     again = from_tree(cls, yaml.safe_load(text)) if "${" not in text else found
     assert to_yaml(again) == text, "what is printed reads back equal"
+    explained = yaml.safe_load(explain(to_plain(found), COMMENTED))
+    assert repr(explained) == repr(yaml.safe_load(text)), "comments change nothing"
     built = outcome(lambda: found.engine.build(seed=0, total_steps=3))
     assert not isinstance(built, ConfigError) or built.field.startswith("engine.")
 

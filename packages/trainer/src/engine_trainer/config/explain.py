@@ -1,0 +1,78 @@
+"""A configuration as YAML with the meaning and the allowed values of each key above it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+WIDTH = 100
+# A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
+# none.
+_SENTENCE = re.compile(r".{10,}?[.](?=\s+[A-Z`]|$)")
+
+
+def explain(tree: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Return ``tree`` as YAML, with comments from the JSON schema of its file.
+
+    A parser reads the YAML back to an equal tree.
+    """
+    return "".join(f"{line}\n" for line in _lines(tree, schema, ""))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text on one line."""
+    line = " ".join(text.split())
+    found = _SENTENCE.match(line)
+    return found[0] if found else line
+
+
+def _lines(tree: Mapping[str, Any], schema: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for key, value in tree.items():
+        part = _part(schema, key)
+        yield from _comments(part, indent)
+        if isinstance(value, Mapping) and value:
+            # The dump of an empty mapping shows how the key is written.
+            head = _dump({key: {}}).removesuffix(" {}")
+            yield textwrap.indent(head, indent)
+            yield from _lines(value, part, f"{indent}  ")
+        else:
+            yield textwrap.indent(_dump({key: value}), indent)
+
+
+def _comments(schema: Mapping[str, Any], indent: str) -> Iterator[str]:
+    meaning = first_sentence(schema.get("description", ""))
+    choices = _choices(schema)
+    allowed = "" if choices in ([], ["null"]) else f"One of: {', '.join(choices)}."
+    for text in filter(None, (meaning, allowed)):
+        mark = f"{indent}# "
+        yield from textwrap.wrap(
+            text, WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
+        )
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    """Return the values that a key may have, if the schema lists them, and ``null`` if it may."""
+    found = [str(value) for value in schema.get("enum", ())]
+    if schema.get("type") == "null":
+        found.append("null")
+    for part in schema.get("anyOf", ()):
+        found += _choices(part)
+    return found
+
+
+def _part(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the schema of a key, or an empty one where the key is a plug-in's own."""
+    for part in (schema, *schema.get("anyOf", ())):
+        if key in part.get("properties", ()):
+            return part["properties"][key]
+        if isinstance(more := part.get("additionalProperties"), Mapping):
+            return more
+    return {}
+
+
+def _dump(tree: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).removesuffix("\n")
