@@ -10,7 +10,7 @@ from torch import Tensor
 from engine_api.base import BaseEngine
 from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_api.manifest import Entry
-from engine_api.optimizers import check_shapes
+from engine_api.optimizers import check_shapes, has_scalars_on_device
 from engine_api.weights import ShardSpec
 from engine_loopback.optimizer import AdamW, state_fields
 from engine_loopback.weights import Partition, Weight
@@ -140,8 +140,7 @@ class CheckpointEngine(BaseEngine):
         Step counts are mostly on the CPU.
         """
         away = self.config.memory.offload_optimizer
-        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-        stays = away if value.dim() else not on_device
+        stays = away if value.dim() else not has_scalars_on_device(optimizer)
         optimizer.state[weight.held][field] = value.to(
             "cpu" if stays else weight.held.device, copy=True
         )

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_api.arguments import check_device, check_switches
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
-from engine_api.errors import ConfigError, EngineStateError
+from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.process_groups import ensure_process_group, world_and_rank
 from engine_api.registry import Resolution
@@ -48,7 +47,6 @@ class LoopbackEngine(ExportEngine):
                 f"unknown kernel {config.model.attention!r}",
                 remedy="auto or plain",
             )
-        self._away: set[str] = set()
         self._owns_group = False
 
     # --- building ------------------------------------------------------------------------------
@@ -173,7 +171,7 @@ class LoopbackEngine(ExportEngine):
     def _accumulation(self, *, last: bool) -> Iterator[None]:
         # Gradients are this rank's own until the step.
         del last
-        self.expect_loaded("train")
+        self._expect_loaded("train")
         self.model.training = True
         try:
             yield
@@ -182,7 +180,7 @@ class LoopbackEngine(ExportEngine):
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
-        self.expect_loaded("infer")
+        self._expect_loaded("infer")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not adapter:
@@ -192,7 +190,7 @@ class LoopbackEngine(ExportEngine):
     # --- the step ------------------------------------------------------------------------------
 
     def _clip_gradients(self, max_norm: float | None) -> float:
-        self.expect_loaded("train")
+        self._expect_loaded("train")
         for weight in self.held_and_trained():
             weight.held.grad = self.reduce_gradient(weight, self.own_gradient(weight))
         norm = self.gradient_norm()
@@ -272,14 +270,7 @@ class LoopbackEngine(ExportEngine):
 
         Gradients are on their weights' device and move with them.
         """
-        self._expect("to", "ready")
-        check_device(device, self.device_type)
-        check_switches(model=model, optimizer=optimizer, grad=grad)
-        if model and not grad and self._has_gradient:
-            raise EngineStateError(
-                "to(model=True, grad=False)", "holding gradients", "past optimizer_step"
-            )
-        away = device == "cpu" and self.device_type != "cpu"
+        away = self._check_move(device, model=model, optimizer=optimizer, grad=grad)
         if model and not self.config.memory.offload_params:
             self.move_weights(torch.device("cpu") if away else self.device)
             self._mark("model", away)
@@ -298,21 +289,6 @@ class LoopbackEngine(ExportEngine):
                 weight.param.grad = None
                 weight.param.data = weight.param.data.to(device)
                 weight.param.grad = None if grad is None else grad.to(device)
-
-    def _mark(self, part: str, away: bool) -> None:
-        if away:
-            self._away.add(part)
-        else:
-            self._away.discard(part)
-
-    def expect_loaded(self, called: str) -> None:
-        """Raise ``EngineStateError`` if a part that ``called`` needs is not on the device."""
-        if "model" in self._away or (called == "train" and "optimizer" in self._away):
-            raise EngineStateError(
-                called,
-                f"offloaded ({', '.join(sorted(self._away))})",
-                f"back on its device: call to({self.device_type!r})",
-            )
 
     def _release(self) -> None:
         self.optimizer = None

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from engine_api.arguments import check_export, folder_of
 from engine_api.checkpoint import require_room
 from engine_api.comm import together
 from engine_api.contract import Adapter
-from engine_api.errors import CheckpointWriteError, ConfigError
+from engine_api.errors import CheckpointWriteError
 from engine_api.folders import real, replace_folder, restore
 from engine_api.hf_folder import WEIGHT_FILES, copy_companions
-from engine_api.weights import ShardExport, WeightExport
+from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
 from engine_loopback.parallel import Layout
@@ -59,16 +59,7 @@ class ExportEngine(CheckpointEngine):
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise ``ConfigError`` for an export that this engine cannot make."""
-        if adapter not in get_args(Adapter):
-            raise ConfigError(
-                "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
-            )
-        if adapter != "merged" and self.config.lora is None:
-            raise ConfigError(
-                "adapter",
-                f"{adapter}, but there is no adapter",
-                remedy="export with adapter='merged'",
-            )
+        self._check_adapter(adapter)
 
     def exported(self, adapter: Adapter) -> list[Weight]:
         """Return the weights of an export, in the model's order."""
@@ -97,18 +88,11 @@ class ExportEngine(CheckpointEngine):
         self, weights: list[Weight], dtype: torch.dtype | None, limit: int
     ) -> Iterator[list[Weight]]:
         """Yield neighbours that are at most ``limit`` bytes as whole tensors, or one larger one."""
-        bucket: list[Weight] = []
-        size = 0
-        for weight in weights:
-            need = torch.Size(weight.shape).numel() * (dtype or weight.dtype).itemsize
-            if bucket and size + need > limit:
-                yield bucket
-                bucket = []
-                size = 0
-            bucket.append(weight)
-            size += need
-        if bucket:
-            yield bucket
+        return buckets(
+            weights,
+            limit,
+            size_of=lambda w: torch.Size(w.shape).numel() * (dtype or w.dtype).itemsize,
+        )
 
     def shard(self, weight: Weight, dtype: torch.dtype | None) -> Tensor:
         """Return this rank's box with its adapter merged, on the device, in the given dtype."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.config import OptimizerConfig
-from engine_api.errors import ConfigError
+from engine_api.optimizers import construct, optimizer_class
 
 Group = dict[str, Any]
 
@@ -87,43 +86,10 @@ def build_optimizer(
     Raises:
         ConfigError: if the optimizer cannot be imported, or refuses its arguments.
     """
-    cls: Any = adamw if config.name == "adamw" else _import(config.name)
-    own = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
-    try:
-        result: torch.optim.Optimizer = cls(
-            [{"params": list(params)}],
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            **(own | dict(config.kwargs)),
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "optimizer.kwargs",
-            f"{config.name} refuses its arguments",
-            why=str(error),
-            remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor",
-        ) from error
-    return result
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "optimizer.name",
-            f"{path!r} is not adamw and cannot be imported",
-            why=str(error),
-            remedy="give adamw or a class by path, torch.optim.SGD",
-        ) from error
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(
-            "optimizer.name",
-            f"{path!r} is no torch optimizer",
-            remedy="give torch.optim.SGD or the like",
-        )
-    return cls
+    groups = [{"params": list(params)}]
+    if config.name != "adamw":
+        return construct(optimizer_class(config.name), groups, config)
+    return construct(adamw, groups, config, {"betas": config.betas, "eps": config.eps})
 
 
 def state_fields(config: OptimizerConfig, adamw: type[AdamW]) -> set[str]:

@@ -16,11 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from engine_api import checkpoint
 from engine_api.arguments import (
     check_batch,
+    check_device,
     check_extra,
     check_loss,
     check_switches,
@@ -32,6 +33,7 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
+from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
 from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
@@ -84,6 +86,8 @@ class BaseEngine(EngineDefaults):
         # Losses of the forward_backward calls since the last step.
         self._pending: list[float] = []
         self._saving: Future[CheckpointInfo] | None = None
+        # The parts ("model", "optimizer") that `to` has moved to the host.
+        self._offloaded: set[str] = set()
         refuse_undeclared(config, self.capabilities, self._name)
 
     # --- members of the contract --------------------------------------------------------------
@@ -338,15 +342,64 @@ class BaseEngine(EngineDefaults):
         temperature_of(temperature)
         check_switches(entropy=entropy, adapter=adapter)
         self._inference_needs(entropy)
-        if adapter or self.config.lora is not None:
-            return
-        if Capability.LORA not in self.capabilities:
+        if not adapter and not self._has_adapter():
+            raise ConfigError(
+                "lora",
+                "adapter=False, but there is no adapter",
+                remedy="set lora.rank, or leave adapter on",
+            )
+
+    def _check_adapter(self, adapter: Adapter) -> None:
+        """Raise ``ConfigError`` for an export that is unknown, or needs an adapter without one."""
+        known = get_args(Adapter)
+        if adapter not in known:
+            raise ConfigError(
+                "adapter",
+                f"unknown export {adapter!r:.100}",
+                remedy=f"use one of: {', '.join(known)}",
+            )
+        if adapter != "merged" and not self._has_adapter():
+            raise ConfigError(
+                "adapter",
+                f"{adapter!r}, but the engine has no adapter",
+                remedy="export with adapter='merged'",
+            )
+
+    def _has_adapter(self) -> bool:
+        """Return whether there is an adapter.
+
+        Raises ``UnsupportedCapability`` if this engine can have none.
+        """
+        if self.config.lora is None and Capability.LORA not in self.capabilities:
             raise unsupported(Capability.LORA, self._name, self.capabilities)
-        raise ConfigError(
-            "lora",
-            "adapter=False, but there is no adapter",
-            remedy="set lora.rank, or leave adapter on",
-        )
+        return self.config.lora is not None
+
+    def _check_move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> bool:
+        """Check the arguments of ``to``, and return whether the parts leave the device."""
+        self._expect("to", "ready")
+        check_device(device, self.device_type)
+        check_switches(model=model, optimizer=optimizer, grad=grad)
+        if model and not grad and self._has_gradient:
+            raise EngineStateError(
+                "to(model=True, grad=False)", "holding gradients", "past optimizer_step"
+            )
+        return device == "cpu" and self.device_type != "cpu"
+
+    def _mark(self, part: str, away: bool) -> None:
+        """Note that ``to`` has moved a part, to the host if ``away``."""
+        if away:
+            self._offloaded.add(part)
+        else:
+            self._offloaded.discard(part)
+
+    def _expect_loaded(self, called: str) -> None:
+        """Raise ``EngineStateError`` if a part that ``called`` needs is on the host."""
+        if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
+            raise EngineStateError(
+                called,
+                f"offloaded ({', '.join(sorted(self._offloaded))})",
+                f"back on its device: call to({self.device_type!r})",
+            )
 
     def _compute(
         self,

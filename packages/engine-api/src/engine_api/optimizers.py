@@ -9,6 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engine_api.config import OptimizerConfig
@@ -31,31 +32,53 @@ def build_optimizer(
     import torch
 
     params = list(params)
-    adamw = config.name == "adamw"
+    if config.name != "adamw":
+        return construct(optimizer_class(config.name), params, config)
     fused = all(device_of(param.device.type).fused_optimizer for param in params)
-    own: dict[str, Any] = {}
-    if adamw:
-        own = {"betas": config.betas, "eps": config.eps, "fused": fused}
+    own = {"betas": config.betas, "eps": config.eps, "fused": fused}
+    return construct(torch.optim.AdamW, params, config, own)
+
+
+def optimizer_class(path: str) -> type[torch.optim.Optimizer]:
+    """Return the optimizer's class at ``path``.
+
+    Raises ``ConfigError`` for a path that cannot be imported, or that is not of an optimizer.
+    """
+    import torch
+
     try:
-        cls: Any = torch.optim.AdamW if adamw else resolve_name(config.name)
+        cls = resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             "optimizer.name",
-            f"{config.name!r} is not adamw and cannot be imported",
+            f"{path!r} is not adamw and cannot be imported",
             why=str(error),
             remedy="give adamw or a class by path, torch.optim.SGD",
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
             "optimizer.name",
-            f"{config.name!r} is not a torch optimizer",
+            f"{path!r} is not a torch optimizer",
             remedy="give a subclass of torch.optim.Optimizer, such as torch.optim.SGD",
         )
-    arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | own | dict(config.kwargs)
+    return cls
+
+
+def construct(
+    cls: type[torch.optim.Optimizer],
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+    config: OptimizerConfig,
+    own: Mapping[str, Any] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """Construct an optimizer with the arguments of its configuration, and ``own`` ones.
+
+    Raises ``ConfigError`` for arguments that it refuses.
+    """
+    arguments = {"lr": config.lr, "weight_decay": config.weight_decay, **own, **config.kwargs}
     # The base class has other arguments than its subclasses.
-    construct: Any = cls
+    subclass: Any = cls
     try:
-        made: torch.optim.Optimizer = construct(params, **arguments)
+        made: torch.optim.Optimizer = subclass(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             "optimizer.kwargs",
@@ -106,6 +129,11 @@ def _state_of_a_weight(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> 
     probe.param_groups = [{**optimizer.param_groups[0], "params": [param]}]
     type(optimizer).step(probe)
     return state[param]
+
+
+def has_scalars_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether scalar state (a step count) is on its weight's device, not on the host."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
 def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:

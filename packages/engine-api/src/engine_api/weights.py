@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from engine_api.codec import register
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @register
@@ -63,6 +65,28 @@ class ShardSpec:
 
 WeightExport = Iterator[tuple[str, "torch.Tensor"]]
 ShardExport = Iterator[tuple[str, "torch.Tensor", ShardSpec]]
+
+
+def buckets(
+    items: Iterable[T],
+    limit: int,
+    *,
+    size_of: Callable[[T], int],
+    kind_of: Callable[[T], object] = lambda _: None,
+) -> Iterator[list[T]]:
+    """Yield lists of successive items of one kind, of at most ``limit`` bytes or of one item."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        need = size_of(item)
+        if bucket and (size + need > limit or kind_of(item) != kind_of(bucket[0])):
+            yield bucket
+            bucket = []
+            size = 0
+        bucket.append(item)
+        size += need
+    if bucket:
+        yield bucket
 
 
 def assemble(shards: Iterable[tuple[torch.Tensor, ShardSpec]]) -> torch.Tensor:

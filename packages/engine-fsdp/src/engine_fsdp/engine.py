@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from engine_api.arguments import check_device, check_export, check_switches, folder_of
+from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, EngineStateError
+from engine_api.errors import ConfigError
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
@@ -66,7 +66,6 @@ class FSDPEngine(BaseEngine):
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options = fsdp_options(config.options)
-        self._offloaded: set[str] = set()
 
     # --- building ------------------------------------------------------------------------------
 
@@ -253,6 +252,7 @@ class FSDPEngine(BaseEngine):
         """Return whole weights by name, as an iterator (see ``Engine.get_per_tensor_param``)."""
         self._expect("get_per_tensor_param", "ready")
         check_export(dtype, bucket_bytes)
+        self._check_adapter(adapter)
         tensors = export.export_whole(
             self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device
         )
@@ -267,6 +267,7 @@ class FSDPEngine(BaseEngine):
         """
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
+        self._check_adapter(adapter)
         return export.export_shards(self.table, self.layout, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
@@ -311,14 +312,7 @@ class FSDPEngine(BaseEngine):
 
         Gradients are stored with their weights and move with them.
         """
-        self._expect("to", "ready")
-        check_device(device, self.device_type)
-        check_switches(model=model, optimizer=optimizer, grad=grad)
-        if model and not grad and self._has_gradient:
-            raise EngineStateError(
-                "to(model=True, grad=False)", "holding gradients", "past optimizer_step"
-            )
-        away = device == "cpu" and self.device_type != "cpu"
+        away = self._check_move(device, model=model, optimizer=optimizer, grad=grad)
         if model and not self.config.memory.offload_params:
             self.module.to(device)
             self._mark("model", away)
@@ -328,20 +322,6 @@ class FSDPEngine(BaseEngine):
         if away:
             # Without this PyTorch keeps the memory for this process, and no server can allocate it.
             device_of(self.device_type).empty_cache()
-
-    def _mark(self, part: str, away: bool) -> None:
-        if away:
-            self._offloaded.add(part)
-        else:
-            self._offloaded.discard(part)
-
-    def _expect_loaded(self, called: str) -> None:
-        if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
-            raise EngineStateError(
-                called,
-                f"offloaded ({', '.join(sorted(self._offloaded))})",
-                f"back on its device: call to({self.device_type!r})",
-            )
 
     def _release(self) -> None:
         self.comm.close()

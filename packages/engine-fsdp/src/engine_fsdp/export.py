@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine_api.config import LoraConfig
 from engine_api.contract import Adapter
-from engine_api.errors import ConfigError
 from engine_api.hf_names import views
 from engine_api.process_groups import all_gather
-from engine_api.weights import ShardExport, WeightExport
+from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_fsdp import lora as adapters
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam
@@ -27,8 +26,9 @@ def export_shards(
     adapter: Adapter,
 ) -> ShardExport:
     """Yield (name, shard, spec) in the model's order, with one shard in memory at a time."""
-    for entry, rows in _rows(table, layout, lora, dtype, adapter):
-        parts = views(entry.pieces, rows, entry.first)
+    rows_of = _row_reader(table, layout, lora, dtype, adapter)
+    for entry in _exported(table, adapter):
+        parts = views(entry.pieces, rows_of(entry), entry.first)
         for piece, part, spec in zip(entry.pieces, parts, entry.specs(layout.replica), strict=True):
             yield piece.name, part, spec
 
@@ -46,50 +46,47 @@ def export_whole(
 
     A bucket has at most ``bucket_bytes``, unless a single parameter has more.
     """
-    bucket: list[tuple[ShardedParam, Tensor]] = []
-    size = 0
-    for entry, rows in _rows(table, layout, lora, dtype, adapter):
-        whole = entry.param.numel() * rows.element_size()
-        if bucket and (size + whole > bucket_bytes or rows.dtype != bucket[0][1].dtype):
-            yield from _gather(bucket, layout, device)
-            bucket = []
-            size = 0
-        bucket.append((entry, rows))
-        size += whole
-    if bucket:
-        yield from _gather(bucket, layout, device)
+    rows_of = _row_reader(table, layout, lora, dtype, adapter)
+
+    def dtype_of(entry: ShardedParam) -> torch.dtype:
+        return dtype or entry.param.dtype
+
+    for bucket in buckets(
+        _exported(table, adapter),
+        bucket_bytes,
+        size_of=lambda entry: entry.param.numel() * dtype_of(entry).itemsize,
+        kind_of=dtype_of,
+    ):
+        yield from _gather([(entry, rows_of(entry)) for entry in bucket], layout, device)
 
 
-def _rows(
+def _exported(table: list[ShardedParam], adapter: Adapter) -> list[ShardedParam]:
+    """Return the parameters of an export, in the model's order."""
+    return [entry for entry in table if entry.adapter == (adapter == "only")]
+
+
+def _row_reader(
     table: list[ShardedParam],
     layout: Layout,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
-) -> Iterator[tuple[ShardedParam, Tensor]]:
-    """Yield this rank's rows of every exported parameter, cast, and merged where requested."""
-    known = get_args(Adapter)
-    if adapter not in known:
-        raise ConfigError(
-            "adapter", f"unknown export {adapter!r}", remedy=f"use one of: {', '.join(known)}"
-        )
-    if adapter != "merged" and lora is None:
-        raise ConfigError(
-            "adapter",
-            f"{adapter!r}, but the engine has no adapter",
-            remedy="export with adapter='merged'",
-        )
+) -> Callable[[ShardedParam], Tensor]:
+    """Return a function of this rank's rows of a parameter, cast, and merged where requested.
+
+    Adapters are gathered here, so that no collective runs between two tensors of an export.
+    """
     deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
-    # Gathered before the first tensor is yielded, so that no collective runs between two of them.
     whole = _gather_by_name([a for a, _, _ in deltas.values()], layout)
-    for entry in table:
-        if entry.adapter != (adapter == "only"):
-            continue
+
+    def rows_of(entry: ShardedParam) -> Tensor:
         rows = entry.local.detach()
         if entry.name in deltas:
             a, b, scale = deltas[entry.name]
             rows = adapters.merged_rows(rows, whole[a.name], b.local.detach(), scale)
-        yield entry, rows if dtype is None else rows.to(dtype)
+        return rows if dtype is None else rows.to(dtype)
+
+    return rows_of
 
 
 def _gather_by_name(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
-from engine_api.optimizers import loaded_dtypes
+from engine_api.optimizers import has_scalars_on_device, loaded_dtypes
 from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam, local_of, trainable
@@ -126,8 +126,7 @@ def install_state(
 
 def _scalar_device(optimizer: torch.optim.Optimizer, param: Tensor) -> torch.device:
     """Return the device on which the optimizer keeps a parameter's step count."""
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return local_of(param).device if on_device else torch.device("cpu")
+    return local_of(param).device if has_scalars_on_device(optimizer) else torch.device("cpu")
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:

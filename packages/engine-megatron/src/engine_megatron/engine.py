@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
-from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
@@ -309,14 +308,6 @@ class MegatronEngine(BaseEngine):
             source=self.folder,
             hf_config=self.hf_config,
         )
-
-    def _check_adapter(self, adapter: Adapter) -> None:
-        if adapter not in get_args(Adapter):
-            raise ConfigError(
-                "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
-            )
-        if adapter != "merged":
-            raise unsupported(Capability.LORA, self._name, self.capabilities)
 
     # --- state ---------------------------------------------------------------------------------
 

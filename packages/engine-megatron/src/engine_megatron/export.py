@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.process_groups import all_gather
-from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from engine_api.weights import ShardExport, ShardSpec, WeightExport, buckets
 from engine_megatron.parallel import (
     Layout,
     Place,
@@ -48,27 +48,16 @@ def export_whole(
 
     One bucket of at most ``bucket_bytes``, or one larger tensor, exists at a time.
     """
-    for bucket in _buckets(table, reader.dtype, bucket_bytes):
+    for bucket in buckets(
+        table,
+        bucket_bytes,
+        size_of=lambda weight: math.prod(weight.shape) * reader.dtype.itemsize,
+        kind_of=_stage,
+    ):
         if layout.tensor == layout.stages == layout.experts == 1:
             yield from ((weight.name, reader.read(weight)) for weight in bucket)
         else:
             yield from _gather(bucket, layout, reader, device)
-
-
-def _buckets(table: Sequence[Weight], dtype: torch.dtype, limit: int) -> Iterator[list[Weight]]:
-    """Yield lists of successive weights on one pipeline stage, of at most ``limit`` bytes each."""
-    bucket: list[Weight] = []
-    size = 0
-    for weight in table:
-        need = math.prod(weight.shape) * dtype.itemsize
-        if bucket and (size + need > limit or _stage(weight) != _stage(bucket[0])):
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append(weight)
-        size += need
-    if bucket:
-        yield bucket
 
 
 def _stage(weight: Weight) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from engine_api.comm import Comm
 from engine_api.config import OptimizerConfig
 from engine_api.errors import ConfigError
-from engine_api.optimizers import build_optimizer
+from engine_api.optimizers import build_optimizer, has_scalars_on_device
 from engine_megatron.masters import Masters, Shard, whole_masters
 from engine_megatron.parallel import Layout, holders_group, is_spread_expert, model_group
 
@@ -310,7 +310,7 @@ class StageOptimizer:
         for param, values in state.items():
             shard = self.masters.shards[param]
             inner = self._inner[param]
-            on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
+            on_device = has_scalars_on_device(inner)
             for field, value in values.items():
                 shape = shard.tensor.shape if value.dim() else ()
                 device = param.device if value.dim() or on_device else "cpu"
