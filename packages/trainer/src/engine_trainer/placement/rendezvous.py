@@ -134,7 +134,7 @@ class StoreComm:
                 and not self._store.check([f"{round_}/{rank}"])
             ):
                 found[rank] = (
-                    f"its process {process.pid} on {process.host} has ended; its log: {process.log}"
+                    f"its process {process.pid} on {process.host} is gone; its log: {process.log}"
                 )
         return found
 
