@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = sorted(
+# All folders that a release is built from. enginehouse has no code.
+PUBLISHED = sorted(
     p.parent for p in [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance/pyproject.toml"]
 )
+PACKAGES = [package for package in PUBLISHED if (package / "src").is_dir()]
 
 
 def project(package: Path) -> dict[str, Any]:

