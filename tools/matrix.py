@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def load() -> dict[str, Any]:
     """Return the matrix.
 
     Raises ``ValueError`` for a status, an environment or a partner that the matrix does not define,
-    and for a backend with only some of its runs on a device shimmed: one command has to serve all
-    of them.
+    and for a backend with only some of its runs on a device shimmed, or with two environments for
+    one device: one command has to serve all of them.
     """
     matrix = tomllib.loads((ROOT / "matrix.toml").read_text())
     for part in [*matrix["engines"], *matrix["rollouts"]]:
@@ -49,6 +49,8 @@ def load() -> dict[str, Any]:
                 raise ValueError(f"{name}: environment {run['environment']!r} is not defined")
     for engine in matrix["engines"]:
         _check_engine(engine, matrix)
+    for part in [*matrix["engines"], *matrix["rollouts"]]:
+        _check_environments(part.get("backend") or part["name"], part, matrix)
     return matrix
 
 
@@ -66,6 +68,26 @@ def _check_engine(engine: dict[str, Any], matrix: dict[str, Any]) -> None:
             raise ValueError(f"{name}: on {device} it runs both plainly and shimmed, choose one")
 
 
+def _check_environments(name: str, part: dict[str, Any], matrix: dict[str, Any]) -> None:
+    chosen: dict[str, str] = {}
+    for run in part["runs"]:
+        device = matrix["environments"][run["environment"]]["device"]
+        if chosen.setdefault(device, run["environment"]) != run["environment"]:
+            raise ValueError(
+                f"{name}: expected one environment for {device}, got {chosen[device]!r} and "
+                f"{run['environment']!r}: one session installs one of them, name it in every run"
+            )
+
+
+def environment_of(part: dict[str, Any], matrix: Mapping[str, Any], device: str) -> str:
+    """Return the name of the environment in which an engine or a rollout runs on a device."""
+    return next(
+        run["environment"]
+        for run in part["runs"]
+        if matrix["environments"][run["environment"]]["device"] == device
+    )
+
+
 def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     """Return every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
     environments = matrix["environments"]
@@ -77,12 +99,44 @@ def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def engine_of(matrix: dict[str, Any], backend: str) -> dict[str, Any]:
+def rollout_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return every (rollout, device) of the matrix: the axes of ``nox -s rollouts``."""
+    environments = matrix["environments"]
+    pairs = [
+        (one["name"], environments[run["environment"]]["device"])
+        for one in matrix["rollouts"]
+        for run in one["runs"]
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+def rollout_of(matrix: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the row of a rollout."""
+    return next(one for one in matrix["rollouts"] if one["name"] == name)
+
+
+def rollout_arguments(matrix: Mapping[str, Any], name: str, device: str) -> list[str]:
+    """Return the arguments of ``engine-conformance run`` for a rollout on a device."""
+    environments = matrix["environments"]
+    given = [
+        option
+        for run in rollout_of(matrix, name)["runs"]
+        if environments[run["environment"]]["device"] == device
+        for option in run.get("options", ())
+    ]
+    options = [part for option in dict.fromkeys(given) for part in ("--option", option)]
+    return [
+        *("run", name, "--profile", "rollout", "--device", device, "--world", "1"),
+        *("--partner", "fsdp2", *options),
+    ]
+
+
+def engine_of(matrix: Mapping[str, Any], backend: str) -> dict[str, Any]:
     """Return the row of a backend."""
     return next(e for e in matrix["engines"] if e["backend"] == backend)
 
 
-def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
+def package_of(matrix: Mapping[str, Any], backend: str, device: str) -> str:
     """Return the package that offers a backend on a device.
 
     It is the run's own package where the run names one, and the backend's package if not.

@@ -1,0 +1,311 @@
+"""What every nox session would install can be installed on a host of its kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout import ROOT, project
+
+MATRIX = tomllib.loads((ROOT / "matrix.toml").read_text())
+ENVIRONMENTS: Mapping[str, Any] = MATRIX["environments"]
+# uv's texts where the package index cannot be reached.
+UNREACHABLE = re.compile("error sending request|dns error|tcp connect error|Request failed")
+# A session that starts nox, and installs nothing itself.
+WITHOUT_INSTALL = {"busy"}
+
+
+class EndedError(Exception):
+    """A session has ended itself with a reason."""
+
+
+@dataclass
+class Recorder:
+    """Session of nox that runs no command and keeps what it was to install."""
+
+    folder: Path
+    bin: str = "bin"
+    posargs: tuple[str, ...] = ()
+    installs: list[tuple[str, ...]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def install(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self.installs.append(arguments)
+        self.variables |= env or {}
+
+    def run(self, *arguments: str, **_: Any) -> str:
+        if arguments[:2] == ("uv", "build"):
+            folder, place = arguments[-3], Path(arguments[-1])
+            name = project(ROOT / folder)["name"].replace("-", "_")
+            place.mkdir(exist_ok=True)
+            (place / f"{name}-0-py3-none-any.whl").write_text(folder)
+        return ""
+
+    def create_tmp(self) -> str:
+        return str(self.folder)
+
+    def chdir(self, _: str) -> Any:
+        return pytest.MonkeyPatch.context()
+
+    def error(self, text: str) -> None:
+        raise EndedError(text)
+
+    def log(self, _: str) -> None: ...
+
+    def notify(self, _: str) -> None: ...
+
+
+class StubOfNox(types.SimpleNamespace):
+    """The part of nox that noxfile.py uses: it keeps the sessions and their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(options=types.SimpleNamespace(), Session=Recorder)
+        self.sessions: dict[str, tuple[Any, dict[str, str]]] = {}
+
+    def session(self, function: Any = None, **_: Any) -> Any:
+        if function is None:
+            return self.session
+        for setting in getattr(function, "settings", [{}]):
+            values = ", ".join(f"{name}={value!r}" for name, value in setting.items())
+            name = f"{function.__name__}({values})" if setting else function.__name__
+            self.sessions[name] = (function, setting)
+        return function
+
+    def parametrize(self, names: tuple[str, ...], values: list[tuple[str, ...]]) -> Any:
+        def mark(function: Any) -> Any:
+            function.settings = [dict(zip(names, one, strict=True)) for one in values]
+            return function
+
+        return mark
+
+
+def load_sessions() -> dict[str, tuple[Any, dict[str, str]]]:
+    """Return the functions of noxfile.py by the names that ``nox -l`` shows, with parameters."""
+    nox = StubOfNox()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nox", nox)
+        patch.syspath_prepend(str(ROOT / "tools"))
+        spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    # Whether this Python is one for nox is no question of these tests.
+    module.__dict__["PYTHONS"] = (sys.version_info[:2],)
+    return nox.sessions
+
+
+SESSIONS = load_sessions()
+ON_NPU_WITH_MEGATRON = [name for name in SESSIONS if re.search(r"megatron.*device='npu'", name)]
+
+
+@dataclass(frozen=True)
+class Question:
+    """An installation on one kind of host, for uv."""
+
+    arguments: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    wanted: frozenset[str]
+
+    def covers(self, other: Question) -> bool:
+        """Return whether an answer to this question answers the other one, which asks for less."""
+        same = (self.arguments, self.variables) == (other.arguments, other.variables)
+        return same and all(any(is_part(one, mine) for mine in self.wanted) for one in other.wanted)
+
+    def answer(self) -> dict[str, str]:
+        """Return the versions that uv would install.
+
+        Raises ``ValueError`` with uv's reason if there are none.
+        """
+        done = subprocess.run(
+            ["uv", "pip", "compile", "-q", "--no-annotate", "--no-header", *self.arguments, "-"],
+            input="\n".join(sorted(self.wanted)),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=os.environ | dict(self.variables),
+        )
+        if done.returncode:
+            raise ValueError(done.stderr)
+        pins = [line.split(" ;")[0].split("==") for line in done.stdout.splitlines()]
+        return {one[0].replace("_", "-"): one[1] for one in pins if len(one) == 2}
+
+
+def is_part(one: str, other: str) -> bool:
+    """Return whether a requirement is another one, or that with fewer extras."""
+    names = [text.partition("[")[0] for text in (one, other)]
+    extras = [set(text.partition("[")[2].rstrip("]").split(",")) - {""} for text in (one, other)]
+    return names[0] == names[1] and extras[0] <= extras[1]
+
+
+def record(name: str, folder: Path) -> Recorder:
+    """Return what a session would install."""
+    function, parameters = SESSIONS[name]
+    recorder = Recorder(folder)
+    function(recorder, **parameters)
+    return recorder
+
+
+def questions(recorder: Recorder) -> Iterator[Question]:
+    """Yield a session's installations, for each kind of host that is meant for them."""
+    for install in recorder.installs:
+        wanted: list[str] = []
+        arguments: list[str] = []
+        constraints = ""
+        rest = iter(install)
+        for word in rest:
+            if word == "--no-deps":
+                break  # a checkout that the user names
+            if word == "-c":
+                constraints = next(rest)
+                arguments += ["-c", constraints]
+            elif word == "--overrides":
+                arguments += ["--override", next(rest)]
+            elif word == "-e":
+                wanted.append(f"-e {next(rest)}")
+            elif " @ file://" in word:
+                # The recorder's wheels hold nothing but the name of their folder.
+                name, _, wheel = word.partition(" @ file://")
+                extras = name[name.index("[") :] if "[" in name else ""
+                wanted.append(f"-e ./{Path(wheel).read_text()}{extras}")
+            else:
+                wanted.append(word)
+        if not wanted:
+            continue
+        hosts = {
+            (one["python"], platform)
+            for one in ENVIRONMENTS.values()
+            if one["constraints"] == constraints
+            for platform in one["platforms"]
+        }
+        for python, platform in sorted(hosts) or [("3.11", "x86_64-manylinux_2_28")]:
+            # Some packages exclude the first patch releases of a Python.
+            host = ("--python-version", f"{python}.9", "--python-platform", platform)
+            yield Question(
+                (*host, *arguments), tuple(sorted(recorder.variables.items())), frozenset(wanted)
+            )
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Return uv's answers to every session.
+
+    A session that asks for a part of another's requirements has the same answer. uv works out
+    several answers at a time: it waits for the package index nearly all of this time.
+    """
+    if shutil.which("uv") is None:
+        pytest.skip("uv is not installed: pip install uv")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(6) as pool:
+        patch.setenv("MINDSPEED", str(tmp_path_factory.mktemp("MindSpeed")))
+        asked = {
+            name: list(questions(record(name, tmp_path_factory.mktemp("session"))))
+            for name in SESSIONS
+        }
+        every = sorted({q for one in asked.values() for q in one}, key=lambda q: -len(q.wanted))
+        found: dict[Question, Future[dict[str, str]]] = {}
+        for question in every:
+            known = next((q for q in found if q.covers(question)), None)
+            found[question] = found[known] if known else pool.submit(question.answer)
+        yield {name: [found[question] for question in one] for name, one in asked.items()}
+
+
+def versions_of(answer: Future[dict[str, str]]) -> dict[str, str]:
+    try:
+        return answer.result()
+    except ValueError as error:
+        if UNREACHABLE.search(str(error)):
+            pytest.skip("the package index cannot be reached")
+        raise
+
+
+@pytest.mark.parametrize("name", sorted(set(SESSIONS) - WITHOUT_INSTALL))
+def test_every_session_can_be_installed_on_its_host(name: str, answers: dict[str, Any]) -> None:
+    assert answers[name]
+    for answer in answers[name]:
+        assert versions_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("session", "environment"),
+    [
+        ("conformance(engine='fsdp2', device='cpu')", "cpu"),
+        ("conformance(engine='megatron', device='cpu')", "cpu_shimmed"),
+        ("conformance(engine='fsdp2', device='cuda')", "h200"),
+        ("conformance(engine='fsdp2', device='npu')", "ascend"),
+        ("conformance(engine='mindspeed_megatron', device='npu')", "ascend_megatron"),
+        ("rollouts(rollout='vllm', device='cuda')", "vllm_h200"),
+        ("rollouts(rollout='sglang', device='cuda')", "sglang_h200"),
+        ("vllm", "vllm_cpu"),
+    ],
+)
+def test_a_session_gets_the_versions_of_its_environment(
+    session: str, environment: str, answers: dict[str, Any]
+) -> None:
+    for answer in answers[session]:
+        versions = versions_of(answer)
+        for name, version in ENVIRONMENTS[environment]["versions"].items():
+            assert public(versions[name.replace("_", "-")]) == public(version), name
+
+
+def public(version: str) -> str:
+    """Return a version without the tag of its build."""
+    return version.partition("+")[0]
+
+
+def pins_of(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_constraints_pin_the_versions_of_the_matrix(name: str) -> None:
+    environment = ENVIRONMENTS[name]
+    pinned = pins_of(environment["constraints"])
+    expected = {part: public(text) for part, text in environment["versions"].items()}
+    assert {part: pinned.get(part) for part in expected} == expected
+
+
+def test_constraints_differ_from_those_of_the_cpu_only_where_a_file_says_why() -> None:
+    cpu = pins_of("constraints/cpu.txt")
+    for file in {one["constraints"] for one in ENVIRONMENTS.values()}:
+        named = (ROOT / file).read_text().splitlines()
+        reasons = " ".join(line for line in named if line.startswith("#"))
+        matrix = {
+            part
+            for one in ENVIRONMENTS.values()
+            if one["constraints"] == file
+            for part in one["versions"]
+        }
+        for part, version in pins_of(file).items():
+            if part not in matrix and version != cpu.get(part, version):
+                assert part in reasons, f"{file}: {part} {version}, constraints/cpu.txt: {cpu}"
+
+
+@pytest.mark.parametrize("name", ON_NPU_WITH_MEGATRON)
+@pytest.mark.parametrize("folder", [None, "", "no/such/folder"])
+def test_a_part_on_no_index_is_asked_for_before_anything_is_installed(
+    name: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINDSPEED", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("MINDSPEED", folder)
+    function, parameters = SESSIONS[name]
+    recorder = Recorder(tmp_path)
+    with pytest.raises(
+        EndedError, match=r"MindSpeed 0\.16\.0 is on no package index.*git clone -b"
+    ):
+        function(recorder, **parameters)
+    assert not recorder.installs
