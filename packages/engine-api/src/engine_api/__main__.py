@@ -1,6 +1,6 @@
 """The command line ``python -m engine_api list | explain | doctor``, which imports no torch.
 
-It shows the installed plug-ins, how a name is resolved, and missing or broken parts.
+It shows the installed plug-ins, how a name is resolved, and missing, broken or untested parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from engine_api.capabilities import Capability
+from engine_api.dependencies import check_dependencies
 from engine_api.devices import DEVICES, cuda_devices, torch_version
 from engine_api.discovery import Found, printable, probe, refuse
 from engine_api.errors import PluginError
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("--model-type", default="language_model")
     explain.add_argument("--device", default="auto")
     explain.add_argument("--rollout", action="store_true", help="look among rollouts")
-    commands.add_parser("doctor", help="what is missing or broken in this environment")
+    commands.add_parser("doctor", help="what is missing, broken or untested in this environment")
     options = parser.parse_args(arguments)
     # A plug-in that ends its process or does not return does so in a child process. Here it is
     # named, and left out.
@@ -119,7 +120,20 @@ def _doctor() -> int:
     conflicts = _conflicts()
     for conflict in conflicts:
         print(f"\nconflict: {conflict}")
-    return 1 if broken or conflicts else 0
+    complete = _print_dependencies()
+    return 1 if broken or conflicts or not complete else 0
+
+
+def _print_dependencies() -> bool:
+    """Print what is untested or absent, and return whether every package has what it needs."""
+    found = check_dependencies()
+    for line in filter(None, (*found.absent, *found.untested, found.unchecked)):
+        print(line)
+    if found.extras:
+        print("extras that are not installed:")
+    for line in found.extras:
+        print(f"  {line}")
+    return not found.absent
 
 
 def _conflicts() -> list[str]:
