@@ -13,14 +13,14 @@ import pytest
 from engine_conformance.ranks import RankPool
 from engine_conformance.shim import shimmed
 
-sys.path.append(str(Path(__file__).parent))  # ranks import their functions from here
+# Ranks import their functions from here, and tests their helpers.
+sys.path.append(str(Path(__file__).parent))
 
-collect_ignore_glob = (
-    [] if importlib.util.find_spec("megatron") else ["test_*.py"]
-)  # an extra that is not installed
+# Megatron-core is an extra, and may not be installed.
+collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_*.py"]
 
 if not collect_ignore_glob:
-    # Imported once, while CUDA is simulated. Its warnings are about libraries that are not here.
+    # It is imported once, while CUDA is simulated. It warns about libraries that are not installed.
     with shimmed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import engine_megatron.engine  # noqa: F401
@@ -34,21 +34,21 @@ def _cuda() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pool(_cuda: None) -> Iterator[RankPool]:
-    """Two ranks."""
+    """Yield a pool of two ranks."""
     with RankPool(2, deadline=280.0) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def one(_cuda: None) -> Iterator[RankPool]:
-    """One rank alone."""
+    """Yield a pool of one rank."""
     with RankPool(1, deadline=280.0) as ranks:
         yield ranks
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Megatron warns at every step: about itself, and about gradients of views."""
+    """Ignore warnings: Megatron warns at every step, about itself and gradients of views."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What runs inside the ranks of test_layouts."""
+"""Functions that test_layouts runs inside ranks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def create(
     model_type: str = "language_model",
     **config: Any,
 ) -> Any:
+    """Return an engine, not yet initialized."""
     settings = {
         "optimizer": OptimizerConfig(lr=1e-2, clip_norm=1.0),
         "memory": Memory(max_tokens=8),
@@ -55,14 +56,14 @@ def create(
     )
 
 
-def steps(
+def train_two_steps(
     path: str,
     parallelism: dict[str, int],
     options: dict[str, Any],
     rows: list[Any] = ROWS,
     **config: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Figures of two steps with an inference between them, and the weights after."""
+    """Return figures of two steps with an inference between them, and the weights after."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     place = engine.topology
@@ -80,17 +81,17 @@ def steps(
     return figures, weights
 
 
-def threads_left(path: str, parallelism: dict[str, int]) -> list[int]:
+def count_threads(path: str, parallelism: dict[str, int]) -> list[int]:
     """Return the number of this process's threads after each of three engines was used."""
     left: list[int] = []
     for _ in range(3):
-        steps(path, parallelism, {})
+        train_two_steps(path, parallelism, {})
         left.append(len(list(Path("/proc/self/task").iterdir())))
     return left
 
 
-def answers(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> list[float]:
-    """Log-probs and entropies of an engine without an optimizer, three micro-batches of them."""
+def infer(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> list[float]:
+    """Return log-probs and entropies of an engine without an optimizer, in three micro-batches."""
     engine = create(path, parallelism, options, optimizer=None)
     engine.initialize()
     outputs = engine.infer_batch(Batch.pack([*ROWS, ROWS[0]]), temperature=0.7, entropy=True)
@@ -99,7 +100,7 @@ def answers(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> 
 
 
 class SquaredValues:
-    """Weighted squares of the values."""
+    """The sum of the weighted squares of the values."""
 
     needs = ("values",)
 
@@ -107,10 +108,10 @@ class SquaredValues:
         return LossOutput(loss=(batch.loss_weight * outputs.values.square()).sum())
 
 
-def value_steps(
+def train_values(
     path: str, parallelism: dict[str, int], options: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Figures of a value model's step, the values after it, and the weights."""
+    """Return figures of a value model's step, the values after it, and the weights."""
     engine = create(
         path,
         parallelism,
@@ -127,7 +128,7 @@ def value_steps(
     return figures, weights
 
 
-def exports(
+def compare_exports(
     path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any
 ) -> tuple[list[str], list[str], Shards]:
     """Return names whose whole export differs from the folder's, the order, and this rank's boxes.
@@ -136,7 +137,8 @@ def exports(
     """
     engine = create(path, parallelism, options, **config)
     engine.initialize()
-    stored, wrong = load_file(f"{path}/model.safetensors"), list[str]()
+    stored = load_file(f"{path}/model.safetensors")
+    wrong: list[str] = []
     for dtype in (None, torch.bfloat16):
         found = {
             name: tensor.clone()
@@ -155,10 +157,10 @@ def exports(
     return wrong, list(stored), shards
 
 
-def saves(
+def train_and_save(
     path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any
 ) -> None:
-    """One step, saved."""
+    """Train one step and save a checkpoint."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     place = engine.topology
@@ -167,10 +169,10 @@ def saves(
     engine.close()
 
 
-def goes_on(
+def load_and_train(
     path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any
 ) -> tuple[float, dict[str, Tensor]]:
-    """The gradient norm of a step after a load, and the weights after it."""
+    """Return the gradient norm of a step after a load, and the weights after it."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     engine.load_checkpoint(folder)
@@ -181,8 +183,8 @@ def goes_on(
     return norm, weights
 
 
-class _NotANumberBack(torch.autograd.Function):
-    """The identity, whose gradient is not a number."""
+class _NaNGradient(torch.autograd.Function):
+    """The identity, with NaN as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -195,24 +197,24 @@ class _NotANumberBack(torch.autograd.Function):
         return grads[0] * float("nan")
 
 
-def not_finite(outputs: Any, batch: Any) -> Any:
-    """Return a finite loss with a NaN gradient at documents that begin as the first row does."""
+def nan_gradient_loss(outputs: Any, batch: Any) -> Any:
+    """Return a finite loss, whose gradient is NaN for documents that begin as the first row."""
     result = sft_loss(outputs, batch)
     if int(batch.input_ids[0]) != ROWS[0]["input_ids"][0]:
         return result
-    return type(result)(loss=_NotANumberBack.apply(result.loss), metrics=result.metrics)
+    return type(result)(loss=_NaNGradient.apply(result.loss), metrics=result.metrics)
 
 
-def a_gradient_that_is_not_finite(
+def skip_a_step(
     path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any
 ) -> tuple[str | None, bool, float]:
-    """Why a step was skipped, whether all weights stayed, and the gradient norm of the next one."""
+    """Return why a step was skipped, whether all weights stayed, and the next step's norm."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     place = engine.topology
     batch = Batch.pack(ROWS[place.dp_rank :: place.dp_size])
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    skipped = engine.train_batch(batch, not_finite).skipped
+    skipped = engine.train_batch(batch, nan_gradient_loss).skipped
     same = all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
     norm = engine.train_batch(batch, sft_loss).grad_norm
     engine.close()
@@ -232,17 +234,18 @@ class BreaksOnce:
         return sft_loss(outputs, batch)
 
 
-def a_loss_that_raises(
+def train_after_an_error(
     path: str, parallelism: dict[str, int], options: dict[str, Any], alone: bool = False
 ) -> tuple[str, float]:
-    """Return the error's type, and the gradient norm of the step after it.
+    """Return the type of a loss's error, and the gradient norm of the step after it.
 
-    With ``alone`` it raises on the last rank only.
+    With ``alone`` the loss raises on the last rank only.
     """
     engine = create(path, parallelism, options)
     engine.initialize()
     last = engine.topology.rank == engine.topology.world_size - 1
-    batch, loss = Batch.pack(ROWS), BreaksOnce() if last or not alone else sft_loss
+    batch = Batch.pack(ROWS)
+    loss = BreaksOnce() if last or not alone else sft_loss
     raised = ""
     try:
         engine.train_batch(batch, loss)
@@ -253,12 +256,10 @@ def a_loss_that_raises(
     return raised, norm
 
 
-def another_layout_at_once(path: str) -> tuple[str, bool]:
-    """What a second engine with other sizes gets, and whether the first still works."""
-    first, second = (
-        create(path, {"tp": 2}, {}, optimizer=None),
-        create(path, {"pp": 2}, {}, optimizer=None),
-    )
+def build_two_layouts(path: str) -> tuple[str, bool]:
+    """Return the error of a second engine with other sizes, and whether the first still works."""
+    first = create(path, {"tp": 2}, {}, optimizer=None)
+    second = create(path, {"pp": 2}, {}, optimizer=None)
     first.initialize()
     try:
         second.initialize()
@@ -270,7 +271,7 @@ def another_layout_at_once(path: str) -> tuple[str, bool]:
     return error, finite
 
 
-def dense_beside_experts(
+def train_dense_with_experts(
     path: str,
     dense_path: str,
     parallelism: dict[str, int],
@@ -292,33 +293,35 @@ def dense_beside_experts(
     step(first)
     second = create(dense_path, dense, {})
     second.initialize()
-    beside = step(second)
+    together = step(second)
     step(first)
     first.close()
     step(second)
     second.close()
     alone = create(dense_path, dense, {})
     alone.initialize()
-    figures, error = step(alone), ""
+    figures = step(alone)
+    error = ""
     try:
         create(path, parallelism, options).initialize()
     except EngineError as caught:
         error = str(caught)
     alone.close()
-    return beside, figures, error
+    return together, figures, error
 
 
-def one_rank_fails(path: str, what: str) -> tuple[str, bool]:
+def fail_to_build(path: str, what: str) -> str:
     """Return the error of a build in which the last rank runs out of memory.
 
-    The second value says whether an engine can be built afterwards.
+    An engine can be built afterwards.
     """
     import engine_megatron.engine as module
 
     def fail(*_: Any) -> None:
         raise MemoryError(what)
 
-    raised, true = "", getattr(module, what)
+    raised = ""
+    original = getattr(module, what)
     if torch.distributed.get_rank() == 1:
         setattr(module, what, fail)
     try:
@@ -326,8 +329,8 @@ def one_rank_fails(path: str, what: str) -> tuple[str, bool]:
     except (EngineError, MemoryError) as error:
         raised = type(error).__name__
     finally:
-        setattr(module, what, true)
+        setattr(module, what, original)
     engine = create(path, {"tp": 2}, {})
     engine.initialize()
     engine.close()
-    return raised, True
+    return raised

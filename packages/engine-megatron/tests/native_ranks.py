@@ -1,4 +1,4 @@
-"""What runs inside the ranks of test_native."""
+"""Functions that test_native runs inside ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ State = dict[str, tuple[Tensor, ShardSpec]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5)
 
 
-def ready(
+def start(
     path: str, parallelism: dict[str, int], checkpoint: str, *, options: Any = None, **config: Any
 ) -> Any:
-    """An engine with a schedule, of which no two steps have the same rate."""
+    """Return an initialized engine, whose schedule gives each step another rate."""
     schedule = ScheduleConfig(name="linear", total_steps=10)
     arguments = {"optimizer": OPTIMIZER, "schedule": schedule} | config
     engine = create(path, parallelism, {"checkpoint": checkpoint} | (options or {}), **arguments)
@@ -32,14 +32,14 @@ def ready(
 
 
 def step(engine: Any) -> list[float]:
-    """Loss, gradient norm, learning rate and version of one step."""
+    """Train one step, and return loss, gradient norm, learning rate and version."""
     place = engine.topology
     output = engine.train_batch(Batch.pack(ROWS[place.dp_rank :: place.dp_size]), sft_loss)
     return [output.loss, output.grad_norm, output.lr, output.weight_version]
 
 
 def state_of(engine: Any) -> State:
-    """Masters, moments and step counts: this rank's boxes."""
+    """Return this rank's boxes of masters, moments and step counts."""
     return {
         key: (tensor.detach().clone(), spec)
         for key, (tensor, spec) in engine.state_shards().items()
@@ -47,18 +47,18 @@ def state_of(engine: Any) -> State:
 
 
 def parameters_of(engine: Any) -> list[Tensor]:
-    """What the model computes with."""
+    """Return the parameters that the model computes with."""
     return [param.detach().clone() for param in engine.forward.chunks.parameters()]
 
 
-def uninterrupted(
+def run_uninterrupted(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[State, State, list[float]]:
-    """Return the states of a run saved after two of three steps, then and at the end, and figures.
+    """Return the states of a run after two and after three steps, and the third step's figures.
 
-    The figures are those of the third step.
+    The run is saved after two steps.
     """
-    engine = ready(path, parallelism, "megatron", **config)
+    engine = start(path, parallelism, "megatron", **config)
     step(engine)
     step(engine)
     info = engine.save_checkpoint(folder, extra={"epoch": 2}).result()
@@ -70,11 +70,11 @@ def uninterrupted(
     return result
 
 
-def resumed(
+def resume(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[State, State, list[float]]:
     """Return the state after a load into a trained engine, after one more step, and its figures."""
-    engine = ready(path, parallelism, "portable", **config)
+    engine = start(path, parallelism, "portable", **config)
     if engine.config.optimizer is not None:
         step(engine)
     info = engine.load_checkpoint(folder)
@@ -83,7 +83,7 @@ def resumed(
     parameters = parameters_of(engine)
     figures = [] if engine.config.optimizer is None else step(engine)
     result = loaded, state_of(engine), figures
-    # Set as the portable format sets them: on every rank what the masters are, rounded.
+    # The portable format sets each rank's parameters to the rounded masters.
     engine.load_checkpoint(folder)
     engine._install_state(_whole(engine, loaded))
     assert all(torch.equal(a, b) for a, b in zip(parameters, parameters_of(engine), strict=True))
@@ -92,7 +92,7 @@ def resumed(
 
 
 def _whole(engine: Any, state: State) -> dict[str, Tensor]:
-    """This rank's boxes out of all ranks', as the portable format reads them."""
+    """Return this rank's boxes, read from all ranks' as the portable format does."""
     whole: dict[str, Tensor] = {}
     for row in engine.comm.all_gather(state):
         for key, (tensor, spec) in row.items():
@@ -111,13 +111,15 @@ def _whole(engine: Any, state: State) -> dict[str, Tensor]:
     }
 
 
-def refused(
+def load_refused(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[str, str, bool]:
-    """What a load raises, its text, and whether the engine's state is what it was."""
-    engine = ready(path, parallelism, "megatron", **config)
+    """Return the type and the text of a load's error, and whether the state stayed as it was."""
+    engine = start(path, parallelism, "megatron", **config)
     step(engine)
-    before, kind, text = state_of(engine), "", ""
+    before = state_of(engine)
+    kind = ""
+    text = ""
     try:
         engine.load_checkpoint(folder)
     except EngineError as error:
@@ -127,14 +129,18 @@ def refused(
     return kind, text, all(torch.equal(before[key][0], after[key][0]) for key in before)
 
 
-def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[str, list[str], int]:
-    """Return the error of a save in which the last rank cannot write, what it leaves, and a step.
+def save_on_a_full_disk(
+    path: str, parallelism: dict[str, int], folder: str
+) -> tuple[str, list[str], int]:
+    """Return the error of a save in which the last rank cannot write, and what follows it.
 
-    The text says whether the error has a remedy; the step is that of the next save.
+    The error's text ends with whether it has a remedy. The second value lists the files that it
+    leaves, and the third is the step of the next save.
     """
-    engine = ready(path, parallelism, "megatron")
+    engine = start(path, parallelism, "megatron")
     step(engine)
-    true, kind = FileSystemWriter.write_data, ""
+    original = FileSystemWriter.write_data
+    kind = ""
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -146,21 +152,21 @@ def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[st
     except EngineError as error:
         kind = f"{type(error).__name__}, {'free disk space' in str(error)}"
     finally:
-        FileSystemWriter.write_data = true
+        FileSystemWriter.write_data = original
     left = engine.comm.all_gather(sorted(file.name for file in Path(folder).parent.iterdir()))[0]
     after = engine.save_checkpoint(folder).result().step
     engine.close()
     return kind, left, after
 
 
-def killed_while_saving(path: str, parallelism: dict[str, int], folder: str) -> None:
-    """The last rank dies between its files and the index."""
-    engine = ready(path, parallelism, "megatron")
+def die_while_saving(path: str, parallelism: dict[str, int], folder: str) -> None:
+    """Save, and end the last rank's process between its files and the index."""
+    engine = start(path, parallelism, "megatron")
     step(engine)
-    true = FileSystemWriter.write_data
+    original = FileSystemWriter.write_data
 
     def die(*arguments: Any) -> Any:
-        true(*arguments).wait()
+        original(*arguments).wait()
         os._exit(9)
 
     if engine.topology.rank == engine.topology.world_size - 1:
@@ -168,14 +174,14 @@ def killed_while_saving(path: str, parallelism: dict[str, int], folder: str) -> 
     engine.save_checkpoint(folder)
 
 
-def begun_again(
+def begin_again(
     path: str, parallelism: dict[str, int], folder: str
 ) -> tuple[list[float], list[float]]:
     """Return the figures of a run's first step, and of the same step after a load.
 
     The load goes into an engine that has moments already.
     """
-    engine = ready(path, parallelism, "megatron")
+    engine = start(path, parallelism, "megatron")
     engine.save_checkpoint(folder)
     first = step(engine)
     engine.load_checkpoint(folder)
@@ -184,7 +190,7 @@ def begun_again(
     return first, again
 
 
-def carried(
+def carry_over(
     path: str,
     parallelism: dict[str, int],
     folder: str,
@@ -193,16 +199,16 @@ def carried(
 ) -> tuple[State, State, list[set[torch.dtype]], int]:
     """Load a checkpoint into an engine with different dtypes.
 
-    Returns what was saved and what is loaded, the dtypes of the reader's moments before the load,
-    after it and after another step, and its version then.
+    Returns the saved state and the loaded one, the dtypes of the reader's moments before the load,
+    after it and after another step, and the reader's version at the end.
     """
-    first = ready(path, parallelism, **wrote)
+    first = start(path, parallelism, **wrote)
     step(first)
     step(first)
     first.save_checkpoint(folder)
     saved = state_of(first)
     first.close()
-    engine = ready(path, parallelism, **reads)
+    engine = start(path, parallelism, **reads)
     step(engine)
     dtypes = [_dtypes_of_moments(engine)]
     engine.load_checkpoint(folder)

@@ -26,7 +26,8 @@ def whole(tmp_path_factory):
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
+# transformers warns about the contents of a damaged file.
+@pytest.mark.filterwarnings("ignore")
 @fuzz()
 @given(family=st.sampled_from(["qwen3", "qwen3_moe"]), damages=DAMAGES)
 def test_a_damaged_folder_is_refused_by_a_typed_error_or_read(

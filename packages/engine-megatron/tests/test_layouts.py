@@ -1,4 +1,7 @@
-"""Options of this engine and its global state on several ranks, beyond the conformance suite."""
+"""Options of this engine and its global state on several ranks.
+
+The conformance suite does not know them.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ DENSE = [
     ({"pp": 2}, {}),
     ({"dp_shard": 2}, {}),
 ]
-# Experts of a stage's four ranks: over data-parallel ones, split over tensor-parallel ones, whole
-# over both.
+# The experts of a stage are spread over its data-parallel ranks, split over its tensor-parallel
+# ranks, or whole on ranks of both kinds.
 EXPERTS = [
     ({"ep": 2}, {}),
     ({"ep": 4}, {}),
@@ -66,7 +69,7 @@ EXPERTS = [
 ]
 
 
-# Model chunks in turn, of four layers: stages of two ranks; of four, with experts and with split
+# Virtual stages of a model with four layers: on two ranks, and on four with experts or with split
 # matrices.
 CHUNKS = ({"pp": 2}, {"virtual_stages": 2})
 CHUNKS_OF_FOUR = [
@@ -76,8 +79,8 @@ CHUNKS_OF_FOUR = [
 ]
 DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
 
-# With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly
-# vanishes.
+# With the usual eps of 1e-8, rounding would decide the direction in which a weight with a nearly
+# vanishing gradient moves.
 OPTIMIZERS = [
     OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5),
     OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=1.0),
@@ -110,11 +113,15 @@ def test_options_and_layouts_do_not_change_an_update(
 ) -> None:
     config = {"optimizer": optimizer}
     ((want, exact),) = one.run(
-        "layout_ranks:steps", path=folder, parallelism={}, options={}, **config
+        "layout_ranks:train_two_steps", path=folder, parallelism={}, options={}, **config
     )
     for parallelism, options in DENSE:
         results = pool.run(
-            "layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config
+            "layout_ranks:train_two_steps",
+            path=folder,
+            parallelism=parallelism,
+            options=options,
+            **config,
         )
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
@@ -127,10 +134,14 @@ def test_documents_spread_over_ranks_do_not_change_an_update(
 ) -> None:
     config = {"optimizer": OPTIMIZERS[0]}
     ((want, exact),) = one.run(
-        "layout_ranks:steps", path=folder, parallelism={}, options={}, **config
+        "layout_ranks:train_two_steps", path=folder, parallelism={}, options={}, **config
     )
     results = four.run(
-        "layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config
+        "layout_ranks:train_two_steps",
+        path=folder,
+        parallelism=parallelism,
+        options=options,
+        **config,
     )
     assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
@@ -141,11 +152,15 @@ def test_experts_anywhere_do_not_change_an_update(
 ) -> None:
     config = {"optimizer": optimizer}
     ((want, exact),) = one.run(
-        "layout_ranks:steps", path=experts, parallelism={}, options={}, **config
+        "layout_ranks:train_two_steps", path=experts, parallelism={}, options={}, **config
     )
     for parallelism, options in [*EXPERTS, ({"ep": 2, "cp": 2}, {})]:
         results = four.run(
-            "layout_ranks:steps", path=experts, parallelism=parallelism, options=options, **config
+            "layout_ranks:train_two_steps",
+            path=experts,
+            parallelism=parallelism,
+            options=options,
+            **config,
         )
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
@@ -156,24 +171,21 @@ def test_experts_anywhere_do_not_change_an_update(
     ids=lambda model: model.family,
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
-def test_chunks_in_turn_do_not_change_an_update(
+def test_virtual_stages_do_not_change_an_update(
     pool: RankPool, one: RankPool, tmp_path: Path, model: TinyModel, optimizer: OptimizerConfig
 ) -> None:
-    path, config = str(write_checkpoint(tmp_path / "model", model)), {"optimizer": optimizer}
-    for rows in (
-        ROWS,
-        ROWS[:1],
-        [*ROWS, ROWS[0]],
-    ):  # 2 micro-batches, 1 and 3 of other lengths: some are filled up
-        check_as_one(pool, one, CHUNKS, path, rows=rows, **config)
+    path = str(write_checkpoint(tmp_path / "model", model))
+    # They make 2, 1 and 3 micro-batches, and odd numbers are filled up.
+    for rows in (ROWS, ROWS[:1], [*ROWS, ROWS[0]]):
+        check_as_one(pool, one, CHUNKS, path, rows=rows, optimizer=optimizer)
 
 
 def test_a_closed_engine_leaves_no_group_behind(pool: RankPool, experts: str) -> None:
-    for row in pool.run("layout_ranks:threads_left", path=experts, parallelism={"ep": 2}):
+    for row in pool.run("layout_ranks:count_threads", path=experts, parallelism={"ep": 2}):
         assert row[0] == row[1] == row[2], row
 
 
-def test_chunks_in_turn_go_with_other_layouts(
+def test_virtual_stages_go_with_other_layouts(
     four: RankPool, one: RankPool, tmp_path: Path
 ) -> None:
     model = TinyModel(family="qwen3_moe", num_experts=8, **DEEP | {"num_layers": 8})
@@ -189,22 +201,22 @@ def test_chunks_in_turn_go_with_other_layouts(
         )
 
 
-def test_chunks_in_turn_give_values(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
+def test_virtual_stages_give_values(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(value_model=True, **DEEP)))
-    ((want, exact),) = one.run("layout_ranks:value_steps", path=path, parallelism={}, options={})
+    ((want, exact),) = one.run("layout_ranks:train_values", path=path, parallelism={}, options={})
     results = pool.run(
-        "layout_ranks:value_steps", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
+        "layout_ranks:train_values", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
     )
     assert_as_one_rank(results, want, exact, f"{CHUNKS}")
 
 
-def test_chunks_in_turn_answer_without_an_optimizer(
+def test_virtual_stages_infer_without_an_optimizer(
     pool: RankPool, one: RankPool, tmp_path: Path
 ) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
-    (want,) = one.run("layout_ranks:answers", path=path, parallelism={}, options={})
+    (want,) = one.run("layout_ranks:infer", path=path, parallelism={}, options={})
     for found in pool.run(
-        "layout_ranks:answers", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
+        "layout_ranks:infer", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
     ):
         torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
@@ -212,15 +224,26 @@ def test_chunks_in_turn_answer_without_an_optimizer(
 @pytest.mark.parametrize(
     ("first", "second"), [(CHUNKS, ({"pp": 2}, {})), (({"pp": 2}, {}), CHUNKS)]
 )
-def test_checkpoints_go_to_and_from_chunks_in_turn(
+def test_checkpoints_go_to_and_from_virtual_stages(
     pool: RankPool, one: RankPool, tmp_path: Path, first: Any, second: Any
 ) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
-    config, folder = {"path": path, "optimizer": OPTIMIZERS[0]}, str(tmp_path / "saved")
-    ((want, exact),) = one.run("layout_ranks:steps", parallelism={}, options={}, **config)
-    pool.run("layout_ranks:saves", parallelism=first[0], options=first[1], folder=folder, **config)
+    config = {"path": path, "optimizer": OPTIMIZERS[0]}
+    folder = str(tmp_path / "saved")
+    ((want, exact),) = one.run("layout_ranks:train_two_steps", parallelism={}, options={}, **config)
+    pool.run(
+        "layout_ranks:train_and_save",
+        parallelism=first[0],
+        options=first[1],
+        folder=folder,
+        **config,
+    )
     for norm, weights in pool.run(
-        "layout_ranks:goes_on", parallelism=second[0], options=second[1], folder=folder, **config
+        "layout_ranks:load_and_train",
+        parallelism=second[0],
+        options=second[1],
+        folder=folder,
+        **config,
     ):
         assert abs(norm - want[3]) < 1e-4 * want[3]
         assert_same_weights(weights, exact, f"{first} to {second}")
@@ -228,10 +251,14 @@ def test_checkpoints_go_to_and_from_chunks_in_turn(
 
 def check_as_one(ranks: RankPool, one: RankPool, layout: Any, path: str, **config: Any) -> None:
     ((want, exact),) = one.run(
-        "layout_ranks:steps", path=path, parallelism={}, options={}, **config
+        "layout_ranks:train_two_steps", path=path, parallelism={}, options={}, **config
     )
     results = ranks.run(
-        "layout_ranks:steps", path=path, parallelism=layout[0], options=layout[1], **config
+        "layout_ranks:train_two_steps",
+        path=path,
+        parallelism=layout[0],
+        options=layout[1],
+        **config,
     )
     assert_as_one_rank(results, want, exact, f"{layout}")
 
@@ -241,7 +268,7 @@ def test_checkpoints_go_between_layouts_of_experts(
 ) -> None:
     config = {"optimizer": OPTIMIZERS[0]}
     ((want, exact),) = one.run(
-        "layout_ranks:steps", path=experts, parallelism={}, options={}, **config
+        "layout_ranks:train_two_steps", path=experts, parallelism={}, options={}, **config
     )
     for index, parts in enumerate(
         [(EXPERTS[2], EXPERTS[8]), (EXPERTS[4], EXPERTS[5]), (EXPERTS[6], EXPERTS[1])]
@@ -249,7 +276,7 @@ def test_checkpoints_go_between_layouts_of_experts(
         (first, its), (second, others) = parts
         folder = str(tmp_path / f"{index}")
         four.run(
-            "layout_ranks:saves",
+            "layout_ranks:train_and_save",
             path=experts,
             parallelism=first,
             options=its,
@@ -257,7 +284,7 @@ def test_checkpoints_go_between_layouts_of_experts(
             **config,
         )
         found = four.run(
-            "layout_ranks:goes_on",
+            "layout_ranks:load_and_train",
             path=experts,
             parallelism=second,
             options=others,
@@ -272,7 +299,7 @@ def test_checkpoints_go_between_layouts_of_experts(
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere(four: RankPool, experts: str) -> None:
     for parallelism, options in (EXPERTS[0], EXPERTS[2], EXPERTS[5]):
         found = four.run(
-            "layout_ranks:a_gradient_that_is_not_finite",
+            "layout_ranks:skip_a_step",
             path=experts,
             parallelism=parallelism,
             options=options,
@@ -291,7 +318,8 @@ def test_a_folder_goes_in_and_out_bit_for_bit(
     moe = family == "qwen3_moe"
     more = {"num_experts": 8} if moe else {}
     model = TinyModel(family=family, tied=tied, **DEEP, **more)
-    path, precision = str(write_checkpoint(tmp_path / "model", model)), Precision(compute=compute)
+    path = str(write_checkpoint(tmp_path / "model", model))
+    precision = Precision(compute=compute)
     for parallelism, options in [*EXPERTS, CHUNKS_OF_FOUR[0]] if moe else [*DENSE, CHUNKS]:
         arguments = {
             "path": path,
@@ -300,7 +328,9 @@ def test_a_folder_goes_in_and_out_bit_for_bit(
             "precision": precision,
         }
         check_exports(
-            (four if moe else pool).run("layout_ranks:exports", **arguments), path, f"{parallelism}"
+            (four if moe else pool).run("layout_ranks:compare_exports", **arguments),
+            path,
+            f"{parallelism}",
         )
 
 
@@ -311,7 +341,8 @@ def test_a_value_model_goes_in_and_out_bit_for_bit(
 ) -> None:
     model = TinyModel(family=family, tied=False, value_model=True, **DEEP)
     path = str(write_checkpoint(tmp_path / "model", model))
-    for optimizer in (None, OptimizerConfig()):  # whole masters, and masters in flat ranges
+    # Masters are whole without an optimizer, and in flat ranges with one.
+    for optimizer in (None, OptimizerConfig()):
         arguments = {
             "path": path,
             "model_type": "value_model",
@@ -321,7 +352,10 @@ def test_a_value_model_goes_in_and_out_bit_for_bit(
         for parallelism, options in EXPERTS[:3] if family == "qwen3_moe" else [*DENSE[3:], CHUNKS]:
             ranks = four if family == "qwen3_moe" else pool
             found = ranks.run(
-                "layout_ranks:exports", parallelism=parallelism, options=options, **arguments
+                "layout_ranks:compare_exports",
+                parallelism=parallelism,
+                options=options,
+                **arguments,
             )
             check_exports(found, path, f"{parallelism}")
 
@@ -345,23 +379,25 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
     pool: RankPool, one: RankPool, tmp_path: Path
 ) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
-    ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=path, parallelism={}, options={})
+    ((_, norm),) = one.run(
+        "layout_ranks:train_after_an_error", path=path, parallelism={}, options={}
+    )
     for parallelism, options in (({"pp": 2}, {}), CHUNKS):
         results = pool.run(
-            "layout_ranks:a_loss_that_raises", path=path, parallelism=parallelism, options=options
+            "layout_ranks:train_after_an_error", path=path, parallelism=parallelism, options=options
         )
         assert [raised for raised, _ in results] == ["RankFailure", "KeyError"]
         assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
 
 
-def test_a_loss_that_raises_on_one_tensor_parallel_rank_leaves_its_neighbour_no_backward_to_wait_in(
+def test_a_loss_that_raises_on_one_tensor_parallel_rank_leaves_no_rank_waiting(
     four: RankPool, one: RankPool, folder: str
 ) -> None:
     ((_, norm),) = one.run(
-        "layout_ranks:a_loss_that_raises", path=folder, parallelism={}, options={}
+        "layout_ranks:train_after_an_error", path=folder, parallelism={}, options={}
     )
     results = four.run(
-        "layout_ranks:a_loss_that_raises",
+        "layout_ranks:train_after_an_error",
         path=folder,
         parallelism={"tp": 2, "pp": 2},
         options={},
@@ -372,7 +408,7 @@ def test_a_loss_that_raises_on_one_tensor_parallel_rank_leaves_its_neighbour_no_
 
 
 def test_two_layouts_at_once_are_refused(pool: RankPool, folder: str) -> None:
-    for error, finite in pool.run("layout_ranks:another_layout_at_once", path=folder):
+    for error, finite in pool.run("layout_ranks:build_two_layouts", path=folder):
         assert "global variables" in error
         assert finite
 
@@ -383,20 +419,19 @@ def test_a_dense_engine_shares_the_groups_of_one_with_experts(
     for parallelism, options in (EXPERTS[1], EXPERTS[5]):
         dense = {name: size for name, size in parallelism.items() if name != "ep"}
         found = four.run(
-            "layout_ranks:dense_beside_experts",
+            "layout_ranks:train_dense_with_experts",
             path=experts,
             dense_path=folder,
             parallelism=parallelism,
             options=options,
             dense=dense,
         )
-        for beside, alone, error in found:
-            assert beside == alone
+        for together, alone, error in found:
+            assert together == alone
             assert "before the dense one" in error
 
 
 def test_an_error_of_one_rank_reaches_all(pool: RankPool, folder: str) -> None:
     for what in ("build_model", "attach", "StageOptimizer"):
-        results = pool.run("layout_ranks:one_rank_fails", path=folder, what=what)
-        assert [raised for raised, _ in results] == ["RankFailure", "MemoryError"]
-        assert all(works for _, works in results)
+        results = pool.run("layout_ranks:fail_to_build", path=folder, what=what)
+        assert results == ["RankFailure", "MemoryError"]

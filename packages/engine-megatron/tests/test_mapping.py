@@ -1,4 +1,4 @@
-"""The mapping: what goes in comes out bit for bit, in every layout, and holes are found."""
+"""The mapping, which keeps every bit in every layout, and whose holes are found."""
 
 from __future__ import annotations
 
@@ -9,112 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+from mapping_models import SHAPE, layouts, parameters_of, shape_of
 
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec, assemble
 from engine_megatron import export
 from engine_megatron.families import LAYERS, Cut, cuts, rules_of
 from engine_megatron.masters import Masters, Shard
-from engine_megatron.parallel import Layout
-from engine_megatron.shape import FAMILIES, Shape
+from engine_megatron.shape import FAMILIES
 from engine_megatron.weights import (
     Reader,
     Weight,
     attach,
     check_layout,
-    padded_vocabulary,
     weight_table,
 )
 
-SHAPE = Shape(
-    family="qwen2",
-    kind="language_model",
-    vocab_size=37,
-    hidden=24,
-    intermediate=20,
-    layers=4,
-    heads=8,
-    kv_heads=4,
-    head_dim=6,
-    eps=1e-6,
-    rope_base=1e4,
-    std=0.02,
-    tied=False,
-    qkv_bias=True,
-    qk_norm=False,
-    value_bias=True,
-    max_positions=64,
-)
-
-
-def shape_of(family: str, **changes: Any) -> Shape:
-    experts = {"experts": 4, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
-    qk_norm = family in ("qwen3", "qwen3_moe")
-    return replace(
-        SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes
-    )
-
-
-def layouts(
-    tensor: int,
-    data: int,
-    stages: int,
-    experts: int = 1,
-    expert_tensor: int | None = None,
-    virtual: int = 1,
-) -> list[Layout]:
-    world, split = tensor * data * stages, tensor if expert_tensor is None else expert_tensor
-    return [
-        Layout(
-            world=world,
-            rank=rank,
-            tensor=tensor,
-            data=data,
-            stages=stages,
-            experts=experts,
-            expert_tensor=split,
-            virtual=virtual,
-        )
-        for rank in range(world)
-    ]
-
-
-def parameter_shape(
-    weights: list[Weight], shape: Shape, tensor: int, multiple: int
-) -> tuple[int, ...]:
-    """What Megatron allocates for the parameter that these saved tensors share."""
-    first = weights[0]
-    if first.name in ("model.embed_tokens.weight", "lm_head.weight"):
-        layout = Layout(world=tensor, rank=0, tensor=tensor, data=1, stages=1)
-        return (padded_vocabulary(shape, layout, multiple) // tensor, shape.hidden)
-    rows = sum(weight.box.shape[0] for weight in weights)
-    return (rows, *first.box.shape[1:])
-
 
 def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
-    """What each rank holds of a weight."""
-    empty = [torch.empty(weight.box.shape) for weight in rows]
-    held = [empty[i] if w.param is None else w.part_of(w.held.detach()) for i, w in enumerate(rows)]
-    return [(part, weight.box) for part, weight in zip(held, rows, strict=True)]
-
-
-def parameters_of(
-    table: list[Weight], layout: Layout, shape: Shape, multiple: int
-) -> torch.nn.Module:
-    model = torch.nn.Module()
-    by_name: dict[str, list[Weight]] = {}
-    for weight in table:
-        if weight.at(layout.here) is not None:
-            by_name.setdefault(weight.parameters[layout.here.stage], []).append(weight)
-    for name, weights in by_name.items():
-        owner = model
-        for part in name.split(".")[:-1]:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = owner.get_submodule(part)
-        values = torch.full(parameter_shape(weights, shape, layout.tensor, multiple), float("nan"))
-        owner.register_parameter(name.split(".")[-1], torch.nn.Parameter(values))
-    return model
+    """Return each rank's part of a weight, with its box."""
+    return [
+        (
+            torch.empty(weight.box.shape)
+            if weight.param is None
+            else weight.part_of(weight.held.detach()),
+            weight.box,
+        )
+        for weight in rows
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +62,11 @@ def parameters_of(
         (2, 2, 2, 4, 1, 2),
     ],
 )
-def test_what_is_written_is_read_bit_for_bit(
+def test_written_weights_are_read_bit_for_bit(
     family: str, tied: bool, kind: Any, sizes: tuple[int, ...]
 ) -> None:
-    shape, multiple = shape_of(family, tied=tied, kind=kind), 3
+    shape = shape_of(family, tied=tied, kind=kind)
+    multiple = 3
     tables = []
     for layout in layouts(*sizes):
         table = weight_table(shape, layout, multiple, torch.float32)
@@ -156,7 +79,8 @@ def test_what_is_written_is_read_bit_for_bit(
         for weight in (weight for weight in rows if weight.param is not None):
             weight.cut.write(weight.held.detach(), want[weight.box.slices])
         assert torch.equal(assemble(boxes(rows)), want)
-    for table in tables:  # every element of every parameter was written, padding as zeros
+    # Every element of every parameter was written, padding as zeros.
+    for table in tables:
         assert all(
             bool(weight.held.isfinite().all()) for weight in table if weight.param is not None
         )
@@ -235,17 +159,19 @@ def test_every_name_is_there_once() -> None:
 
 
 class Gathers(Masters):
-    """Spread masters that note which dense parameters are gathered, in what order."""
+    """Spread masters that note the dense parameters in the order in which they are gathered."""
 
     def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
         super().__init__({}, torch.float32, spread=True)
-        self.names, self.order = names, list[str]()
+        self.names = names
+        self.order: list[str] = []
 
     def gather(
         self, param: torch.nn.Parameter, shard: Shard | None, value: torch.Tensor | None
     ) -> torch.Tensor:
         del shard, value
-        if param.allreduce:  # type: ignore[attr-defined] - all data-parallel ranks hold it
+        # All data-parallel ranks hold such a parameter.
+        if param.allreduce:  # type: ignore[attr-defined]
             self.order.append(self.names[param])
         return torch.zeros(param.shape)
 
@@ -253,7 +179,7 @@ class Gathers(Masters):
 def test_an_export_gathers_in_the_same_order_on_ranks_with_other_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wherever a bucket ends, also between the parts of a fused weight and after an expert."""
+    """Buckets end anywhere, also between the parts of a fused weight and after an expert."""
     monkeypatch.setattr(export, "experts_group", lambda: None)
     monkeypatch.setattr(export, "add_bits", lambda bits, _: bits)
     shape = shape_of("qwen3_moe")

@@ -1,6 +1,7 @@
 """Megatron's own checkpoint format.
 
-It loads bit for bit in its layout, is refused elsewhere, is checked, and is never half there.
+A checkpoint loads bit for bit in its layout and is refused in others. It is checked before it is
+read, and a save that fails leaves none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BF16 = {"precision": Precision(compute="bfloat16")}
 BF16_MASTERS = {"precision": Precision(compute="bfloat16", master="bfloat16")}
 SGD = {"optimizer": OptimizerConfig(name="torch.optim.SGD", lr=1e-2, kwargs={"momentum": 0.9})}
 DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
-# Parallelism of two ranks, what differs from the defaults; with experts.
+# Parallelism of two ranks, changes of the configuration, and whether the model has experts.
 RESUMES = [
     ({"dp_shard": 2}, {}, False),
     ({"dp_shard": 2}, BF16, False),
@@ -62,21 +63,24 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of two data-parallel ranks, and what the run that wrote it came to."""
+    """Write a checkpoint with two data-parallel ranks; return it and the results of its run."""
     folder = tmp_path_factory.mktemp("saved") / "step-2"
     return folder, pool.run(
-        "native_ranks:uninterrupted", path=model, parallelism={"dp_shard": 2}, folder=str(folder)
+        "native_ranks:run_uninterrupted",
+        path=model,
+        parallelism={"dp_shard": 2},
+        folder=str(folder),
     )
 
 
 @pytest.fixture
 def copied(saved: Any, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copy the checkpoint, so that it can be damaged."""
     return Path(shutil.copytree(saved[0], tmp_path / "step-2"))
 
 
-def wholes(rows: Any) -> dict[str, torch.Tensor]:
-    """The state of all ranks together."""
+def assemble_state(rows: Any) -> dict[str, torch.Tensor]:
+    """Return whole tensors, from the states of all ranks."""
     return {
         key: assemble([row[key] for row in rows if key in row])
         for key in {key for row in rows for key in row}
@@ -84,7 +88,8 @@ def wholes(rows: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(got: Any, want: Any, about: str) -> None:
-    found, exact = wholes(got), wholes(want)
+    found = assemble_state(got)
+    exact = assemble_state(want)
     assert set(found) == set(exact)
     assert [key for key in exact if not torch.equal(found[key], exact[key])] == [], about
 
@@ -104,10 +109,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         "parallelism": parallelism,
         "folder": str(tmp_path / "step-2"),
     } | config
-    whole, again = (
-        pool.run("native_ranks:uninterrupted", **about),
-        pool.run("native_ranks:resumed", **about),
-    )
+    whole = pool.run("native_ranks:run_uninterrupted", **about)
+    again = pool.run("native_ranks:resume", **about)
     for moment in (0, 1):
         assert_same_bits(
             [row[moment] for row in again], [row[moment] for row in whole], f"state {moment}"
@@ -122,21 +125,24 @@ def test_other_data_and_context_parallel_ranks_load_it(
 ) -> None:
     folder, whole = saved
     ((loaded, after, figures),) = one.run(
-        "native_ranks:resumed", path=model, parallelism={}, folder=str(folder)
+        "native_ranks:resume", path=model, parallelism={}, folder=str(folder)
     )
     assert_same_bits([loaded], [row[0] for row in whole], "loaded")
-    exact = wholes([row[1] for row in whole])
-    for key, tensor in wholes([after]).items():
+    exact = assemble_state([row[1] for row in whole])
+    for key, tensor in assemble_state([after]).items():
         torch.testing.assert_close(
             tensor, exact[key], atol=2e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
         )
     torch.testing.assert_close(figures, whole[0][2], atol=1e-5, rtol=1e-5)
     alone = one.run(
-        "native_ranks:uninterrupted", path=model, parallelism={}, folder=str(tmp_path / "step-2")
+        "native_ranks:run_uninterrupted",
+        path=model,
+        parallelism={},
+        folder=str(tmp_path / "step-2"),
     )
     for spread in ({"dp_shard": 2}, {"cp": 2}):
         rows = pool.run(
-            "native_ranks:resumed", path=model, parallelism=spread, folder=str(tmp_path / "step-2")
+            "native_ranks:resume", path=model, parallelism=spread, folder=str(tmp_path / "step-2")
         )
         assert_same_bits([row[0] for row in rows], [row[0] for row in alone], str(spread))
 
@@ -155,14 +161,15 @@ def test_moments_come_in_the_dtype_that_the_optimizer_holds(
     pool: RankPool, model: str, tmp_path: Path, wrote: Any, reads: Any, made: Any
 ) -> None:
     rows = pool.run(
-        "native_ranks:carried",
+        "native_ranks:carry_over",
         path=model,
         parallelism={"dp_shard": 2},
         folder=str(tmp_path / "step-2"),
         wrote=wrote | made,
         reads=reads | made,
     )
-    saved, loaded = wholes([row[0] for row in rows]), wholes([row[1] for row in rows])
+    saved = assemble_state([row[0] for row in rows])
+    loaded = assemble_state([row[1] for row in rows])
     assert set(saved) == set(loaded)
     assert [
         key for key in saved if not torch.equal(loaded[key], saved[key].to(loaded[key].dtype))
@@ -176,21 +183,21 @@ def test_an_engine_without_an_optimizer_loads_the_masters(
 ) -> None:
     folder, whole = saved
     ((loaded, _, _),) = one.run(
-        "native_ranks:resumed", path=model, parallelism={}, folder=str(folder), optimizer=None
+        "native_ranks:resume", path=model, parallelism={}, folder=str(folder), optimizer=None
     )
-    exact = wholes([row[0] for row in whole])
+    exact = assemble_state([row[0] for row in whole])
     assert loaded
     assert all(torch.equal(tensor, exact[key]) for key, (tensor, _) in loaded.items())
 
 
 def test_a_run_begins_again(pool: RankPool, model: str, tmp_path: Path) -> None:
-    """There are no moments yet: those that an engine has go."""
+    """The checkpoint has no moments, so the engine's own are dropped."""
     about = {"path": model, "parallelism": {"dp_shard": 2}, "folder": str(tmp_path / "step-0")}
-    for first, again in pool.run("native_ranks:begun_again", **about):
+    for first, again in pool.run("native_ranks:begin_again", **about):
         assert first == again
 
 
-def test_a_manifest_lists_all_of_it(saved: Any) -> None:
+def test_a_manifest_lists_all_files(saved: Any) -> None:
     manifest = read_manifest(saved[0])
     files = {str(file.relative_to(saved[0])) for file in saved[0].rglob("*") if file.is_file()}
     assert files == {*manifest.files, "manifest.json", "manifest.sha256"}
@@ -205,7 +212,7 @@ def test_a_manifest_lists_all_of_it(saved: Any) -> None:
 @pytest.mark.parametrize("other", [{"tp": 2}, {"pp": 2}])
 def test_another_layout_is_refused(pool: RankPool, model: str, saved: Any, other: Any) -> None:
     for kind, text, same in pool.run(
-        "native_ranks:refused", path=model, parallelism=other, folder=str(saved[0])
+        "native_ranks:load_refused", path=model, parallelism=other, folder=str(saved[0])
     ):
         assert (kind, same) == ("CheckpointMismatch", True)
         assert "2 ranks wrote it with pp 1, dp 2" in text
@@ -219,7 +226,10 @@ def test_another_model_is_refused(pool: RankPool, saved: Any, tmp_path: Path) ->
     ):
         path = str(write_checkpoint(tmp_path / name, model))
         found = pool.run(
-            "native_ranks:refused", path=path, parallelism={"dp_shard": 2}, folder=str(saved[0])
+            "native_ranks:load_refused",
+            path=path,
+            parallelism={"dp_shard": 2},
+            folder=str(saved[0]),
         )
         assert [(kind, same) for kind, _, same in found] == [("CheckpointMismatch", True)] * 2
 
@@ -240,7 +250,7 @@ def test_another_engine_refuses_it(model: str, saved: Any) -> None:
 
 
 class Runs:
-    """A pickle of this makes a folder when it is read."""
+    """An object whose pickle makes a folder when it is read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -249,15 +259,15 @@ class Runs:
         return os.mkdir, (str(self.folder / "it-ran"),)
 
 
-def altered(folder: Path) -> None:
+def alter_a_byte(folder: Path) -> None:
     file = next(folder.glob("state/__1_*"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
 
 
-def sworn(folder: Path, data: bytes, name: str = "state/.metadata") -> None:
-    """A file whose checksum is right."""
+def replace_file(folder: Path, data: bytes, name: str = "state/.metadata") -> None:
+    """Replace a file of a checkpoint, and its checksum."""
     (folder / name).write_bytes(data)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -265,44 +275,45 @@ def sworn(folder: Path, data: bytes, name: str = "state/.metadata") -> None:
     seal(folder)
 
 
-def saved_by_torch(what: Any) -> bytes:
-    """In torch's older format, which may have more after it."""
+def pickle_with_torch(what: Any) -> bytes:
+    """Return an object in torch's older format, which other bytes may follow."""
     buffer = io.BytesIO()
     torch.save(what, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
-def tensors_that_run(folder: Path) -> None:
+def make_tensors_run(folder: Path) -> None:
+    """Replace each tensor by a pickle that runs code."""
     files: dict[str, bytes] = {}
     index = pickle.loads((folder / "state/.metadata").read_bytes())
     for place in sorted(index.storage_data.values(), key=lambda place: place.offset):
-        data = saved_by_torch(Runs(folder)).ljust(place.length, b".")
+        data = pickle_with_torch(Runs(folder)).ljust(place.length, b".")
         assert len(data) == place.length
         files[place.relative_path] = (
             files.get(place.relative_path, b"").ljust(place.offset, b".") + data
         )
     for name, data in files.items():
-        sworn(folder, data, f"state/{name}")
+        replace_file(folder, data, f"state/{name}")
 
 
 DAMAGE = {
-    "altered": (altered, "checksum differs"),
+    "altered": (alter_a_byte, "checksum differs"),
     "a file is gone": (
         lambda folder: next(folder.glob("state/__0_*")).unlink(),
         "a file is missing",
     ),
     "no index": (lambda folder: (folder / "state/.metadata").unlink(), "a file is missing"),
     "an index that runs": (
-        lambda folder: sworn(folder, pickle.dumps(Runs(folder))),
+        lambda folder: replace_file(folder, pickle.dumps(Runs(folder))),
         "not one that this engine wrote",
     ),
     "a common file that runs": (
-        lambda folder: sworn(folder, saved_by_torch(Runs(folder)), "state/common.pt"),
+        lambda folder: replace_file(folder, pickle_with_torch(Runs(folder)), "state/common.pt"),
         "Weights only load failed",
     ),
-    "tensors that run": (tensors_that_run, "Weights only load failed"),
+    "tensors that run": (make_tensors_run, "Weights only load failed"),
     "an index of nothing": (
-        lambda folder: sworn(folder, pickle.dumps({})),
+        lambda folder: replace_file(folder, pickle.dumps({})),
         "not one that this engine wrote",
     ),
 }
@@ -315,7 +326,7 @@ def test_a_damaged_one_is_refused_and_changes_nothing(
     harm, why = DAMAGE[damage]
     harm(copied)
     found = pool.run(
-        "native_ranks:refused", path=model, parallelism={"dp_shard": 2}, folder=str(copied)
+        "native_ranks:load_refused", path=model, parallelism={"dp_shard": 2}, folder=str(copied)
     )
     assert all(same for _, _, same in found)
     assert {kind for kind, _, _ in found} <= {"CheckpointCorrupt", "RankFailure"}
@@ -324,7 +335,7 @@ def test_a_damaged_one_is_refused_and_changes_nothing(
 
 
 def test_an_index_of_objects_is_refused(tmp_path: Path) -> None:
-    """Torch unpickles those without any check."""
+    """Torch unpickles such objects without any check."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     path = tmp_path / ".metadata"
@@ -337,17 +348,17 @@ def test_an_index_of_objects_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(pool: RankPool, model: str, tmp_path: Path) -> None:
     about = {"path": model, "parallelism": {"dp_shard": 2}, "folder": str(tmp_path / "step-1")}
-    for kind, left, after in pool.run("native_ranks:a_full_disk", **about):
+    for kind, left, after in pool.run("native_ranks:save_on_a_full_disk", **about):
         assert (kind, left, after) == ("CheckpointWriteError, True", [], 1)
 
 
 def test_a_killed_save_leaves_no_checkpoint(pool: RankPool, model: str, tmp_path: Path) -> None:
     about = {"path": model, "parallelism": {"dp_shard": 2}, "folder": str(tmp_path / "step-2")}
     with RankPool(2, deadline=60.0) as ranks, pytest.raises(RankError):
-        ranks.run("native_ranks:killed_while_saving", **about)
+        ranks.run("native_ranks:die_while_saving", **about)
     assert {file.name for file in tmp_path.iterdir()} <= {"step-2.partial"}
-    pool.run("native_ranks:uninterrupted", **about)
-    pool.run("native_ranks:resumed", **about)
+    pool.run("native_ranks:run_uninterrupted", **about)
+    pool.run("native_ranks:resume", **about)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step-2"]
 
 

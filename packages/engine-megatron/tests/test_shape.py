@@ -20,7 +20,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(whole_folder(tmp_path_factory.mktemp("whole"), "qwen3_moe"))
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers warns about damaged values
+# transformers warns about damaged values.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [

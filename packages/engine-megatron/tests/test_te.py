@@ -1,4 +1,7 @@
-"""The choice of Transformer Engine's spec, its names and its order of tokens, without it."""
+"""The choice of Transformer Engine's spec, its names and its order of tokens.
+
+Transformer Engine itself is not needed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_mapping import layouts, parameters_of, shape_of
+from mapping_models import layouts, parameters_of, shape_of
 
 from engine_api import Batch, EngineConfig, ModelSource
 from engine_api.config import Precision
@@ -26,7 +29,7 @@ from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES
 from engine_megatron.weights import attach, weight_table
 
-# --- which spec --------------------------------------------------------------------------------
+# --- the choice of the spec --------------------------------------------------------------------
 
 
 def config(compute: Any = "bfloat16", attention: str = "auto", **precision: Any) -> EngineConfig:
@@ -38,7 +41,7 @@ def config(compute: Any = "bfloat16", attention: str = "auto", **precision: Any)
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine installed, CUDA real."""
+    """Pretend that Transformer Engine is installed and CUDA real."""
     monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: te.TESTED_VERSIONS[0])
 
@@ -69,7 +72,7 @@ def test_the_spec_that_is_chosen(wanted: str, compute: str, device: str, spec: s
         ("auto", "float8", "cpu", "precision.compute", "CUDA"),
     ],
 )
-def test_what_the_other_spec_alone_can_do_is_refused(
+def test_features_of_the_other_spec_are_refused(
     wanted: str, compute: str, device: str, field: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
@@ -93,7 +96,7 @@ def test_sdpa_is_the_local_specs_attention() -> None:
 def test_attention_kernels_chosen_by_the_environment_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As Megatron's ``language_module`` asserts; what it wrote itself is let through."""
+    """Megatron's ``language_module`` asserts it. The values that it wrote itself are accepted."""
     for each, value in zip(
         ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "010", strict=True
     ):
@@ -139,7 +142,7 @@ def test_absent_or_of_another_version(
     monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
     assert not te.is_installed()
     assert te.choose_spec("auto", config(), "cuda") == "local"
-    assert not caplog.records, "no warning of what was never installed"
+    assert not caplog.records, "a package that was never installed needs no warning"
     with pytest.raises(ConfigError, match="not installed"):
         te.choose_spec("te", config(), "cuda")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
@@ -184,8 +187,8 @@ def test_fp8_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- names -------------------------------------------------------------------------------------
 
-# By reading megatron/core/models/gpt/gpt_layer_specs.py and transformer_engine/pytorch/module;
-# without biases.
+# Parameters of a layer without biases, according to megatron/core/models/gpt/gpt_layer_specs.py and
+# transformer_engine/pytorch/module.
 _LAYER = (
     "self_attention.linear_qkv.layer_norm_weight",
     "self_attention.linear_qkv.weight",
@@ -222,7 +225,8 @@ def test_every_parameter_of_the_te_spec_is_named(family: str) -> None:
         "output_layer.weight",
     }
     names = {name for weight in table for name in weight.parameters.values()}
-    assert names == {f"0.{name}" for name in want}  # of the only chunk
+    # There is one chunk.
+    assert names == {f"0.{name}" for name in want}
     attach(table, parameters_of(table, layout, shape, 1), layout)
 
 
@@ -244,7 +248,7 @@ def test_saved_names_do_not_depend_on_the_spec(family: str) -> None:
 
 
 def test_the_order_of_tokens() -> None:
-    """Chunks r and 2n-1-r of each document, as in ``attn_forward_func_with_cp``'s example."""
+    """Rank r has chunks r and 2n-1-r of each document, as ``attn_forward_func_with_cp`` says."""
     assert token_order([8, 4], 2).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     assert token_order([3, 2], 1).tolist() == [[0, 1, 2, 3, 4]]
 
@@ -264,9 +268,8 @@ def test_outputs_come_back_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch)
         )
         for rank in range(ranks)
     ]
-    gathered = torch.cat(
-        [part.targets for part in packed]
-    )  # as if the model gave the token that it is asked about
+    # The outputs of a model that returns the token that it is asked for.
+    gathered = torch.cat([part.targets for part in packed])
     for part in packed:
         assert part.ids.shape == (1, len(gathered) // ranks)
         got = gathered[part.source].masked_fill(part.first, -1)
@@ -275,8 +278,8 @@ def test_outputs_come_back_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_attention_of_the_shares_is_attention(ranks: int) -> None:
-    """With scaled values, per token; the gradient of keys and values is the sum over ranks."""
+def test_attention_on_shards_is_attention_on_the_whole(ranks: int) -> None:
+    """The gradient of keys and values is the sum over ranks."""
     torch.manual_seed(0)
     lengths = [2 * ranks, 8 * ranks]
     total = sum(lengths)
@@ -289,7 +292,8 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
     upstream = torch.randn_like(want)
     exact = torch.autograd.grad(want, whole, upstream)
     order = token_order(lengths, ranks)
-    got, parts_of_grads = torch.empty_like(want), list[tuple[torch.Tensor, ...]]()
+    got = torch.empty_like(want)
+    parts_of_grads: list[tuple[torch.Tensor, ...]] = []
     for rank, own in enumerate(order):
         shard = ContextShard(ranks=ranks, rank=rank, place=order.flatten().argsort(), group=None)
         query = whole[0][own].transpose(0, 1)
@@ -308,7 +312,7 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
 
 
 def test_padded_ends_are_the_ends() -> None:
-    """The same object: Transformer Engine takes it as "no padding between documents"."""
+    """They are the same object, by which Transformer Engine knows that nothing is padded."""
     shard = ContextShard(ranks=2, rank=0, place=torch.arange(8), group=None)
     packing = build_packing([4, 4], torch.device("cpu"), shard)
     assert packing.cu_seqlens_q_padded is packing.cu_seqlens_q

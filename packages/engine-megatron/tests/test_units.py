@@ -1,4 +1,4 @@
-"""The parts that one process shows: probe, head, attention, the smallest engine."""
+"""The probe, the head, attention, and an engine of one rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def create(folder: Path, **config: Any) -> Any:
 # --- the probe ---------------------------------------------------------------------------------
 
 
-def test_the_cpu_alone_is_no_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_cpu_is_refused_unless_cuda_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     monkeypatch.delenv(SIMULATED_CUDA)
     try:
         assert not probe("cpu").ok
@@ -74,7 +76,7 @@ def test_megatron_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch) 
     assert "0.16.1" in probe("cpu").reason
 
 
-def test_psutil_absent_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_psutil_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else found(name, *a)
@@ -87,8 +89,11 @@ def test_psutil_absent_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_log_probs_entropy_and_their_gradients(chunk: int) -> None:
-    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(14, 8, requires_grad=True)
-    targets, a, b = torch.randint(12, (10,)), torch.randn(10), torch.randn(10)
+    hidden = torch.randn(10, 8, requires_grad=True)
+    weight = torch.randn(14, 8, requires_grad=True)
+    targets = torch.randint(12, (10,))
+    a = torch.randn(10)
+    b = torch.randn(10)
     chosen, entropy = log_probs(
         hidden,
         weight,
@@ -101,7 +106,8 @@ def test_log_probs_entropy_and_their_gradients(chunk: int) -> None:
     got = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
     log_p = (hidden @ weight[:12].T / 0.7).log_softmax(-1)
-    want, want_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    want = log_p.gather(1, targets[:, None])[:, 0]
+    want_entropy = -(log_p.exp() * log_p).sum(-1)
     (want * a + want_entropy * b).sum().backward()
     torch.testing.assert_close(chosen, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
@@ -145,7 +151,8 @@ def test_it_learns_and_leaves_no_groups(folder: Path) -> None:
 
 
 def test_two_engines_of_one_layout_live_side_by_side(folder: Path) -> None:
-    first, second = create(folder), create(folder, optimizer=None)
+    first = create(folder)
+    second = create(folder, optimizer=None)
     first.initialize()
     second.initialize()
     first.close()
@@ -172,7 +179,7 @@ def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_experts_go_in_and_out_and_answer_as_transformers_does(
+def test_experts_are_read_exported_and_computed_as_in_transformers(
     tmp_path: Path, norm_topk_prob: bool
 ) -> None:
     folder = write_checkpoint(
@@ -196,9 +203,8 @@ def test_experts_go_in_and_out_and_answer_as_transformers_does(
 
 
 def test_a_value_model_is_saved_as_one(tmp_path: Path, folder: Path) -> None:
-    config = EngineConfig(
-        model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2)
-    )  # of a language model
+    # The folder is that of a language model.
+    config = EngineConfig(model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2))
     engine = EngineRegistry.create(
         backend="megatron", device="cpu", model_type="value_model", config=config
     )
@@ -218,17 +224,19 @@ def refusal(folder: Path, **config: Any) -> EngineError:
     return caught.value
 
 
-def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path) -> None:
+def test_configurations_are_refused_before_any_group_is_built(tmp_path: Path, folder: Path) -> None:
     assert isinstance(refusal(folder, parallelism=Parallelism(tp=2)), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(pp=2)), ConfigError)
     assert isinstance(refusal(folder, options={"sequence_parallel": True}), ConfigError)
-    for stages in (0, 2):  # of a model without a pipeline
+    # 2 is for a pipeline only.
+    for stages in (0, 2):
         assert "options.virtual_stages" in str(refusal(folder, options={"virtual_stages": stages}))
     assert isinstance(refusal(tmp_path / "nowhere"), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(cp=2)), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(ulysses=2)), UnsupportedCapability)
     assert isinstance(refusal(folder, parallelism=Parallelism(ep=2)), ConfigError)
-    for size in (1, 2):  # of a model without experts; one that does not divide tp
+    # The model has no experts, and 2 does not divide tp.
+    for size in (1, 2):
         assert isinstance(refusal(folder, options={"expert_tensor_parallel": size}), ConfigError)
     assert isinstance(refusal(folder, options={"expert_tensor_parallel": -1}), ConfigError)
     assert isinstance(
@@ -257,7 +265,7 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_before_any_group_is_built(
+def test_sizes_that_do_not_divide_are_refused_before_any_group_is_built(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     parallelism: dict[str, int],
@@ -390,7 +398,7 @@ def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_megatron_refuses_is_refused_before_any_group(
+def test_a_refusal_of_megatron_comes_before_any_group(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
@@ -414,10 +422,8 @@ def test_groups_that_are_half_made_are_taken_down(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no port is free")
 
-    for name in (
-        "_set_global_memory_buffer",
-        "initialize_model_parallel",
-    ):  # Megatron's last step; all of it
+    # The first is the last step of the second.
+    for name in ("_set_global_memory_buffer", "initialize_model_parallel"):
         with monkeypatch.context() as patch:
             patch.setattr(parallel_state, name, fail)
             with pytest.raises(OSError, match="port"):
@@ -445,7 +451,8 @@ def test_files_that_do_not_belong(folder: Path) -> None:
         EngineRegistry.create(
             backend="megatron", device="cpu", config=EngineConfig(model=config)
         ).initialize()
-    stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
     save_file(stored | {name: stored[name].to(torch.int8)}, folder / "model.safetensors")
     assert f"{name} is stored as I8" in str(refusal(folder))
     (folder / "model.safetensors").write_bytes(b"x")
@@ -455,7 +462,7 @@ def test_files_that_do_not_belong(folder: Path) -> None:
 
 
 class Counts(torch.optim.SGD):
-    """Keeps a number that is no tensor: no state can be loaded into it."""
+    """An optimizer with a number in its state, into which no state can be loaded."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -463,14 +470,15 @@ class Counts(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", ["portable", "megatron"])
-def test_weights_alone_are_loaded_beside_an_optimizer_whose_state_is_no_tensor(
+def test_weights_are_loaded_into_an_engine_whose_optimizer_state_is_not_a_tensor(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
     options = {"checkpoint": kind}
     first = create(folder, options=options)
     first.initialize()
-    first.save_checkpoint(tmp_path / "step-0").result()  # before its first step
+    # The optimizer has had no step, so the checkpoint has none of its state.
+    first.save_checkpoint(tmp_path / "step-0").result()
     first.close()
     engine = create(
         folder, options=options, optimizer=OptimizerConfig(name="torch.optim.Counts", lr=1e-2)
