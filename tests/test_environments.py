@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from layout import ROOT, project
 
 MATRIX = tomllib.loads((ROOT / "matrix.toml").read_text())
@@ -309,3 +311,32 @@ def test_a_part_on_no_index_is_asked_for_before_anything_is_installed(
     ):
         function(recorder, **parameters)
     assert not recorder.installs
+
+
+PAGE = (ROOT / "docs/matrix.md").read_text()
+
+
+def names_of(command: str) -> list[str]:
+    """Return the sessions that a command line of nox runs."""
+    words = shlex.split(command)
+    chosen = words[2]
+    if words[1] == "-s":
+        return [name for name in SESSIONS if name == chosen]
+    return [name for name in SESSIONS if all(word in name for word in chosen.split(" and "))]
+
+
+def test_the_page_has_a_command_for_every_certificate_and_rollout() -> None:
+    commands = re.findall(r"`(nox -[sk] [^`]+)`", PAGE)
+    named = {name for command in commands if " -s " in command for name in names_of(command)}
+    assert named >= {name for name in SESSIONS if name.startswith(("certify", "rollouts"))}
+    assert all(names_of(command) for command in commands)
+
+
+def test_the_workflow_of_the_page_runs_sessions_that_exist() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    jobs = yaml.safe_load(text)["jobs"]
+    steps = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    commands = [run[run.index("nox -") :] for run in steps if "nox -" in run]
+    assert len(commands) == len(jobs)
+    assert all(names_of(command) for command in commands)
+    assert set(jobs["table"]["needs"]) == set(jobs) - {"table"}

@@ -29,6 +29,54 @@ and generation (docs/benchmarks.md). In an empty cell the model type was not tri
 refused, or served unproven.
 """
 
+MACHINES = """\
+A team certifies engines on machines of several kinds from one commit of this repository. Every
+machine needs Python 3.11 or 3.12 and `python -m pip install "nox[uv]"`; nox makes the environments
+and installs the versions that the last table of this page names. Run this:
+"""
+SESSIONS = """\
+`-k` runs every session whose name holds the words. One session by its name needs quotes, since its
+parentheses and quotes mean something to a shell:
+"""
+AFTERWARDS = """\
+Arguments after `--` go to `engine-conformance run`, and a later one wins over the session's own:
+`-- --world 1,2` for a host with two devices, `-- --dtype float32,bfloat16` for both precisions,
+`-- --limit 3000 --continue` to go on where an earlier call ended. On a host that lacks a device or
+a library the suite ends with exit code 3 and names the missing part. A part that is on no package
+index is asked for before anything is installed.
+
+A CPU host, and an NPU host, needs the CPU build of torch. The environments that must have it ask uv
+for it (`--torch-backend cpu`). `UV_TORCH_BACKEND=cpu` does so for all sessions, and
+`PIP_FIND_LINKS=FOLDER` takes the wheel from a folder, where there is no way to PyTorch's index.
+
+### One table of all machines
+
+Each `certify` session writes `conformance/reports/ENGINE-VERSION/DEVICE/`. The folders of two
+machines have different names, so they come together by a commit of each machine's own folder, or by
+the artifacts of CI. Then, on any machine:
+
+```sh
+engine-conformance verify conformance/reports/fsdp2-0.1.0/cuda/report.json   # each of them
+nox -s docs                                        # the README's table of certificates
+```
+
+The table shows which reports verify with this commit's suite, and marks the others with the
+contract that they are of. Reports of one engine on the same kind of machine, as one of float32 and
+one of bfloat16, become one certificate:
+
+```sh
+engine-conformance merge PART-1/report.json PART-2/report.json --certify \\
+    --report conformance/reports/fsdp2-0.1.0/cuda
+```
+
+`merge` refuses reports of different versions, files or kinds of machine, and says which differ.
+
+### CI
+
+One workflow for GitHub Actions, for runners of your own with the labels `cuda` and `npu`. The last
+job writes the table from what the others have uploaded:
+"""
+
 
 def load() -> dict[str, Any]:
     """Return the matrix.
@@ -206,6 +254,7 @@ def render(matrix: dict[str, Any]) -> str:
         f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}"
         f"\n## Models\n\n{MODELS}\n{render_models(matrix)}"
         f"\n## Environments\n\n{environments}"
+        f"\n## On each machine, run this\n\n{render_machines(matrix)}"
     )
 
 
@@ -233,6 +282,136 @@ def render_models(matrix: dict[str, Any], longest: int | None = None) -> str:
         ("model types", *columns),
         [(_shortened(models, longest), *cells) for cells, models in ordered],
     )
+
+
+def render_machines(matrix: dict[str, Any]) -> str:
+    """Return the section for a team with several kinds of machines."""
+    pairs = [
+        *(("certify", "engine", *pair) for pair in engine_devices(matrix)),
+        *(("rollouts", "rollout", *pair) for pair in rollout_devices(matrix)),
+    ]
+    rows = [_session_row(matrix, *pair) for pair in pairs]
+    machines = table(
+        ("machine", "needs first", "command", "result"),
+        [
+            (
+                "CPU",
+                "",
+                '`nox -s tests`, `nox -k "certify and cpu"`',
+                "every test; certificates in the folders `cpu` and `cpu-shimmed`",
+            ),
+            (
+                "NVIDIA GPUs",
+                "a driver for CUDA 13",
+                '`nox -k "certify and cuda"`, `nox -k "rollouts and cuda"`',
+                "certificates in the folders `cuda`; the rollouts' cases, without a report",
+            ),
+            (
+                "Ascend NPUs",
+                f"driver and CANN ([docs/npu.md](npu.md)), and for Megatron {_checkouts(matrix)}",
+                '`nox -k "certify and npu"`',
+                "certificates in the folders `npu`",
+            ),
+        ],
+    )
+    sessions = table(("session", "environment", "constraints"), rows)
+    return (
+        f"{MACHINES}\n{machines}\n{SESSIONS}\n{sessions}\n{AFTERWARDS}\n"
+        f"```yaml\n{render_workflow(matrix)}```\n"
+    )
+
+
+def _session_row(
+    matrix: dict[str, Any], session: str, axis: str, name: str, device: str
+) -> tuple[str, ...]:
+    part = engine_of(matrix, name) if axis == "engine" else rollout_of(matrix, name)
+    entry = matrix["environments"][environment_of(part, matrix, device)]
+    files = [entry["constraints"], *([entry["overrides"]] if "overrides" in entry else [])]
+    return (
+        f"`nox -s \"{session}({axis}='{name}', device='{device}')\"`",
+        entry["title"],
+        ", ".join(f"`{file}`" for file in files),
+    )
+
+
+def _checkouts(matrix: dict[str, Any]) -> str:
+    found = {
+        f"`{part['clone']}` and `export {variable}=FOLDER`"
+        for entry in matrix["environments"].values()
+        for variable, part in entry.get("checkouts", {}).items()
+    }
+    return "; ".join(sorted(found))
+
+
+def render_workflow(matrix: dict[str, Any]) -> str:
+    """Return a workflow of CI with one job for each kind of machine, and one for the table."""
+    devices = list(dict.fromkeys(device for _, device in engine_devices(matrix)))
+    jobs = "".join(_job(matrix, device) for device in devices)
+    return f"""\
+name: certificates
+on:
+  workflow_dispatch:
+  schedule:
+    - cron: "0 3 * * 6"
+jobs:
+{jobs}\
+  table:
+    needs: [{", ".join(devices)}]
+    # A machine that was not there leaves the other machines' reports.
+    if: always()
+    runs-on: ubuntu-24.04
+    env:
+      UV_TORCH_BACKEND: cpu
+    steps:
+      - uses: actions/checkout@v5
+      - uses: actions/setup-python@v6
+        with:
+          python-version: "3.11"
+      - uses: actions/download-artifact@v5
+        with:
+          path: conformance/reports
+          merge-multiple: true
+      - run: python -m pip install "nox[uv]"
+      - run: nox -s docs
+      - uses: actions/upload-artifact@v4
+        with:
+          name: table
+          path: |
+            README.md
+            conformance/reports
+"""
+
+
+def _job(matrix: dict[str, Any], device: str) -> str:
+    own = [one for one in matrix["environments"].values() if one["device"] == device]
+    python = next(one["python"] for one in own)
+    variables = [name for one in own for name in one.get("checkouts", ())]
+    runner = {"cpu": "ubuntu-24.04"}.get(device, f"[self-hosted, {device}]")
+    lines = [
+        f"{device}:",
+        f"  runs-on: {runner}",
+        *(["  env:", "    UV_TORCH_BACKEND: cpu"] if device == "cpu" else []),
+        "  steps:",
+        "    - uses: actions/checkout@v5",
+        "    - uses: actions/setup-python@v6",
+        "      with:",
+        f'        python-version: "{python}"',
+        '    - run: python -m pip install "nox[uv]"',
+    ]
+    for name in dict.fromkeys(variables):
+        clone = next(one["checkouts"][name]["clone"] for one in own if "checkouts" in one)
+        lines += [f'    - run: {clone} && echo "{name}=$PWD/MindSpeed" >> "$GITHUB_ENV"']
+    setup = "source /usr/local/Ascend/ascend-toolkit/set_env.sh && " if device == "npu" else ""
+    lines += [
+        f'    - run: {setup}nox -k "certify and {device}"',
+        "      shell: bash",
+        "    - uses: actions/upload-artifact@v4",
+        "      if: always()",
+        "      with:",
+        f"        name: {device}",
+        f"        path: conformance/reports/*/{device}*",
+    ]
+    return "".join(f"  {line}\n" for line in lines)
 
 
 def _shortened(names: list[str], longest: int | None) -> str:
