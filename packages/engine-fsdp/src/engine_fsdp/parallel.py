@@ -125,9 +125,11 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     """
     timeout = device_of(device_type).group_timeout(timedelta(seconds=timeout_s))
     groups = [*layout.mesh.get_all_groups(), layout.shard_group, layout.ulysses_group]
+    # The public name came between torch 2.13 and 2.14.
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # noqa: SLF001
     for group in groups:
         if group is not None:
-            c10d._set_pg_timeout(timeout, group)  # noqa: SLF001 - no public name in torch 2.11
+            set_timeout(timeout, group)
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:
