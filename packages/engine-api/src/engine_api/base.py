@@ -38,7 +38,7 @@ from engine_api.defaults import EngineDefaults
 from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
 from engine_api.heartbeat import watched
-from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of
+from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.results import (
@@ -487,15 +487,15 @@ class BaseEngine(EngineDefaults):
         all ranks together.
         """
         if self._loss_error is not None or not part.num_tokens:
-            return _no_loss(outputs)
+            return zero_loss(outputs)
         try:
-            return evaluate(loss, outputs, part.to(_device_of(outputs)))
+            return evaluate(loss, outputs, part.to(outputs.tensors()[0].device))
         # A caller's function may raise anything; `_own_sums` raises it again.
         except Exception as error:
             if self.comm.world_size == 1:
                 raise
             self._loss_error = error
-            return _no_loss(outputs)
+            return zero_loss(outputs)
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         rows = together(self.comm, lambda: self._own_sums(outputs))
@@ -673,18 +673,3 @@ class BaseEngine(EngineDefaults):
     @abstractmethod
     def _release(self) -> None:
         """Free memory and process groups."""
-
-
-def _present_outputs(outputs: TokenOutputs) -> list[torch.Tensor]:
-    return [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
-
-
-def _device_of(outputs: TokenOutputs) -> torch.device:
-    return _present_outputs(outputs)[0].device
-
-
-def _no_loss(outputs: TokenOutputs) -> LossOutput:
-    # An empty micro-batch takes part in the backward collectives with a zero that depends on the
-    # weights.
-    tensors = _present_outputs(outputs)
-    return LossOutput(loss=sum((t.sum() for t in tensors[1:]), start=tensors[0].sum()) * 0.0)

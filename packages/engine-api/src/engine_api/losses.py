@@ -107,6 +107,15 @@ class SFTLoss:
 sft_loss = SFTLoss()
 
 
+def zero_loss(outputs: TokenOutputs) -> LossOutput:
+    """Return a zero that depends on every output, and thereby on the weights.
+
+    With it a rank takes part in the collectives of a backward pass to which it adds nothing.
+    """
+    sums = [tensor.sum() for tensor in outputs.tensors()]
+    return LossOutput(loss=sum(sums[1:], start=sums[0]) * 0.0)
+
+
 def where_counted(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``values`` where ``weight`` is above 0, and 0 elsewhere.
 

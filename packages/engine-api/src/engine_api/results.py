@@ -29,6 +29,10 @@ class TokenOutputs:
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the outputs that were computed."""
+        return [t for t in (self.log_probs, self.entropy, self.values) if t is not None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:

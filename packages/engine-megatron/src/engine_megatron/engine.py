@@ -22,7 +22,7 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import WeightFiles, fetch, save_hf
-from engine_api.losses import LossFn, evaluate, needs_of
+from engine_api.losses import LossFn, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
 from engine_api.optimizers import state_fields
 from engine_api.process_groups import world_and_rank
@@ -227,7 +227,7 @@ class MegatronEngine(BaseEngine):
         def loss_of(outputs: TokenOutputs, batch: Batch) -> LossOutput:
             if batch.num_tokens:
                 return evaluate(loss, outputs, batch.to(self.device))
-            return LossOutput(loss=pipeline.nothing_of(outputs))
+            return zero_loss(outputs)
 
         with self._accumulation(last=True):
             results, error = pipeline.train(

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from engine_api.batch import Batch
+from engine_api.losses import zero_loss
 from engine_api.results import LossOutput, TokenOutputs
 from engine_megatron.model import Forward, Packed
 from engine_megatron.parallel import pipeline_group
@@ -94,12 +95,6 @@ def infer(
     return TokenOutputs(**dict(zip(names, rows, strict=True)))
 
 
-def nothing_of(outputs: TokenOutputs) -> Tensor:
-    """Return a zero that depends on every output with a gradient."""
-    given = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
-    return sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0
-
-
 def train(
     forward: Forward,
     chunks: Sequence[Any],
@@ -122,9 +117,8 @@ def train(
             result = loss_of(outputs, batch)
         except Exception as error:  # noqa: BLE001 - no stage may be left waiting; the caller raises
             raised.append(error)
-            # The zero depends on all outputs, because tensor-parallel ranks whose loss did not
-            # raise wait for this rank in their backward.
-            return nothing_of(outputs), None
+            # Tensor-parallel ranks whose loss did not raise wait for this rank in their backward.
+            return zero_loss(outputs).loss, None
         collected = LossOutput(loss=result.loss.detach(), metrics=result.metrics)
         return result.loss / denominator, collected
 
