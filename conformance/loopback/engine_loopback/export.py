@@ -16,9 +16,8 @@ from engine_api.arguments import check_export, folder_of
 from engine_api.checkpoint import require_room
 from engine_api.comm import together
 from engine_api.contract import Adapter
-from engine_api.errors import CheckpointWriteError
 from engine_api.folders import real, replace_folder, restore
-from engine_api.hf_folder import WEIGHT_FILES, copy_companions
+from engine_api.hf_folder import WEIGHT_FILES, copy_companions, unwritable
 from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
@@ -165,12 +164,7 @@ class ExportEngine(CheckpointEngine):
             copy_companions(Path(self.config.model.path), partial, former=directory)
             replace_folder(partial, directory, stale=WEIGHT_FILES)
         except (OSError, SafetensorError) as error:
-            raise CheckpointWriteError(
-                "the model could not be written",
-                where=str(directory),
-                why=str(error),
-                remedy="free disk space, or check path and permissions",
-            ) from error
+            raise unwritable(directory, error) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -330,14 +330,19 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
         _describe(writer, directory, source, hf_config)
         replace_folder(writer.directory, directory, stale=WEIGHT_FILES)
     except (OSError, SafetensorError) as error:
-        raise CheckpointWriteError(
-            "the model could not be written",
-            where=str(directory),
-            why=str(error),
-            remedy="free disk space, or check path and permissions",
-        ) from error
+        raise unwritable(directory, error) from error
     finally:
         shutil.rmtree(writer.directory, ignore_errors=True)
+
+
+def unwritable(directory: Path, error: Exception) -> CheckpointWriteError:
+    """Return the error for a model that could not be written to ``directory``."""
+    return CheckpointWriteError(
+        "the model could not be written",
+        where=str(directory),
+        why=str(error),
+        remedy="free disk space, or check path and permissions",
+    )
 
 
 def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
