@@ -231,6 +231,7 @@ def tests(session: nox.Session) -> None:
         session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]]
     )
     if not session.posargs:
+        session.notify("dist")
         session.notify("site")
         session.notify("minimal")
         session.notify("vllm")
@@ -391,6 +392,12 @@ def rollouts(session: nox.Session, rollout: str, device: str) -> None:
     session.run("engine-conformance", *rollout_arguments(load(), rollout, device), *session.posargs)
 
 
+def current_commit(session: nox.Session) -> str:
+    """Return the commit of the tree, with ``-dirty`` if files that git tracks differ from it."""
+    described = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
+    return str(session.run("git", *described, silent=True, external=True, log=False)).strip()
+
+
 @nox.session
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def certify(session: nox.Session, engine: str, device: str) -> None:
@@ -408,6 +415,8 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
         "engine-conformance",
         *run_arguments(load(), engine, device),
         "--certify",
+        "--commit",
+        current_commit(session),
         "--report",
         str(report),
         *session.posargs,
@@ -476,28 +485,69 @@ def bench(session: nox.Session) -> None:
     )
 
 
+def build_release(session: nox.Session) -> Path:
+    """Build every package into dist/ as for a release, check the files and return the folder."""
+    session.install("-c", CONSTRAINTS, "check-wheel-contents", "packaging", "twine", "uv")
+    folder = ROOT / "dist"
+    for pattern in ("*.whl", "*.tar.gz"):
+        for old in folder.glob(pattern):
+            old.unlink()
+    for package in packages():
+        session.run("uv", "build", "--quiet", package, "--out-dir", str(folder))
+    session.run("python", "tools/release.py", "contents", str(folder))
+    built = [str(file) for pattern in ("*.whl", "*.tar.gz") for file in folder.glob(pattern)]
+    session.run("twine", "check", "--strict", *built)
+    # W007, W008: enginehouse has no module. W002: packages may have equal empty files.
+    session.run("check-wheel-contents", "--ignore", "W002,W007,W008", str(folder))
+    return folder
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build every package into dist/ and check the files: what `pip install --find-links` takes."""
+    build_release(session)
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel, install each alone in a fresh environment, import it, run the doctor."""
-    folder = build_wheels(session, packages())
+    """Build dist/, install each wheel alone in a fresh environment, import it, run the doctor.
+
+    The log has the seconds of each installation and the size of its environment (docs/install.md).
+    """
+    folder = build_release(session)
     found = {
-        "UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))
+        "UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")])),
+        "UV_COMPILE_BYTECODE": "0",
     }
-    for wheel in sorted(folder.glob("*.whl")):
-        home = Path(session.create_tmp(), "alone", wheel.name.split("-")[0])
+    for package in packages():
+        name = project(package)["name"]
+        home = Path(session.create_tmp(), "alone", name)
         python = str(home / "bin" / "python")
         session.run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(home))
-        session.run(
-            "uv",
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            python,
-            "-c",
-            CONSTRAINTS,
-            str(wheel),
-            env=found,
+        (wheel,) = folder.glob(f"{name.replace('-', '_')}-*.whl")
+        wanted = ("-c", CONSTRAINTS, str(wheel))
+        begin = time.monotonic()
+        session.run("uv", "pip", "install", "--quiet", "--python", python, *wanted, env=found)
+        seconds = time.monotonic() - begin
+        size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file()) / 1e6
+        session.log(
+            f"{name}: {seconds:.0f} s, {size:.0f} MB, wheel {wheel.stat().st_size / 1e6:.2f} MB"
         )
-        session.run(python, "-c", f"import {home.name}", external=True)
+        if (ROOT / package / "src").is_dir():
+            session.run(python, "-c", f"import {name.replace('-', '_')}", external=True)
         session.run(python, "-m", "engine_api", "doctor", external=True)
+    # enginehouse has everything that a newcomer installs.
+    copies = str(Path(session.create_tmp(), "recipes"))
+    command = Path(session.create_tmp(), "alone", "enginehouse", "bin", "engine-train")
+    session.run(str(command), "recipes", "copy", "all", copies, external=True)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest version of every dependency; after `--`: pytest arguments.
+
+    The packages' upper bounds follow from constraints/newest.txt, which this session installs.
+    """
+    editable = [part for folder in packages() for part in ("-e", CPU.with_extras(folder))]
+    session.install("-c", "constraints/newest.txt", *editable, *PYTEST)
+    side_by_side(session, unit_commands(session))

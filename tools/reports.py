@@ -15,7 +15,8 @@ from typing import Any
 
 from matrix import ROOT, replace_section, table, write_or_check
 
-from engine_conformance.environment import SHIMMED
+from engine_conformance.environment import SHIMMED, suite
+from engine_conformance.report import verify
 from engine_conformance.report.view import precisions
 from engine_conformance.results import Setting
 
@@ -29,6 +30,8 @@ HEAD = (
     "cases",
     "worst margin",
     "verdict",
+    "verifies today",
+    "commit",
     "when",
 )
 
@@ -46,6 +49,7 @@ def render() -> str:
 def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     link = path.with_name("certificate.md").relative_to(ROOT).as_posix()
     chosen = report["selection"]
+    verifies = _verifies(path, report)
     for one in (v for v in report["verdicts"] if v["profile"] in ("engine", "rollout")):
         mine = [
             r
@@ -67,8 +71,26 @@ def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{shown} of {len(mine)}",
             f"{max(margins):.2g}" if margins else "-",
             f"[{one['verdict']}]({link})",
+            verifies,
+            _commit(report),
             report["started"][:10],
         )
+
+
+def _verifies(path: Path, report: Mapping[str, Any]) -> str:
+    """Return whether a report verifies with this tree's suite, and the reason if it does not."""
+    ours, theirs = suite()["contract"], report["suite"]["contract"]
+    if not verify(path, suite=suite()):
+        return f"yes, contract {ours}"
+    if theirs != ours:
+        return f"no: of an older contract ({theirs})"
+    return "no: of an older suite" if report["suite"] != suite() else "no: altered"
+
+
+def _commit(report: Mapping[str, Any]) -> str:
+    """Return the commits that were tested, shortened, or "not stated"."""
+    known = {commit.partition("-") for commit in report.get("commits", {}).values()}
+    return ", ".join(f"{one[0][:9]}{''.join(one[1:])}" for one in sorted(known)) or "not stated"
 
 
 def _settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ _ABOUT = (
 )
 # By --device: the environment variable that --shim sets.
 _SIMULATED = {"cpu": SIMULATED_CUDA, "npu": SIMULATED_NPU}
+_COMMIT = re.compile("[0-9a-f]{7,64}(-dirty)?")
 _DEVIATIONS = Path("conformance.toml")
 
 
@@ -175,6 +177,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="run what the report in --report DIR has not shown, and join both in it; "
         "without a report yet, this run begins it",
     )
+    parser.add_argument(
+        "--commit",
+        default="",
+        metavar="HASH",
+        help="the commit that the installed wheels were built from, for the report; a checkout, "
+        "and a package that was installed from a repository, state their own",
+    )
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
     parser.add_argument(
         "--shim",
@@ -243,6 +252,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         selection,
         command=given,
         certify=options.certify,
+        commit=options.commit,
         deviations=deviations,
         limit=options.limit,
         done=done,
@@ -343,6 +353,12 @@ def _selection(options: argparse.Namespace) -> Selection:
     )
     if options.certify and not selection.complete:
         raise UsageError("--certify runs every case: leave out --case and --tier quick")
+    if options.commit and not _COMMIT.fullmatch(options.commit):
+        raise UsageError(
+            f"--commit: expected 7 to 64 hexadecimal digits, and -dirty for changed files, got "
+            f"{options.commit!r}; `git describe --always --dirty --abbrev=40 --exclude '*'` "
+            "prints it"
+        )
     if not 0 < options.patience < math.inf:
         raise UsageError(f"--patience {options.patience} is no factor above 0")
     return selection
@@ -440,8 +456,31 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
     problems = verify(options.report, suite=suite())
     if options.parts and not problems:
         problems = _remade(options.report, options.parts)
-    print("\n".join(problems) or f"{options.report}: whole, unaltered, and written by this suite")
-    return EXIT["not conformant"] if problems else EXIT["conformant"]
+    if problems:
+        print("\n".join(problems))
+        return EXIT["not conformant"]
+    print(f"{options.report}: whole, unaltered, and written by this suite")
+    print("".join(f"{note}\n" for note in _other_builds(options.report)), end="")
+    return EXIT["conformant"]
+
+
+def _other_builds(report: Path) -> list[str]:
+    """Return a note for each package whose installed files are not those that were tested.
+
+    The report stays valid: it is about the files that it names.
+    """
+    from engine_conformance.environment import sources
+
+    document = json.loads(report.read_text())
+    installed = sources(*document.get("sources", {}))
+    commits = document.get("commits", {})
+    return [
+        f"note: {name}: tested were the files of SHA-256 {tested[:12]}…"
+        + (f" (commit {commits[name]})" if name in commits else "")
+        + f", installed are those of {installed[name][:12]}…"
+        for name, tested in document.get("sources", {}).items()
+        if name in installed and installed[name] != tested
+    ]
 
 
 def _remade(report: Path, parts: Sequence[Path]) -> list[str]:

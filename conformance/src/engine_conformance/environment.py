@@ -2,33 +2,90 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import engine_conformance
 from engine_api.devices import cuda_devices, cuda_is_simulated, npu_is_simulated
 from engine_api.plugin import CONTRACT
 
-__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "reported", "sources", "suite"]
+__all__ = [
+    "SHIMMED",
+    "SIMULATED",
+    "commits",
+    "devices_of",
+    "environment",
+    "reported",
+    "sources",
+    "suite",
+]
 
 # The name in a report of a CPU that answered in CUDA's place.
 SHIMMED = "cpu (shimmed)"
 # The name in a report of a device that is made of CPU tensors.
 SIMULATED = "simulated"
+# These parts of the suite show results and decide none.
+_DECIDES_NOTHING = ("report", "explain.py")
 _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
 
 
 @cache
 def suite() -> dict[str, str]:
-    """Return the suite's version, the contract that it tests, and the SHA-256 of all its files."""
-    digest = _digest(Path(engine_conformance.__file__).parent)
+    """Return the suite's version, the contract that it tests, and the digest of its code.
+
+    The digest is the SHA-256 of everything that decides a result. Docstrings, comments, layout and
+    the rendering of reports are no part of it: a certificate stays valid when prose is corrected.
+    """
+    digest = suite_digest(Path(engine_conformance.__file__).parent)
     return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest}
+
+
+def suite_digest(root: Path) -> str:
+    """Return the SHA-256 of the files of a suite that decide its results."""
+    digest = hashlib.sha256()
+    for path in _files(root):
+        name = path.relative_to(root)
+        if name.parts[0] in _DECIDES_NOTHING:
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".py":
+            content = json.dumps(_shape(ast.parse(content))).encode()
+        digest.update(name.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _shape(node: Any) -> Any:
+    """Return a syntax tree as lists without docstrings, positions and empty parts.
+
+    Python 3.11, 3.12 and 3.13 differ in the empty parts alone: fields, and texts of an f-string.
+    """
+    if isinstance(node, ast.JoinedStr):
+        return ["JoinedStr", *(_shape(part) for part in node.values if not _is_text(part, ""))]
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return [type(node).__name__, *([name, _shape(value)] for name, value in fields)]
+    if isinstance(node, list):
+        docstrings = [part for part in node if isinstance(part, ast.Expr) and _is_text(part.value)]
+        return [_shape(part) for part in node if part not in docstrings]
+    return repr(node)
+
+
+def _is_text(node: ast.AST, text: str | None = None) -> bool:
+    """Return whether a node is a text, or the given one."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return False
+    return text is None or node.value == text
 
 
 def sources(*modules: str) -> dict[str, str]:
@@ -36,13 +93,65 @@ def sources(*modules: str) -> dict[str, str]:
 
     Two builds may have one version, which the hash tells apart. Nothing is imported.
     """
+    return {name: _digest(path) for name, path in _packages(*modules)}
+
+
+def commits(*modules: str, stated: str = "") -> dict[str, str]:
+    """Return the commit that each module's top-level package was made from, by package name.
+
+    A package in a git checkout has the checkout's commit, with ``-dirty`` if its files differ from
+    it. A package that pip or uv installed from a repository has the commit that they recorded. A
+    package from a wheel names none, and has the one that is stated, if any.
+    """
     found: dict[str, str] = {}
+    for name, path in _packages(*modules):
+        folder = path if path.is_dir() else path.parent
+        if commit := _commit_of_checkout(folder) or _commit_of_installation(name) or stated:
+            found[name] = commit
+    return found
+
+
+def _packages(*modules: str) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the place of each module's top-level package, if it has files."""
     for name in sorted({module.partition(".")[0] for module in modules}):
         spec = importlib.util.find_spec(name)
         places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
         if path := next((Path(place) for place in places if place and Path(place).exists()), None):
-            found[name] = _digest(path)
-    return found
+            yield name, path
+
+
+def _commit_of_checkout(folder: Path) -> str:
+    """Return the commit of a folder whose files git tracks, or "".
+
+    An environment inside a checkout (``.venv``) is no part of it.
+    """
+    if not _git(folder, "ls-files", "--", "."):
+        return ""
+    changed = _git(folder, "status", "--porcelain", "--", ".")
+    return _git(folder, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Return the output of git, or "" without git or a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],  # noqa: S607 - the user's git
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _commit_of_installation(module: str) -> str:
+    """Return the commit in the record of a package's installation (PEP 610), or ""."""
+    for distribution in importlib.metadata.packages_distributions().get(module, ()):
+        record = importlib.metadata.distribution(distribution).read_text("direct_url.json")
+        if record:
+            return json.loads(record).get("vcs_info", {}).get("commit_id", "")
+    return ""
 
 
 def _digest(root: Path) -> str:
@@ -50,10 +159,14 @@ def _digest(root: Path) -> str:
     if root.is_file():
         return hashlib.sha256(root.read_bytes()).hexdigest()
     digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+    for path in _files(root):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
 def reported(device: str) -> str:

@@ -126,6 +126,9 @@ class Run:
         sources: SHA-256 of the files of the engine's package, its partner's and engine-api, by
             package.
         parts: the runs that were joined into this one; empty for a run of its own.
+        commits: the commits that the packages of ``sources`` and the suite were made from, by
+            package, as far as they are known; ``-dirty`` at the end of a commit means that files
+            differed from it.
     """
 
     name: str
@@ -143,3 +146,4 @@ class Run:
     rows: Sequence[Row] = field(repr=False)
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     parts: Sequence[Part] = ()
+    commits: Mapping[str, str] = field(default_factory=dict[str, str])

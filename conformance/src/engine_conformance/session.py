@@ -19,7 +19,7 @@ from engine_api.registry import EngineRegistry, Resolution
 from engine_conformance.cases import run_case
 from engine_conformance.cases._case import LM
 from engine_conformance.deviations import Deviation, with_deviations
-from engine_conformance.environment import environment, sources, suite
+from engine_conformance.environment import commits, environment, sources, suite
 from engine_conformance.plan import Item, Selection, changed, make_plan, resolve
 from engine_conformance.ranks import close_pools
 from engine_conformance.results import Outcome, Row, Run, Setting
@@ -34,6 +34,7 @@ def run_selection(
     *,
     command: Sequence[str],
     certify: bool = False,
+    commit: str = "",
     deviations: Sequence[Deviation] = (),
     limit: float = float("inf"),
     done: Collection[tuple[str, Setting]] = (),
@@ -47,6 +48,7 @@ def run_selection(
         selection: what to run.
         command: the command line's arguments, for the report.
         certify: whether a certificate was asked for, for the report.
+        commit: the commit that packages without a commit of their own were made from.
         deviations: the known deviations of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
         done: cases and settings that an earlier run has shown: they are left out.
@@ -56,7 +58,7 @@ def run_selection(
         UsageError, CannotRun: see `make_plan`.
     """
     began = time.monotonic()
-    about = describe_run(selection, command=command, certify=certify)
+    about = describe_run(selection, command=command, certify=certify, commit=commit)
     # The oracle's tensors are so small that threads would cost more than they gain.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
@@ -75,7 +77,9 @@ def run_selection(
     return replace(about, seconds=time.monotonic() - began, rows=rows)
 
 
-def describe_run(selection: Selection, *, command: Sequence[str], certify: bool = False) -> Run:
+def describe_run(
+    selection: Selection, *, command: Sequence[str], certify: bool = False, commit: str = ""
+) -> Run:
     """Return a run of this selection that begins now and has no rows yet.
 
     Raises:
@@ -101,6 +105,7 @@ def describe_run(selection: Selection, *, command: Sequence[str], certify: bool 
         seconds=0.0,
         rows=[],
         sources=sources("engine_api", *modules),
+        commits=commits("engine_api", "engine_conformance", *modules, stated=commit),
     )
 
 

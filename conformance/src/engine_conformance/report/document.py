@@ -60,6 +60,7 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
         "counts": counts(run.rows),
         "rows": [_row(row) for row in run.rows],
         "sources": dict(run.sources),
+        "commits": dict(run.commits),
         "parts": [asdict(part) for part in run.parts],
     }
     return document | {"digest": digest(document)}
@@ -86,6 +87,8 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         rows=[_read_row(row) for row in document["rows"]],
         # Reports from before reports could be joined have neither sources nor parts.
         sources=document.get("sources", {}),
+        # Reports from before 2026-11-25 name no commits.
+        commits=document.get("commits", {}),
         parts=tuple(Part(**part) for part in document.get("parts", [])),
     )
     return run, [Judgement(**entry) for entry in document["verdicts"]]

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_api.plugin import is_older
 from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
 from engine_conformance.report.merge import joined_environment, joined_selection, key
@@ -202,14 +203,40 @@ def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str
 
 
 def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Iterator[str]:
+    """Yield the reason why a report is not of this suite: the contract, or the code."""
     theirs = document["suite"]
     if theirs == dict(suite):
         return
+    if is_older(theirs["contract"], suite["contract"]):
+        reason = f"of an older contract ({theirs['contract']})"
+        if added := _cases_after(theirs["contract"], document):
+            reason += f", without the cases {', '.join(added)}"
+    elif is_older(suite["contract"], theirs["contract"]):
+        reason = f"of a newer contract ({theirs['contract']})"
+    else:
+        reason = "of this contract, and of a suite whose code decides differently"
     written, own = (
         f"{facts['version']} (contract {facts['contract']}, digest {facts['digest'][:12]}…)"
         for facts in (theirs, suite)
     )
     yield (
-        f"written by suite {written}, this is {own}: "
+        f"{reason}: written by suite {written}, this is {own}: "
         f"to compare, run this suite with: {_again(document)}"
     )
+
+
+def _cases_after(contract: str, document: Mapping[str, Any]) -> list[str]:
+    """Return the cases of later contracts that concern a report's profiles and capabilities."""
+    # The cases import torch, which a report that verifies does not need.
+    from engine_conformance.cases import load_cases
+
+    profiles = {entry["profile"] for entry in document["verdicts"]}
+    declared = set(document["declared"])
+    later = [
+        case
+        for case in load_cases().values()
+        if is_older(contract, case.since)
+        and case.profile in profiles
+        and declared.issuperset(map(str, case.requires))
+    ]
+    return [f"{case.id} ({case.since})" for case in sorted(later, key=lambda case: case.since)]

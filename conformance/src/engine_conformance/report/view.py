@@ -192,6 +192,13 @@ def commands(run: Run) -> list[str]:
     return lines if own in lines else [*lines, own]
 
 
+def _commit_text(commits: Mapping[str, str]) -> str:
+    """Return the packages' commits, or the one that all of them have."""
+    if len(set(commits.values())) == 1:
+        return f"{next(iter(commits.values()))} ({', '.join(commits)})"
+    return ", ".join(f"{name} {commit}" for name, commit in commits.items())
+
+
 def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
     """Return what was tested, with what, when and where, as pairs of a name and a text."""
     suite = run.suite
@@ -200,6 +207,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
     devices = [SHIMMED if shimmed and s.device == "cpu" else s.device for s in settings]
     return [
         ("Distribution", run.distribution),
+        *([("Commit", _commit_text(run.commits))] if run.commits else []),
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
