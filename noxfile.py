@@ -393,9 +393,16 @@ def rollouts(session: nox.Session, rollout: str, device: str) -> None:
 
 
 def current_commit(session: nox.Session) -> str:
-    """Return the commit of the tree, with ``-dirty`` if files that git tracks differ from it."""
-    described = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
-    return str(session.run("git", *described, silent=True, external=True, log=False)).strip()
+    """Return the commit of the tree, with ``-dirty`` if a file of a package differs from it.
+
+    A session that ran before may have written reports and pages.
+    """
+
+    def ask_git(*arguments: str) -> str:
+        return str(session.run("git", *arguments, silent=True, external=True, log=False)).strip()
+
+    changed = ask_git("status", "--porcelain", "--", "packages", f"{SUITE}/src")
+    return ask_git("rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
 @nox.session
