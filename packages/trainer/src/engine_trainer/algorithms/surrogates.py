@@ -64,7 +64,11 @@ def clipped(
 
     With ``dual``, at most ``-A dual`` where A < 0 (arXiv:1912.09729, eq. 5).
     """
-    value = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
+    free = -advantages * ratio
+    held = -advantages * ratio.clamp(low, high)
+    # At a bound both are equal and the gradient is that of ``free``: since torch 2.14 a clamp has
+    # none there.
+    value = free.where(free >= held, held)
     # Where the clip removes a token's gradient, not wherever the ratio is outside.
     clips = {
         "clipped_low": (ratio < low) & (advantages < 0),
