@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.capabilities import Capability
@@ -19,6 +18,7 @@ from engine_api.contract import Engine
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.heartbeat import watched_each
+from engine_api.process_groups import all_gather
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from rollout_fp8.export.fill import Filler, Reader, there
@@ -37,9 +37,6 @@ log = logging.getLogger("rollout_fp8")
 
 BUCKET_BYTES = 512 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# torch 2.13 renames it and warns of the old name; 2.11 has only that.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exporter:
@@ -434,7 +431,7 @@ def gather(receive: Tensor, send: Tensor) -> None:
 
     ``send`` may lie inside ``receive``.
     """
-    _all_gather(receive, send)
+    all_gather(receive, send)
 
 
 def whole_tensors(buckets: Iterator[tuple[BucketPlan, Tensor]]) -> Iterator[tuple[str, Tensor]]:
