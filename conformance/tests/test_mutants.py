@@ -68,6 +68,15 @@ def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_what_an_engine_left_behind_in_an_earlier_case_is_seen(root: Path) -> None:
+    (leaves_it,) = (one for one in MUTANTS if one.name == "mutant-default-dtype-stays")
+
+    outcomes = [kill(leaves_it, root) for _ in range(2)]
+
+    assert [is_caught(outcome) for outcome in outcomes] == [True, True]
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
     [

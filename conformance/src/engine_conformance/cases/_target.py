@@ -155,15 +155,20 @@ class Target:
         *,
         per_rank: Sequence[Mapping[str, Any]] | None = None,
         deadline: float = 120.0,
+        fresh: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(setup, **kwargs)`` on every rank and return the results by rank.
+
+        With ``fresh`` the ranks are new processes, in which no engine has lived before.
 
         Raises:
             RankError: where a rank raised, died or stalled.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         pool = get_pool(self.world, self.device)
+        if fresh:
+            pool.close()
         limit = min(deadline * self.patience, LONGEST)
         return pool.run(name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs)
 

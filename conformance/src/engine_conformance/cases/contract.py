@@ -282,8 +282,13 @@ def leaves_nothing(target: Target) -> None:
     did not make it.
     """
     folder = target.scratch()
+    # In ranks of other cases the engine may have left its traces already.
     ranks = target.run(
-        lives, target.config(target.model()), batch=documents(2, "uneven"), folder=folder
+        lives,
+        target.config(target.model()),
+        fresh=True,
+        batch=documents(2, "uneven"),
+        folder=folder,
     )
     for rank, (before, warm, after) in enumerate(ranks):
         where = f"rank {rank}"
