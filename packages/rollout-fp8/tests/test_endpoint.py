@@ -228,10 +228,10 @@ def test_a_client_that_names_no_dtype_goes_by_the_one_of_its_rollout(
     for own, other in ({}, "float16"), ({"dtype": "float16"}, dtype):
         made_with = {**given, "model": asdict(given["model"]), **own}
         with serving(Service(hosts(**own), "cpu", name=name, arguments=made_with)) as url:
-            with pytest.raises(ConfigError, match="dtype is"):
+            with pytest.raises(ConfigError, match="dtype: expected"):
                 kind(resolution=here, url=url, **given, dtype=other)
             if "dtype" in own:
-                with pytest.raises(ConfigError, match=f"dtype is '{dtype}' here, 'float16' there"):
+                with pytest.raises(ConfigError, match=f"dtype: expected '{dtype}', got 'float16'"):
                     kind(resolution=here, url=url, **given)
                 continue
             made = kind(resolution=here, url=url, **given)

@@ -158,7 +158,7 @@ def test_shards_that_overlap_are_refused() -> None:
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"cannot send w[^$]*comes twice"):
+    with pytest.raises(RolloutError, match=r"cannot send w[^$]*is exported twice"):
         make_plan([source("w", rows((8, 8), 1))] * 2, dtype=torch.bfloat16, bucket_bytes=1 << 20)
 
 

@@ -65,12 +65,12 @@ def url(arguments: dict[str, Any]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
-        ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
-        ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
-        ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
-        ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
+        ({"eos_token_ids": (2, 1)}, r"eos_token_ids: expected \[1, 2\], got \[1\]"),
+        ({"eos_token_ids": ()}, r"eos_token_ids: expected \[\], got \[1\]"),
+        ({"batch_size": 0}, "batch_size: expected 0, got 4"),
+        ({"dtype": "bfloat16"}, "dtype: expected 'bfloat16', got 'float32'"),
+        ({"quantization": "fp8"}, "quantization: expected 'fp8', got 'none'"),
+        ({"model": ModelSource(path="/nowhere")}, "model: expected .*/nowhere.*, got "),
         ({"colour": 3}, "colour is not an argument that it takes"),
         ({"batchsize": 4}, "batchsize is not an argument that it takes .did you mean batch_size"),
     ],
@@ -81,13 +81,13 @@ def test_a_server_that_was_made_with_something_else_is_refused_by_name(
     with pytest.raises(ConfigError, match=said) as caught:
         RemoteRollout(name="local", device="cpu", arguments={**arguments, **other}, url=url)
     assert caught.value.field == "rollout.options.url"
-    assert str(caught.value).count(" there") <= 1  # nothing else is said to differ
+    assert str(caught.value).count(": expected ") <= 1  # nothing else is said to differ
 
 
 def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(
     url, arguments
 ) -> None:
-    with pytest.raises(ConfigError, match="name is 'vllm' here, 'local' there"):
+    with pytest.raises(ConfigError, match="name: expected 'vllm', got 'local'"):
         RemoteRollout(name="vllm", device="cpu", arguments=arguments, url=url)
     some = {
         key: value
@@ -111,9 +111,9 @@ def test_a_folder_is_the_same_by_whichever_path(url, arguments, monkeypatch) -> 
 def test_an_adapter_is_compared_with_its_defaults() -> None:
     settings = settings_of(Background(), "vllm", {"lora": {"rank": 4}})
     require_same("", "vllm", {"lora": LoraConfig(rank=4)}, settings)
-    with pytest.raises(ConfigError, match=r"lora is .*'rank': 8.* here, .*'rank': 4.* there"):
+    with pytest.raises(ConfigError, match=r"lora: expected .*'rank': 8.*, got .*'rank': 4"):
         require_same("", "vllm", {"lora": LoraConfig(rank=8)}, settings)
-    with pytest.raises(ConfigError, match="lora is None here"):
+    with pytest.raises(ConfigError, match="lora: expected None, got "):
         require_same("", "vllm", {}, settings)
 
 
@@ -129,7 +129,7 @@ def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(
         options = VllmOptions(**{option: there})
 
     settings = settings_of(Optioned(), "vllm", {})
-    with pytest.raises(ConfigError, match=f"{option} is {here!r} here, {there!r} there"):
+    with pytest.raises(ConfigError, match=f"{option}: expected {here!r}, got {there!r}"):
         require_same("", "vllm", {}, settings)
     require_same("", "vllm", {option: there}, settings)
 

@@ -197,7 +197,7 @@ def test_errors_come_as_what_they_were_and_the_server_goes_on(rollout) -> None:
         (lambda w: w.pop("model.norm.weight"), "model.norm.weight: missing"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
-            r"model.norm.weight: shape \[5\]",
+            r"model.norm.weight: expected shape \[32\], got \[5\]",
         ),
         (lambda w: w["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight"),
         (

@@ -226,7 +226,7 @@ def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(
     rollout = make()
     rollout.update_weights(export(), 1)
     assert len(rollout.generate([[1] * 6], GREEDY)[0].tokens) == 4
-    with pytest.raises(RolloutError, match="room for 10"):
+    with pytest.raises(RolloutError, match="holds at most 10 tokens"):
         rollout.generate([[1] * 7], GREEDY)
 
 
