@@ -7,9 +7,11 @@ keys of a family listed here are the few whose values depend on each other.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 VOCABULARY = 64
@@ -161,6 +163,19 @@ def models_of(name: str, environment: str) -> frozenset[str]:
         if run["environment"] == environment and "models" in run
     ]
     return frozenset(found)
+
+
+def some_nightly(model_types: Sequence[str], *, taken: frozenset[str]) -> list[Any]:
+    """Return the parameters of a test over model types.
+
+    Types that are taken are tested in CI, and every eighth of those that are refused. The rest is
+    for `nox -s nightly`.
+    """
+    refused = [name for name in model_types if name not in taken]
+    now = {*taken, *refused[::8]}
+    return [
+        pytest.param(name, marks=() if name in now else pytest.mark.nightly) for name in model_types
+    ]
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, documents, log_probs, models_of, oracle, tiny_model
+from tiny_models import (
+    MODEL_TYPES,
+    documents,
+    log_probs,
+    models_of,
+    oracle,
+    some_nightly,
+    tiny_model,
+)
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
@@ -66,7 +74,7 @@ def started(folder: Path, **overrides: Any) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", some_nightly(MODEL_TYPES, taken=TAKEN))
 def test_a_model_is_computed_as_transformers_does_or_refused_at_the_start(
     tmp_path: Path, model_type: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from layout_ranks import ROWS
 from safetensors.torch import load_file
+from tiny_models import models_of
 
 from engine_api import OptimizerConfig
 from engine_api.config import Memory, Precision
@@ -22,6 +23,10 @@ from engine_conformance.ranks import RankPool
 from engine_megatron.shape import FAMILIES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def test_the_matrix_names_the_families_that_are_compared_here() -> None:
+    assert models_of("megatron", "cpu_shimmed") == set(FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import vllm_peers as peers
+from tiny_models import models_of
 from vllm_peers import DEVICE
 
 from engine_api.config import OptimizerConfig
@@ -33,7 +34,8 @@ def call(function: Any, *, world: int = 1, **kwargs: Any) -> list[Any]:
 
 SERVED = [
     (family, tied, dtype)
-    for family, tied in (("qwen3", False), ("qwen3", True), ("qwen3_moe", False))
+    for family in sorted(models_of("vllm", "vllm_cpu"))
+    for tied in ((False,) if family == "qwen3_moe" else (False, True))
     for dtype in ("float32", "bfloat16")
 ]
 

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, documents, log_probs, oracle, tiny_model
+from tiny_models import (
+    MODEL_TYPES,
+    documents,
+    log_probs,
+    models_of,
+    oracle,
+    some_nightly,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,14 +31,7 @@ PROMPTS = [ids.tolist() for ids in documents()]  # of different lengths: two are
 SAMPLING = SamplingParams(n=3, max_new_tokens=9, seed=1)
 
 # Those that must not be refused; whatever else is taken must be right as well.
-_TAKEN = """
-afmoe arcee aria_text cwm deepseek_v2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 \
-gpt_neox granite granitemoe llama
-llama4_text ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 \
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-stablelm starcoder2
-"""
-TAKEN = frozenset(_TAKEN.split())
+TAKEN = models_of("local", "cpu")
 
 # In transformers its cache has a window and its attention has none, so that generation differs from
 # the forward pass.
@@ -63,7 +64,10 @@ def is_right(rollout, folder, prompts=PROMPTS):
         assert float((own - torch.tensor(completion.log_probs)).abs().max()) < NEAR
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_ITSELF])
+@pytest.mark.parametrize(
+    "model_type",
+    some_nightly([name for name in MODEL_TYPES if name not in NOT_ITSELF], taken=TAKEN),
+)
 def test_a_model_generates_with_its_own_log_probs_or_is_refused_before_it_generates(
     tmp_path, model_type
 ):
