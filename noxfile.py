@@ -467,6 +467,15 @@ def vllm(session: nox.Session) -> None:
     side_by_side(session, [(*PYTEST_RUN, *part, *session.posargs) for part in found], lanes=2)
 
 
+@nox.session(venv_backend="none")
+def containers(session: nox.Session) -> None:
+    """Build the CPU image of containers/ and run its recipe, or name each builder that is missing.
+
+    After `--`: another image (`cuda-vllm`), then one more `--` and arguments of the builder.
+    """
+    session.run(sys.executable, "tools/containers.py", *session.posargs)
+
+
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Check that each seeded wrong engine is caught by its named case.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +17,10 @@ from typing import Any
 import pytest
 import yaml
 from layout import ROOT, project
+from resolving import ENVIRONMENTS, Question, pins_of, public, questions_for, versions_of
 
-MATRIX = tomllib.loads((ROOT / "matrix.toml").read_text())
-ENVIRONMENTS: Mapping[str, Any] = MATRIX["environments"]
-# uv's texts where the package index cannot be reached.
-UNREACHABLE = re.compile("error sending request|dns error|tcp connect error|Request failed")
-# A session that starts nox, and installs nothing itself.
-WITHOUT_INSTALL = {"busy"}
+# These sessions install nothing themselves: one starts nox, the other builds an image.
+WITHOUT_INSTALL = {"busy", "containers"}
 
 
 class EndedError(Exception):
@@ -113,46 +107,6 @@ SESSIONS = load_sessions()
 ON_NPU_WITH_MEGATRON = [name for name in SESSIONS if re.search(r"megatron.*device='npu'", name)]
 
 
-@dataclass(frozen=True)
-class Question:
-    """An installation on one kind of host, for uv."""
-
-    arguments: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...]
-    wanted: frozenset[str]
-
-    def covers(self, other: Question) -> bool:
-        """Return whether an answer to this question answers the other one, which asks for less."""
-        same = (self.arguments, self.variables) == (other.arguments, other.variables)
-        return same and all(any(is_part(one, mine) for mine in self.wanted) for one in other.wanted)
-
-    def answer(self) -> dict[str, str]:
-        """Return the versions that uv would install.
-
-        Raises ``ValueError`` with uv's reason if there are none.
-        """
-        done = subprocess.run(
-            ["uv", "pip", "compile", "-q", "--no-annotate", "--no-header", *self.arguments, "-"],
-            input="\n".join(sorted(self.wanted)),
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env=os.environ | dict(self.variables),
-        )
-        if done.returncode:
-            raise ValueError(done.stderr)
-        pins = [line.split(" ;")[0].split("==") for line in done.stdout.splitlines()]
-        return {one[0].replace("_", "-"): one[1] for one in pins if len(one) == 2}
-
-
-def is_part(one: str, other: str) -> bool:
-    """Return whether a requirement is another one, or that with fewer extras."""
-    names = [text.partition("[")[0] for text in (one, other)]
-    extras = [set(text.partition("[")[2].rstrip("]").split(",")) - {""} for text in (one, other)]
-    return names[0] == names[1] and extras[0] <= extras[1]
-
-
 def record(name: str, folder: Path) -> Recorder:
     """Return what a session would install."""
     function, parameters = SESSIONS[name]
@@ -166,14 +120,12 @@ def questions(recorder: Recorder) -> Iterator[Question]:
     for install in recorder.installs:
         wanted: list[str] = []
         arguments: list[str] = []
-        constraints = ""
         rest = iter(install)
         for word in rest:
             if word == "--no-deps":
                 break  # a checkout that the user names
             if word == "-c":
-                constraints = next(rest)
-                arguments += ["-c", constraints]
+                arguments += ["-c", next(rest)]
             elif word == "--overrides":
                 arguments += ["--override", next(rest)]
             elif word == "-e":
@@ -185,20 +137,8 @@ def questions(recorder: Recorder) -> Iterator[Question]:
                 wanted.append(f"-e ./{Path(wheel).read_text()}{extras}")
             else:
                 wanted.append(word)
-        if not wanted:
-            continue
-        hosts = {
-            (one["python"], platform)
-            for one in ENVIRONMENTS.values()
-            if one["constraints"] == constraints
-            for platform in one["platforms"]
-        }
-        for python, platform in sorted(hosts) or [("3.11", "x86_64-manylinux_2_28")]:
-            # Some packages exclude the first patch releases of a Python.
-            host = ("--python-version", f"{python}.9", "--python-platform", platform)
-            yield Question(
-                (*host, *arguments), tuple(sorted(recorder.variables.items())), frozenset(wanted)
-            )
+        if wanted:
+            yield from questions_for(arguments, wanted, recorder.variables)
 
 
 @pytest.fixture(scope="module")
@@ -222,15 +162,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             known = next((q for q in found if q.covers(question)), None)
             found[question] = found[known] if known else pool.submit(question.answer)
         yield {name: [found[question] for question in one] for name, one in asked.items()}
-
-
-def versions_of(answer: Future[dict[str, str]]) -> dict[str, str]:
-    try:
-        return answer.result()
-    except ValueError as error:
-        if UNREACHABLE.search(str(error)):
-            pytest.skip("the package index cannot be reached")
-        raise
 
 
 @pytest.mark.parametrize("name", sorted(set(SESSIONS) - WITHOUT_INSTALL))
@@ -260,16 +191,6 @@ def test_a_session_gets_the_versions_of_its_environment(
         versions = versions_of(answer)
         for name, version in ENVIRONMENTS[environment]["versions"].items():
             assert public(versions[name.replace("_", "-")]) == public(version), name
-
-
-def public(version: str) -> str:
-    """Return a version without the tag of its build."""
-    return version.partition("+")[0]
-
-
-def pins_of(file: str) -> dict[str, str]:
-    lines = (ROOT / file).read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
 # Pages of source files stand below this folder of the site, in no menu.
 SOURCES = "source/"
-LANGUAGES = {".py": "python", ".toml": "toml", ".txt": "text", ".yaml": "yaml"}
+LANGUAGES = {
+    ".Dockerfile": "docker",
+    ".py": "python",
+    ".sbatch": "bash",
+    ".toml": "toml",
+    ".txt": "text",
+    ".yaml": "yaml",
+}
 # The target of a relative link, without its anchor.
 TARGET = re.compile(r"(?<=\]\()[^\s()#:]+(?=[)#])")
 
