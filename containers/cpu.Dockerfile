@@ -12,7 +12,13 @@ FROM ${BASE}
 # reach PyTorch's package index.
 ARG FIND_LINKS=""
 ENV UV_SYSTEM_PYTHON=1 UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
-RUN pip install --no-cache-dir uv==0.13.8
+# A dependency of reasoning-gym comes as C source, and torch.compile needs a compiler. Debian's
+# archive keeps the newest version of a package only.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && pip install --no-cache-dir uv==0.13.8
 
 COPY constraints /opt/enginehouse/constraints
 COPY packages /opt/enginehouse/packages
