@@ -307,7 +307,7 @@ def nightly(session: nox.Session) -> None:
     CI has run some tests of the same kind.
     """
     install(session, packages(), *PYTEST)
-    for folder in (API, FSDP, TRAINER):
+    for folder in (API, FSDP, TRAINER, SUITE):
         session.run(
             *PYTEST_RUN,
             "-m",

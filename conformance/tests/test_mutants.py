@@ -51,8 +51,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     EngineRegistry.refresh()
 
 
-def _parameter(value: object, name: str, *, first: bool) -> object:
-    return pytest.param(value, id=name, marks=() if first else pytest.mark.slow)
+def _parameter(
+    value: object, name: str, *, first: bool, rest: pytest.MarkDecorator = pytest.mark.slow
+) -> object:
+    return pytest.param(value, id=name, marks=() if first else rest)
 
 
 @pytest.mark.distributed
@@ -97,7 +99,9 @@ IN_BFLOAT16: dict[str, bool] = json.loads((ROOT / "mutants" / "bfloat16.json").r
 @pytest.mark.parametrize(
     "one",
     [
-        _parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST)
+        _parameter(
+            one, one.name.removeprefix("mutant-"), first=one in FIRST, rest=pytest.mark.nightly
+        )
         for one in MUTANTS
         if IN_BFLOAT16.get(one.name)
     ],
