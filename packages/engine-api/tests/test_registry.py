@@ -83,7 +83,7 @@ class TestResolution:
             registry.resolve(backend="acne")
 
     def test_known_but_absent_gets_the_install_line(self, registry):
-        with pytest.raises(PluginNotFound, match="pip install engine-fsdp"):
+        with pytest.raises(PluginNotFound, match="pip install 'engine-fsdp'"):
             registry.resolve(backend="fsdp2")
 
     def test_a_model_type_that_is_not_served(self, registry):

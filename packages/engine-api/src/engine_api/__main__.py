@@ -81,7 +81,7 @@ def _list(capability: str | None) -> int:
     for conflict in _conflicts():
         print(f"conflict: {conflict}")
     if len(lines) == 1:
-        print("nothing is installed that offers an engine; try: pip install engine-trainer[fsdp]")
+        print("nothing is installed that offers an engine; try: pip install 'engine-trainer[fsdp]'")
     return 0
 
 

@@ -249,7 +249,7 @@ class Registry:
             return PluginNotFound(
                 f"{self.kind} {backend!r} is not installed",
                 where=self.group,
-                remedy=f"pip install {distributions[backend]}",
+                remedy=f"pip install '{distributions[backend]}'",
             )
         known = sorted({b for _, row in self.rows() for b in row.backends} | set(distributions))
         broken = ", ".join(found.source for found in self.found() if found.problem)

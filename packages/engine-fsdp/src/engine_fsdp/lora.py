@@ -27,7 +27,7 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            "lora", "peft is not installed", remedy="pip install engine-fsdp[lora]"
+            "lora", "peft is not installed", remedy="pip install 'engine-fsdp[lora]'"
         ) from error
     targets = lora.target_modules
     if not isinstance(targets, str):

@@ -165,7 +165,7 @@ def _require_ray() -> None:
         raise ConfigError(
             "launcher",
             "ray is not installed",
-            remedy="pip install engine-trainer[ray], or launcher: none",
+            remedy="pip install 'engine-trainer[ray]', or launcher: none",
         )
 
 

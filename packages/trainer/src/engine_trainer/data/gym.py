@@ -79,7 +79,7 @@ def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
         raise ConfigError(
             "data.reasoning_gym",
             "reasoning-gym is not installed",
-            remedy="pip install engine-trainer[gym]",
+            remedy="pip install 'engine-trainer[gym]'",
         ) from error
     for index, task in enumerate(section.datasets):
         if task.name not in DATASETS:

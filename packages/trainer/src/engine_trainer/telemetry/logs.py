@@ -222,6 +222,6 @@ def _import_wandb() -> Any:
         raise ConfigError(
             "run.wandb",
             "wandb is not installed",
-            remedy="pip install engine-trainer[wandb], or run.wandb: null",
+            remedy="pip install 'engine-trainer[wandb]', or run.wandb: null",
         ) from error
     return wandb
