@@ -3,7 +3,7 @@
 # random weights (SFT, then RL on two processes), without a network:
 #
 #   docker build -f containers/cpu.Dockerfile -t enginehouse:cpu .
-#   docker run --rm --network none --shm-size 1g enginehouse:cpu \
+#   docker run --rm --network none --hostname localhost --shm-size 1g enginehouse:cpu \
 #       sh -c "engine-train recipes copy quickstart && python recipes/quickstart/run.py"
 ARG BASE=docker.io/library/python:3.11.14-slim-trixie
 FROM ${BASE}

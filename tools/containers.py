@@ -20,6 +20,8 @@ BUILDERS = {
 IMAGES = sorted(path.stem for path in ROOT.glob("containers/*.Dockerfile"))
 # What an image must be able to do. The last of the CPU's is its one command.
 TRIAL = ("engine-train --version", "python -m engine_api doctor")
+# torchrun's ranks look each other up by the host's name, which nothing resolves without a network.
+HOST = ("--hostname", "localhost")
 QUICKSTART = "engine-train recipes copy quickstart && python recipes/quickstart/run.py"
 
 
@@ -57,13 +59,14 @@ def trial_commands(builder: str, image: str) -> list[list[str]]:
     if builder == "buildah":
         # buildah runs a command in a working container, which it makes from the image.
         container = f"enginehouse-{image}-trial"
-        runs = [[builder, "run", container, "--", "sh", "-c", trial] for trial in trials]
+        run = (builder, "run", *HOST, container, "--", "sh", "-c")
+        runs = [[*run, trial] for trial in trials]
         return [
             [builder, "from", "--name", container, f"localhost/{name}"],
             *runs,
             [builder, "rm", container],
         ]
-    once = (builder, "run", "--rm", "--network", "none", "--shm-size", "1g", name)
+    once = (builder, "run", "--rm", "--network", "none", *HOST, "--shm-size", "1g", name)
     return [[*once, "sh", "-c", trial] for trial in trials]
 
 
