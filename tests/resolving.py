@@ -7,7 +7,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +36,23 @@ class Question:
     def answer(self) -> dict[str, str]:
         """Return the versions that uv would install.
 
+        uv's cache may have all that it takes to say so. If not, the package index is asked.
+
         Raises ``ValueError`` with uv's reason if there are none.
         """
-        done = subprocess.run(
-            ["uv", "pip", "compile", "-q", "--no-annotate", "--no-header", *self.arguments, "-"],
-            input="\n".join(sorted(self.wanted)),
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env=os.environ | dict(self.variables),
-        )
+        command = ["uv", "pip", "compile", "-q", "--no-annotate", "--no-header", *self.arguments]
+        for cached in (["--offline"], []):
+            done = subprocess.run(
+                [*command, *cached, "-"],
+                input="\n".join(sorted(self.wanted)),
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                env=os.environ | dict(self.variables),
+            )
+            if done.returncode == 0:
+                break
         if done.returncode:
             raise ValueError(done.stderr)
         pins = [line.split(" ;")[0].split("==") for line in done.stdout.splitlines()]
@@ -76,6 +82,22 @@ def questions_for(
         # Some packages exclude the first patch releases of a Python.
         host = ("--python-version", f"{python}.9", "--python-platform", platform)
         yield Question((*host, *given), tuple(sorted(variables.items())), frozenset(wanted))
+
+
+# uv waits for the package index nearly all of the time that an answer takes.
+_POOL = ThreadPoolExecutor(6)
+_ASKED: dict[Question, Future[dict[str, str]]] = {}
+
+
+def ask(questions: Iterable[Question]) -> dict[Question, Future[dict[str, str]]]:
+    """Return uv's answers, which it works out side by side.
+
+    A question for a part of another one's requirements has the same answer.
+    """
+    for question in sorted(questions, key=lambda one: -len(one.wanted)):
+        known = next((one for one in _ASKED if one.covers(question)), None)
+        _ASKED[question] = _ASKED[known] if known else _POOL.submit(question.answer)
+    return _ASKED
 
 
 def versions_of(answer: Future[dict[str, str]]) -> dict[str, str]:

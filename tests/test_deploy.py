@@ -7,8 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import yaml
 from layout import ROOT, project
 from packaging.requirements import Requirement
-from resolving import ENVIRONMENTS, pins_of, public, questions_for, versions_of
+from resolving import ENVIRONMENTS, ask, pins_of, public, questions_for, versions_of
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import load_config
@@ -125,24 +125,23 @@ def test_an_image_has_every_package_that_its_packages_need(
 
 
 @pytest.fixture(scope="module")
-def answers() -> Iterator[Mapping[str, list[Future[dict[str, str]]]]]:
+def answers() -> Mapping[str, list[Future[dict[str, str]]]]:
     """Return what uv would install in every image, and on SkyPilot's machines."""
-    with ThreadPoolExecutor(6) as pool:
-        yield {
-            name: [
-                pool.submit(question.answer)
-                for options, wanted in installs(text)
-                for question in questions_for(
-                    [word.replace("--overrides", "--override") for word in options],
-                    [f"-e {one}" if one.startswith("./") else one for one in wanted],
-                    {},
-                )
-            ]
-            for name, text in {
-                **{image: text_of(image) for image in IMAGES},
-                "skypilot": SKY.read_text(),
-            }.items()
-        }
+    texts = {image: text_of(image) for image in IMAGES} | {"skypilot": SKY.read_text()}
+    asked = {
+        name: [
+            question
+            for options, wanted in installs(text)
+            for question in questions_for(
+                [word.replace("--overrides", "--override") for word in options],
+                [f"-e {one}" if one.startswith("./") else one for one in wanted],
+                {},
+            )
+        ]
+        for name, text in texts.items()
+    }
+    found = ask(question for one in asked.values() for question in one)
+    return {name: [found[question] for question in one] for name, one in asked.items()}
 
 
 @pytest.mark.parametrize(("name", "environment"), [*IMAGES.items(), ("skypilot", "vllm_h200")])

@@ -9,7 +9,6 @@ import shutil
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from layout import ROOT, project
-from resolving import ENVIRONMENTS, Question, pins_of, public, questions_for, versions_of
+from resolving import ENVIRONMENTS, Question, ask, pins_of, public, questions_for, versions_of
 
 # These sessions install nothing themselves: one starts nox, the other builds an image.
 WITHOUT_INSTALL = {"busy", "containers"}
@@ -142,26 +141,18 @@ def questions(recorder: Recorder) -> Iterator[Question]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Return uv's answers to every session.
-
-    A session that asks for a part of another's requirements has the same answer. uv works out
-    several answers at a time: it waits for the package index nearly all of this time.
-    """
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return uv's answers to every session."""
     if shutil.which("uv") is None:
         pytest.skip("uv is not installed: pip install uv")
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(6) as pool:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINDSPEED", str(tmp_path_factory.mktemp("MindSpeed")))
         asked = {
             name: list(questions(record(name, tmp_path_factory.mktemp("session"))))
             for name in SESSIONS
         }
-        every = sorted({q for one in asked.values() for q in one}, key=lambda q: -len(q.wanted))
-        found: dict[Question, Future[dict[str, str]]] = {}
-        for question in every:
-            known = next((q for q in found if q.covers(question)), None)
-            found[question] = found[known] if known else pool.submit(question.answer)
-        yield {name: [found[question] for question in one] for name, one in asked.items()}
+    found = ask(question for one in asked.values() for question in one)
+    return {name: [found[question] for question in one] for name, one in asked.items()}
 
 
 @pytest.mark.parametrize("name", sorted(set(SESSIONS) - WITHOUT_INSTALL))
