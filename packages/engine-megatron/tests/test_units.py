@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,24 @@ def test_a_refusal_of_megatron_comes_before_any_group(
     with pytest.raises(ValueError, match="Megatron's"):
         create(folder).initialize()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_the_choice_of_attention_kernels_is_restored_with_the_last_engine(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, before: str | None
+) -> None:
+    """Transformer Engine reads it at each forward pass, so it stands while an engine needs it."""
+    name = "NVTE_FLASH_ATTN"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    first, second = create(folder), create(folder)
+    first.initialize()
+    second.initialize()
+    first.close()
+    assert os.environ[name] == "0"
+    second.close()
+    assert os.environ.get(name) == before
 
 
 def test_groups_that_are_half_made_are_taken_down(

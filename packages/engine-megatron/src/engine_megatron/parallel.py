@@ -19,6 +19,7 @@ from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.process_groups import ensure_process_group
 from engine_api.results import Topology
+from engine_megatron import te
 
 # float8 is a precision of matrix products, whose inputs and outputs are bfloat16.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
@@ -180,7 +181,8 @@ class ModelParallel:
 
     Megatron keeps its groups in global variables, so engines that exist at the same time share
     them. A dense model does not use the experts' groups, so its engine can share groups made with
-    any experts' sizes.
+    any experts' sizes. Megatron's choice of attention kernels is as global: it stands in the
+    environment, where Transformer Engine reads it at each forward pass.
     """
 
     _users = 0
@@ -188,6 +190,8 @@ class ModelParallel:
     _owns_world = False
     # The sizes that the groups were made with.
     _sizes: ClassVar[dict[str, int]] = {}
+    # The choice of attention kernels before the first engine, restored with the last.
+    _variables: ClassVar[dict[str, str | None]] = {}
 
     @classmethod
     def check(cls, layout: Layout, *, has_experts: bool) -> None:
@@ -240,13 +244,15 @@ class ModelParallel:
                 cls._destroy()
                 raise
             cls._sizes = layout.sizes
+            cls._variables = te.attention_variables()
         cls._users += 1
 
     @classmethod
     def leave(cls) -> None:
-        """Destroy the groups with the last engine that uses them."""
+        """Destroy the groups with the last engine that uses them, and restore the environment."""
         cls._users -= 1
         if not cls._users:
+            te.restore_attention_variables(cls._variables)
             cls._destroy()
 
     @classmethod

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -155,6 +156,20 @@ def check_environment() -> None:
                 why="Megatron sets it, and accepts no other value",
                 remedy="unset it",
             )
+
+
+def attention_variables() -> dict[str, str | None]:
+    """Return the environment's choice of attention kernels, None where a variable is not set."""
+    return {name: os.environ.get(name) for name in _BACKEND}
+
+
+def restore_attention_variables(before: Mapping[str, str | None]) -> None:
+    """Undo what Megatron wrote since ``before`` was read by `attention_variables`."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def check_fp8(config: EngineConfig, widths: dict[str, int]) -> None:
