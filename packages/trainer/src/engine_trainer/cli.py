@@ -23,6 +23,7 @@ from pathlib import Path
 from engine_api.config import near_matches
 from engine_api.devices import torch_version
 from engine_api.errors import ConfigError, EngineError, RankFailure
+from engine_api.heartbeat import raised_by_all
 from engine_api.plugin import CONTRACT
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.config.explain import explain
@@ -31,7 +32,8 @@ from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
-from engine_trainer.run.torchrun import end_with_torchrun
+from engine_trainer.run.torchrun import end_with_torchrun, is_first_to_say
+from engine_trainer.telemetry.logs import METRICS, last_step
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # the status that a shell reports for SIGINT
@@ -173,11 +175,14 @@ def _aborted(task: str, config: Config | None) -> str:
     """Return the message that says which checkpoint an interrupted command leaves."""
     if config is None or task == "eval":
         return "aborted"
-    steps = Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps()
-    if not steps:
-        return "aborted; there is no checkpoint yet, the same command begins anew"
+    folder = Path(config.run.output_dir)
+    newest = max(Checkpoints(folder / "checkpoints", keep=config.run.keep).steps(), default=0)
+    lost = last_step(folder / METRICS) - newest
+    loss = f" ({lost} step{'s' if lost > 1 else ''} will be trained again)" if lost > 0 else ""
+    if not newest:
+        return f"aborted; there is no checkpoint: the same command starts at step 1{loss}"
     again = "the same command" if config.run.resume == "auto" else "run.resume=auto"
-    return f"aborted; the checkpoint of step {max(steps)} stands, {again} goes on from there"
+    return f"aborted; the newest checkpoint is of step {newest}: {again} continues from it{loss}"
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:
@@ -311,7 +316,19 @@ def _report(error: EngineError, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     kind = "stopped" if isinstance(error, RankFailure) else "error"
-    _say(f"{kind}: {error}")
+    text = f"{kind}: {error}"
+    if debug or world_size() == 1 or _is_news(error, text):
+        _say(text)
+
+
+def _is_news(error: EngineError, text: str) -> bool:
+    """Return whether no other rank reports ``error``.
+
+    A rank that failed by itself does, and many fail alike: a wrong key is wrong on every rank.
+    """
+    if isinstance(error, RankFailure) and raised_by_all(error):
+        return False
+    return is_first_to_say(text)
 
 
 def _say(text: str) -> None:

@@ -410,14 +410,20 @@ class RunSection:
     are always logged.
     """
 
-    save_every: int = 0
-    """Number of steps from one checkpoint to the next. 0 saves only at the end.
+    save_minutes: float = 10.0
+    """Minutes from the start of one save to the next checkpoint, which is saved after the step that
+    runs then. 0 saves none by time.
 
-    A run that Ctrl-C or SIGTERM stops always saves one.
+    In addition to these, and to those of ``save_every``, a run that Ctrl-C or SIGTERM stops saves
+    a checkpoint, and so does a run that fails, if the weights are those of its last complete step
+    and all ranks can take part.
     """
 
+    save_every: int = 0
+    """Number of steps from one checkpoint to the next. 0 saves none by number."""
+
     save_last: bool = True
-    """True saves a checkpoint after the last step. False saves only those of ``save_every``."""
+    """True saves a checkpoint after the last step."""
 
     keep: int = 2
     """Number of newest checkpoints to keep. 0 keeps all."""
@@ -473,6 +479,7 @@ class RunSection:
             self,
             {
                 "log_every": AT_LEAST_1,
+                "save_minutes": AT_LEAST_0,
                 "save_every": AT_LEAST_0,
                 "keep": AT_LEAST_0,
                 "timeout_s": FINITE_ABOVE_0,

@@ -107,6 +107,14 @@ class EngineGroup(Protocol):
         """See ``Engine.save_hf``."""
         ...
 
+    def keep_generators(self) -> None:
+        """Keep the states that the generators of the engine's processes have now."""
+        ...
+
+    def restore_generators(self) -> None:
+        """Restore the states that ``keep_generators`` kept last."""
+        ...
+
     def close(self) -> None:
         """Close the engine (idempotent)."""
         ...
@@ -184,6 +192,13 @@ class Launcher(Protocol):
         """Build replicas that serve the policy.
 
         Phases ``generate`` and ``reward`` go to ``timers``.
+        """
+        ...
+
+    def why_unusable(self, error: BaseException) -> str | None:
+        """Return why engines cannot be called after an error of the loop; None if they can be.
+
+        Ranks that do not all raise, or that are gone, cannot take part in a save.
         """
         ...
 

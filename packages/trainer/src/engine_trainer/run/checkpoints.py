@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
@@ -50,6 +51,15 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.saved: int | None = None  # newest step that was saved or loaded
         self._handle: CheckpointHandle | None = None
+        self._since = time.monotonic()  # when the newest save began, or the run
+
+    def start_clock(self) -> None:
+        """Begin to measure the time to the next save."""
+        self._since = time.monotonic()
+
+    def is_older_than(self, minutes: float) -> bool:
+        """Return whether the newest save began ``minutes`` ago or earlier; False for 0 minutes."""
+        return 0 < 60 * minutes <= time.monotonic() - self._since
 
     def steps(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
@@ -94,6 +104,7 @@ class Checkpoints:
         if step == self.saved:
             return
         self.wait(comm)
+        self.start_clock()
         together(
             comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None
         )

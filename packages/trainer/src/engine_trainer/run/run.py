@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, EngineError
 from engine_api.folders import replace_folder, restore, write_text
 from engine_api.generators import seed_all
 from engine_api.hf_folder import WEIGHT_FILES
@@ -42,7 +43,7 @@ from engine_trainer.placement.spmd import Spmd, SpmdEngines
 from engine_trainer.run.checkpoints import Checkpoints, compare, fingerprint, read_extra
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
-from engine_trainer.telemetry.logs import RunLog, Timers
+from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.report import write_report
 
 log = logging.getLogger("engine_trainer")
@@ -70,7 +71,9 @@ class Outcome:
 class Run:
     """One run, used as a context manager.
 
-    The order of calls is ``start``, ``resume``, then ``steps`` with ``end_step`` in each step.
+    The order of calls is ``start``, ``resume``, then ``steps`` with ``complete`` and ``end_step``
+    in each step. An error that leaves the context manager saves the last complete step, where the
+    weights are still those of that step and all ranks can take part.
 
     Attributes:
         launcher: the launcher that runs the engines and rollouts.
@@ -104,6 +107,10 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that is complete
+        # The loop's state after that step, and its figures until they are logged.
+        self._position: dict[str, Any] | None = None
+        self._unlogged: Mapping[str, float] | None = None
+        self._versions: list[int] = []  # of the engines' weights, after that step
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
         self.launcher = launcher or Spmd(
@@ -111,11 +118,13 @@ class Run:
         )
         self.companions: dict[str, EngineGroup] = {}
         self.interrupted = False
-        self._interrupt = Interrupt()
+        self._interrupt = Interrupt(self._describe_interrupt if self.is_main else None)
         self._lock = FolderLock(self.folder)
 
     def __enter__(self) -> Self:
-        self._interrupt.__enter__()
+        # An evaluation has nothing to save: a signal ends it at once.
+        if self.kind != "eval":
+            self._interrupt.__enter__()
         return self
 
     def __exit__(
@@ -130,10 +139,10 @@ class Run:
             stack.callback(self._lock.release)
             stack.callback(self.launcher.close)
             stack.callback(self.log.close)
-            # After an error other ranks may be anywhere in the code, so that nothing that needs
-            # all ranks may be called.
             if error is None:
                 self.checkpoints.wait(self.comm)
+            elif isinstance(error, Exception) and self._position is not None:
+                self._rescue(error)
 
     @property
     def comm(self) -> Comm:
@@ -217,7 +226,23 @@ class Run:
                     "new run in another run.output_dir"
                 )
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
+        self.checkpoints.start_clock()
         return state
+
+    def complete(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> None:
+        """Note that the update of ``step`` is done.
+
+        A run that fails from here on loses nothing of this step. The arguments are those of
+        ``end_step``, without the figures of an evaluation that follows. When this evaluation
+        fails, the resumed run finds ``metrics`` as ``unmeasured`` in its state.
+        """
+        self._reached = step
+        self._position = {**state, "step": step}
+        self._unlogged = metrics
+        self._versions = self._weight_versions()
+        # A step that fails may draw random numbers first. The step that takes its place must draw
+        # the same ones.
+        self.policy.keep_generators()
 
     def steps(self, done: int) -> Iterator[int]:
         """Yield the step numbers from ``done + 1`` to ``total_steps``.
@@ -244,8 +269,8 @@ class Run:
     ) -> None:
         """Log a step, and save a checkpoint when one is due.
 
-        A checkpoint is due every ``run.save_every`` steps, at the end with ``run.save_last``, and
-        when a signal came on any rank.
+        A checkpoint is due every ``run.save_every`` steps, ``run.save_minutes`` after the last one,
+        at the end with ``run.save_last``, and when a signal came on any rank.
 
         Args:
             step: the step that is complete.
@@ -254,25 +279,24 @@ class Run:
             show: the metrics that are shown next to the progress bar.
         """
         run, last = self.config.run, step == self.total_steps
-        self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
+        self.complete(step, metrics, state)
+        signs = self.comm.all_gather(
+            (self._interrupt.requested, self.checkpoints.is_older_than(run.save_minutes))
+        )
+        self.interrupted = any(requested for requested, _ in signs)
         # An evaluation is too costly for its figures not to be logged.
         measured = any(name.startswith("eval/") for name in metrics)
         if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
+        self._unlogged = None
         self.log.progress(step, metrics, show)
-        self._reached = step
         if (
             (last and run.save_last)
             or self.interrupted
+            or any(old for _, old in signs)
             or (run.save_every and step % run.save_every == 0)
         ):
-            with self.timers.phase("save"):
-                extra = {
-                    "kind": self.kind,
-                    "config": self._fingerprint(),
-                    "loop": {**state, "step": step},
-                }
-                self.checkpoints.save(self.policy, self.comm, step, extra, self.companions)
+            self._save()
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")
         if self.interrupted and not last:
@@ -306,6 +330,68 @@ class Run:
         return Batch.pack([documents[i] for i in mine])
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Save the last complete step."""
+        with self.timers.phase("save"):
+            extra = {
+                "kind": self.kind,
+                "config": self._fingerprint(),
+                "loop": self._position,
+            }
+            self.checkpoints.save(self.policy, self.comm, self._reached, extra, self.companions)
+
+    def _rescue(self, error: Exception) -> None:
+        """Save the last complete step after an error, and say what is kept and what is lost."""
+        why = None
+        if self.checkpoints.saved != self._reached:
+            why = self._why_unsavable(error)
+        if why is None:
+            try:
+                self._save_after_error()
+            # The error that ended the run is raised in any case. This one is only told.
+            except (EngineError, OSError) as second:
+                why = str(second)
+        if self.is_main:
+            self.log.say(self._describe_failure(why))
+
+    def _why_unsavable(self, error: Exception) -> str | None:
+        """Return why the last complete step cannot be saved after ``error``; None if it can."""
+        if (why := self.launcher.why_unusable(error)) is not None:
+            return why
+        if self._weight_versions() != self._versions:
+            return f"step {self._reached + 1} has updated the weights in part"
+        return None
+
+    def _save_after_error(self) -> None:
+        assert self._position is not None
+        self.policy.restore_generators()
+        if self._unlogged is not None:
+            finite = {k: v for k, v in self._unlogged.items() if math.isfinite(v)}
+            self._position["unmeasured"] = finite
+        self._save()
+        self.checkpoints.wait(self.comm)
+
+    def _describe_failure(self, why: str | None) -> str:
+        reached = self._reached
+        during = "in the evaluation after" if self._unlogged is not None else "after"
+        newest = max(self.checkpoints.steps(), default=0)
+        if newest == reached:
+            return (
+                f"failed {during} step {reached}, which is saved; once the cause is removed, the "
+                "same command continues from there"
+            )
+        lost = f"{reached - newest} step{'s' if reached - newest > 1 else ''} will be trained again"
+        saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        return f"failed {during} step {reached}, which could not be saved ({why}); {saved}: {lost}"
+
+    def _describe_interrupt(self) -> str:
+        if self._reached >= self.total_steps:
+            return "finishing the run; again to abort"
+        return f"finishing step {self._reached + 1}, then saving; again to abort"
+
+    def _weight_versions(self) -> list[int]:
+        return [group.weight_version for group in (self.policy, *self.companions.values())]
 
     def _save_model(self, tokenizer: Any) -> None:
         """Write the model and the tokenizer to a new folder, then replace ``hf`` by it.
@@ -341,6 +427,13 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints.clean()
         write_text(self.folder / "config.yaml", to_yaml(self.config))
+        logged = last_step(self.folder / METRICS)
+        if logged > step:
+            from_where = f"the checkpoint is of step {step}" if step else "there is no checkpoint"
+            self.log.say(
+                f"{self.folder} has figures up to step {logged}, but {from_where}: steps "
+                f"{step + 1} to {logged} are trained again"
+            )
         self.log.open(step)
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -95,6 +95,14 @@ class RayEngines:
         """See ``EngineGroup``."""
         self.call_all("save_hf", directory)
 
+    def keep_generators(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("keep_generators")
+
+    def restore_generators(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("restore_generators")
+
     def close(self) -> None:
         """See ``EngineGroup``."""
         self.call_all("close_engine")

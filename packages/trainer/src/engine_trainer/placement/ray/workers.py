@@ -156,6 +156,14 @@ class EngineWorker(Worker):
         """See ``Engine.save_hf``."""
         self._engines[number].save_hf(directory)
 
+    def keep_generators(self, number: int) -> None:
+        """See ``EngineGroup.keep_generators``."""
+        self._engines[number].keep_generators()
+
+    def restore_generators(self, number: int) -> None:
+        """See ``EngineGroup.restore_generators``."""
+        self._engines[number].restore_generators()
+
     def close_engine(self, number: int) -> None:
         """See ``Engine.close``."""
         self._engines[number].close()
