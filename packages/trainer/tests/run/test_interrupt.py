@@ -126,7 +126,13 @@ def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
     wait_for_the_end_of(others)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where",
+    [
+        *WHERE[:2],
+        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed, pytest.mark.nightly]),
+    ],
+)
 def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where):
     process = running(**placed(where))
     others = below(process.pid)
