@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from datetime import timedelta
 
 from engine_api.parent_watchdog import end_with_parent
 
@@ -47,17 +46,13 @@ def is_first_to_say(text: str) -> bool:
 
     The ranks count in the store of their rendezvous. Without a store, each rank is the first.
     """
-    import torch.distributed as dist
+    from engine_api.stores import reach_store
 
     digest = hashlib.sha256(text.encode()).hexdigest()
     key = f"engine_trainer/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
+    size = int(os.environ["WORLD_SIZE"])
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=_SAY_S),
-        )
+        store = reach_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, _SAY_S)
         return store.add(key, 1) == 1
-    except (dist.DistError, KeyError):
+    except RuntimeError:
         return True
