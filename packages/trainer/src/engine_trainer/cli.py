@@ -112,6 +112,25 @@ def _recipes(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _export(options: argparse.Namespace) -> int:
+    _set_up_logging()
+    # The import stands here because it loads torch.
+    from engine_trainer.run.export import export_checkpoint
+
+    found = export_checkpoint(
+        options.checkpoint,
+        options.directory,
+        CONFIGS,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        overrides=options.overrides,
+    )
+    if global_rank() == 0:
+        what = "the adapter" if options.adapter else "the model"
+        print(f"{what} of {found} is in {options.directory}")
+    return DONE
+
+
 def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
@@ -236,13 +255,7 @@ def _version() -> str:
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file; `engine-train recipes` lists some")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.sub=value",
-        help="take the place of values in the file",
-    )
+    _add_overrides(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
@@ -250,6 +263,35 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         "and stop",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint, a run's folder (its newest one), or RUN/checkpoints/best",
+    )
+    parser.add_argument("directory", type=Path, help="a new folder")
+    _add_overrides(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights; by default run.hf_dtype, or the dtype of the computation",
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the LoRA adapter alone, as PEFT reads it"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="take the place of values in the file",
+    )
 
 
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
@@ -291,6 +333,12 @@ COMMANDS = {
     "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
     "rm": _task("train a reward model on pairs of responses"),
     "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "export": Command(
+        summary="write the model of a checkpoint as a Hugging Face folder",
+        run=_export,
+        add_arguments=_add_export_arguments,
+        takes_overrides=True,
+    ),
     "recipes": Command(
         summary="list the configurations that come with the package, or copy some",
         run=_recipes,

@@ -68,7 +68,7 @@ def train_sft(config: SFTConfig) -> Outcome:
             done = state["step"]
             if done == 0 or "unmeasured" in state:
                 figures = state.get("unmeasured", data.train.figures())
-                run.log.write(done, figures | evaluation.measure(done))
+                run.log_start(done, figures | evaluation.measure(done))
             for step in run.steps(done):
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)

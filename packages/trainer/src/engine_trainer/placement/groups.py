@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -26,6 +26,9 @@ from engine_trainer.config.sections import EngineSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -103,7 +106,7 @@ class EngineGroup(Protocol):
         """See ``Engine.load_checkpoint``."""
         ...
 
-    def save_hf(self, directory: Path) -> None:
+    def save_hf(self, directory: Path, *, dtype: torch.dtype) -> None:
         """See ``Engine.save_hf``."""
         ...
 

@@ -114,9 +114,9 @@ class SpmdEngines:
         """See ``EngineGroup``."""
         return self.engine.load_checkpoint(directory)
 
-    def save_hf(self, directory: Path) -> None:
+    def save_hf(self, directory: Path, *, dtype: torch.dtype) -> None:
         """See ``EngineGroup``."""
-        self.engine.save_hf(directory)
+        self.engine.save_hf(directory, dtype=dtype)
 
     def keep_generators(self) -> None:
         """See ``EngineGroup``."""

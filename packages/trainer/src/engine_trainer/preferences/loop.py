@@ -109,7 +109,7 @@ def train_pairs(
         position = int(state.get("position", 0))
         done = state["step"]
         if (done == 0 and data.heldout is not None) or "unmeasured" in state:
-            run.log.write(done, state.get("unmeasured", {}) | trainer.evaluate())
+            run.log_start(done, state.get("unmeasured", {}) | trainer.evaluate())
         for step in run.steps(done):
             indices = order.take(position, config.batch_size)
             position += len(indices)

@@ -79,7 +79,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         if done == 0 or "unmeasured" in state:
             figures = state.get("unmeasured", train.figures()) | evaluator.measure(done)
             if figures:
-                run.log.write(done, figures)
+                run.log_start(done, figures)
         # Closed after an error, too: a thread that generates must not go on with ended workers.
         with closing(_source(run, config, sampler, learner, train, order, state)) as source:
             for step in run.steps(done):

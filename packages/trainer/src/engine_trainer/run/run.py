@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,17 +31,18 @@ from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError, EngineError
-from engine_api.folders import replace_folder, restore, write_text
+from engine_api.folders import write_text
 from engine_api.generators import seed_all
-from engine_api.hf_folder import WEIGHT_FILES
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
 from engine_trainer.placement import loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
-from engine_trainer.run.checkpoints import Checkpoints, compare, fingerprint, read_extra
+from engine_trainer.run.best import BestStep
+from engine_trainer.run.checkpoints import BEST, Checkpoints, compare, fingerprint, read_extra
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
+from engine_trainer.run.model_folder import export_dtype, write_model
 from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.report import write_report
 
@@ -111,6 +111,7 @@ class Run:
         self._position: dict[str, Any] | None = None
         self._unlogged: Mapping[str, float] | None = None
         self._versions: list[int] = []  # of the engines' weights, after that step
+        self._best = BestStep(config.run.keep_best, config.run.patience)
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
         self.launcher = launcher or Spmd(
@@ -182,6 +183,12 @@ class Run:
                 section.schedule.warmup_steps,
                 updates,
             )
+        if self.config.run.keep_best is not None and self.config.eval is None:
+            raise ConfigError(
+                "run.keep_best",
+                f"{self.config.run.keep_best!r}, but the run has no evaluation",
+                remedy="set eval.source and eval.every, or run.keep_best: null",
+            )
         self.device, capabilities = self.launcher.resolve(section)
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
             raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
@@ -218,6 +225,8 @@ class Run:
                     remedy="use the data of the first run, or run.resume=never",
                 )
             self.checkpoints.saved = self._reached = int(state["step"])
+            self._best.restore(state.get("best", {}))
+            self.checkpoints.best = self._best.step
             self.log.say(f"resumed from {found} after step {state['step']}")
             if self._reached >= self.total_steps:
                 self.log.say(
@@ -229,6 +238,15 @@ class Run:
         self.checkpoints.start_clock()
         return state
 
+    def log_start(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the figures from before the first step, or those of an evaluation that was missing.
+
+        ``step`` is the number of steps done.
+        """
+        self.log.write(step, metrics)
+        if step and self._best.note(step, metrics):
+            self.checkpoints.best = step
+
     def complete(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> None:
         """Note that the update of ``step`` is done.
 
@@ -237,7 +255,7 @@ class Run:
         fails, the resumed run finds ``metrics`` as ``unmeasured`` in its state.
         """
         self._reached = step
-        self._position = {**state, "step": step}
+        self._position = {**state, "step": step, "best": self._best.state}
         self._unlogged = metrics
         self._versions = self._weight_versions()
         # A step that fails may draw random numbers first. The step that takes its place must draw
@@ -250,7 +268,7 @@ class Run:
         After a signal the iteration ends early, on all ranks together.
         """
         for step in range(done + 1, self.total_steps + 1):
-            if self.interrupted:
+            if self.interrupted or self._best.is_over:
                 return
             profiled = step in self.config.run.profile_steps
             if profiled:
@@ -278,8 +296,13 @@ class Run:
             state: the position of the loop as JSON, the same on all ranks; ``resume`` returns it.
             show: the metrics that are shown next to the progress bar.
         """
-        run, last = self.config.run, step == self.total_steps
+        run = self.config.run
         self.complete(step, metrics, state)
+        if is_best := self._best.note(step, metrics):
+            self.checkpoints.best = step
+        assert self._position is not None
+        self._position["best"] = self._best.state
+        last = step == self.total_steps or self._best.is_over
         signs = self.comm.all_gather(
             (self._interrupt.requested, self.checkpoints.is_older_than(run.save_minutes))
         )
@@ -294,12 +317,18 @@ class Run:
             (last and run.save_last)
             or self.interrupted
             or any(old for _, old in signs)
+            or is_best
             or (run.save_every and step % run.save_every == 0)
         ):
             self._save()
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")
-        if self.interrupted and not last:
+        if self._best.is_over:
+            self.log.say(
+                f"stopped after step {step}: {run.patience} evaluations in a row were not better "
+                f"than {self._best}"
+            )
+        elif self.interrupted and not last:
             self.log.say(
                 f"stopped after step {step} of {self.total_steps}, saved; the same command "
                 "continues from there"
@@ -309,12 +338,16 @@ class Run:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
-        the last step is complete.
+        the run is not interrupted.
         """
         self.checkpoints.wait(self.comm)
         step = self._reached
-        if step == self.total_steps and self.config.run.save_hf:
-            self._save_model(tokenizer)
+        if self._best.step is not None:
+            best = self.folder / "checkpoints" / BEST
+            self.log.say(f"best {self._best}; engine-train export {best} DIR writes its model")
+        if (step == self.total_steps or self._best.is_over) and self.config.run.save_hf:
+            dtype = export_dtype(self.config.run.hf_dtype, self.config.engine.precision)
+            write_model(self.policy, self.comm, self.folder / "hf", tokenizer, dtype=dtype)
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)
@@ -392,26 +425,6 @@ class Run:
 
     def _weight_versions(self) -> list[int]:
         return [group.weight_version for group in (self.policy, *self.companions.values())]
-
-    def _save_model(self, tokenizer: Any) -> None:
-        """Write the model and the tokenizer to a new folder, then replace ``hf`` by it.
-
-        A kill leaves the former folder or the new one, whole.
-        """
-        final = self.folder / "hf"
-        new = self.folder / "hf.new"
-
-        def prepare() -> None:
-            restore(final)
-            shutil.rmtree(new, ignore_errors=True)  # a killed save's remains
-
-        def replace() -> None:
-            tokenizer.save_pretrained(new)
-            replace_folder(new, final, stale=WEIGHT_FILES)
-
-        together(self.comm, lambda: prepare() if self.is_main else None)
-        self.policy.save_hf(new)
-        together(self.comm, lambda: replace() if self.is_main else None)
 
     def _find(self) -> Path | None:
         if not self.is_main:
