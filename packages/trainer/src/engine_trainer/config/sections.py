@@ -224,8 +224,9 @@ class ColumnsSection:
     """
 
     messages: str | None = None
-    """Column with a conversation as a list of ``{role, content}``, in place of ``prompt`` and
-    ``response``. Null is ``messages``, where the rows have it and ``prompt`` is null.
+    """Column with a conversation as a list of ``{role, content}`` or ``{from, value}``, in place of
+    ``prompt`` and ``response``. Null is ``messages``, where the rows have it and ``prompt`` is
+    null, or in rows without a prompt ``conversations`` or ``conversation``.
     """
 
     prompt: str | None = None
@@ -268,11 +269,13 @@ class DataSection:
     """
 
     source: str | Sequence[str] | None = None
-    """File (.jsonl, .parquet or .arrow), folder of such files, folder that ``save_to_disk`` of
-    Hugging Face ``datasets`` wrote, name on the hub (``hf://datasets/owner/name``), or a list of
-    these.
+    """File (.jsonl, .json, .csv, .parquet or .arrow, the first three also with .gz), folder of such
+    files, folder that ``save_to_disk`` of Hugging Face ``datasets`` wrote, name on the hub
+    (``hf://datasets/owner/name``), or a list of these.
 
-    Null needs ``reasoning_gym``, which ``dpo`` and ``rm`` refuse.
+    A .json file is a list of rows, and the first row of a .csv file names the columns. In a folder
+    they are read only where there are no files of the other kinds. Null needs ``reasoning_gym``,
+    which ``dpo`` and ``rm`` refuse.
     """
 
     reasoning_gym: GymSection | None = None
@@ -350,7 +353,7 @@ def _wrong_data(section: DataSection) -> Iterator[Refusal]:
         "source",
         f"give data.source or data.reasoning_gym, one of the two, got {given}",
         "",
-        "data.source: a .jsonl, .parquet or .arrow file, a folder or hf://datasets/owner/name",
+        "data.source: a .jsonl, .json, .csv or .parquet file, a folder, hf://datasets/owner/name",
     )
     yield (
         section.split is not None and section.source is None,

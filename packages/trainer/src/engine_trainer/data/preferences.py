@@ -4,10 +4,12 @@
 |---|---|
 | prompt and responses | ``prompt`` (text or messages), ``chosen`` and ``rejected`` (same) |
 | conversations | ``chosen`` and ``rejected``: whole conversations |
+| ShareGPT | ``conversations`` (the prompt), ``chosen`` and ``rejected``: a {from, value} each |
 
 In the first layout the messages of ``chosen`` and ``rejected`` are those that follow the prompt.
 The second layout is that of UltraFeedback and of TRL's implicit prompt; ``prompt`` is not read.
-``data.columns.prompt`` names another prompt column.
+``data.columns.prompt`` names another prompt column. Messages have the forms that
+``engine_trainer.data.layouts`` lists.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ import numpy as np
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.datasets import Bound, Document
-from engine_trainer.data.layouts import PROMPTS, TOOLS, Example, Need, to_examples
+from engine_trainer.data.layouts import (
+    CONVERSATIONS,
+    PROMPTS,
+    SHAREGPT_ROLES,
+    TOOLS,
+    Example,
+    Need,
+    is_sharegpt,
+    to_examples,
+)
 from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError
 
@@ -112,6 +123,8 @@ def _documents(
 def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     """Return the conversation that ends with the response in column ``name``."""
     answer = row.values.get(name)
+    if isinstance(answer, Mapping):
+        answer = [answer]
     if answer is None:
         raise row.error(
             "the column is missing or null",
@@ -127,8 +140,9 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
             remedy="write the answer's text, or [{role, content}, …]",
         )
     if isinstance(answer, list) and _is_whole(answer):
-        return _conversation(row, answer)
-    prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
+        return _conversation(row, name, answer)
+    known = (*PROMPTS, *CONVERSATIONS)
+    prompt = columns.prompt or next((p for p in known if row.values.get(p) is not None), None)
     if prompt is None:
         raise row.error(
             "no prompt column",
@@ -139,19 +153,19 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     if isinstance(answer, str):
         return _read(row, row.values, ColumnsSection(prompt=prompt, response=name))
     opening = _read(row, row.values, ColumnsSection(prompt=prompt), need="prompt").messages
-    return _conversation(row, [*opening, *answer])
+    return _conversation(row, name, [*opening, *answer])
 
 
 def _is_whole(answer: list[Any]) -> bool:
     """Return whether messages begin with another turn than the assistant's."""
     first = answer[0]
+    if is_sharegpt(first):
+        return SHAREGPT_ROLES.get(str(first["from"])) != "assistant"
     return isinstance(first, dict) and first.get("role") != "assistant"
 
 
-def _conversation(row: Row, turns: list[Any]) -> Example:
-    return _read(
-        row, {"messages": turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages="messages")
-    )
+def _conversation(row: Row, name: str, turns: list[Any]) -> Example:
+    return _read(row, {name: turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages=name))
 
 
 def _read(
