@@ -28,6 +28,7 @@ from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig
 from engine_trainer.config.explain import explain
 from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
+from engine_trainer.config.tasks import find_task
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
@@ -80,12 +81,18 @@ def _run_task(options: argparse.Namespace) -> int:
     _set_up_logging()
     config: Config | None = None
     try:
-        config = load_config(CONFIGS[options.command], options.config, options.overrides)
+        config = load_config(_config_class(options), options.config, options.overrides)
         return _run(options, config)
     except KeyboardInterrupt:
         if global_rank() == 0:
             _say(_aborted(options.command, config))
         return ABORTED
+
+
+def _config_class(options: argparse.Namespace) -> type[Config]:
+    if options.command != "eval":
+        return CONFIGS[options.command]
+    return CONFIGS[find_task(options.config, options.overrides, ("rl", "sft"), options.task)]
 
 
 def _print_schema(options: argparse.Namespace) -> int:
@@ -113,11 +120,12 @@ def _recipes(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
-            schema = json.loads(schema_text(options.command))
+            task = "sft" if isinstance(config, SFTConfig) else options.command
+            schema = json.loads(schema_text(task))
             print(explain(to_plain(config), schema), end="")
         return DONE
     if options.command == "eval":
-        assert isinstance(config, RLConfig)
+        assert isinstance(config, RLConfig | SFTConfig)
         _evaluate(config)
         return DONE
     outcome = _train(config)
@@ -152,10 +160,15 @@ def _train(config: Config) -> Outcome:
             return train_rl(config)
 
 
-def _evaluate(config: RLConfig) -> None:
-    from engine_trainer.sampling.evaluate import evaluate_model
+def _evaluate(config: RLConfig | SFTConfig) -> None:
+    if isinstance(config, SFTConfig):
+        from engine_trainer.sft import evaluate_sft
 
-    figures = evaluate_model(config)
+        figures = evaluate_sft(config)
+    else:
+        from engine_trainer.sampling.evaluate import evaluate_model
+
+        figures = evaluate_model(config)
     if global_rank() == 0:
         print("\n".join(f"  {name:<32}{value:>12.4g}" for name, value in figures.items()))
 
@@ -247,6 +260,13 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_task_arguments(parser)
+    parser.add_argument(
+        "--task", help="rl or sft, where the file's keys do not tell of which task it is"
+    )
+
+
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help=f"one of {', '.join(CONFIGS)}")
 
@@ -285,7 +305,12 @@ COMMANDS = {
     "rl": _task("train a model on rewards for its own completions (GRPO, PPO, DAPO, …)"),
     "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
     "rm": _task("train a reward model on pairs of responses"),
-    "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "eval": Command(
+        summary="measure a model on held-out problems or documents, with a file of `rl` or `sft`",
+        run=_run_task,
+        add_arguments=_add_eval_arguments,
+        takes_overrides=True,
+    ),
     "recipes": Command(
         summary="list the configurations that come with the package, or copy some",
         run=_recipes,

@@ -107,14 +107,19 @@ def evaluate_model(config: RLConfig) -> Metrics:
         run.start()
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         figures = Evaluator(run, sampler, sets, "evaluation").measure(0)
-
-        def write() -> None:
-            if run.is_main:
-                _write(run.folder / "evaluation.json", json.dumps(figures, indent=1))
-
-        together(run.comm, write)
+        write_evaluation(run, figures)
         sampler.close()
     return figures
+
+
+def write_evaluation(run: Run, figures: Metrics) -> None:
+    """Write ``evaluation.json``, whole or not at all. Called on all ranks together."""
+
+    def write() -> None:
+        if run.is_main:
+            _write(run.folder / "evaluation.json", json.dumps(figures, indent=1))
+
+    together(run.comm, write)
 
 
 def summary(groups: Sequence[Group]) -> Metrics:
