@@ -75,6 +75,7 @@ class PairDataset:
         *,
         limit: int | None = None,
         context: int | None = None,
+        spare: int = 0,
         name: str = "",
     ) -> PairDataset:
         """Read and tokenize the rows of ``source``.
@@ -86,12 +87,13 @@ class PairDataset:
             section: the ``data`` section.
             limit: largest number of rows; None: all.
             context: tokens of the model's context (``context.positions_of``); None: unknown.
+            spare: tokens of the context that no document may take.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
         """
-        bound = Bound.of(section, context)
+        bound = Bound.of(section, context, spare=spare)
         rows = read_rows(source, split)[:limit]
         chosen, rejected = (
             _documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS
@@ -105,6 +107,15 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> Pair:
         return self.pairs[index]
+
+
+def score_token(tokens: Sequence[int], padding: int) -> int:
+    """Return the index of the token at which a reward model scores a document.
+
+    It is the last one that is not the padding token, as in transformers'
+    ``AutoModelForSequenceClassification``.
+    """
+    return next((i for i in reversed(range(len(tokens))) if tokens[i] != padding), 0)
 
 
 def _documents(

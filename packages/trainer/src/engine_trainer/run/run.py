@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,16 +281,16 @@ class Run:
                 "continues from there"
             )
 
-    def finish(self, tokenizer: Any) -> Outcome:
+    def finish(self, tokenizer: Any, convert: Callable[[Path], None] | None = None) -> Outcome:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
-        the last step is complete.
+        the last step is complete. ``convert`` changes the folder before it takes that name.
         """
         self.checkpoints.wait(self.comm)
         step = self._reached
         if step == self.total_steps and self.config.run.save_hf:
-            self._save_model(tokenizer)
+            self._save_model(tokenizer, convert)
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)
@@ -307,7 +307,7 @@ class Run:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _save_model(self, tokenizer: Any) -> None:
+    def _save_model(self, tokenizer: Any, convert: Callable[[Path], None] | None) -> None:
         """Write the model and the tokenizer to a new folder, then replace ``hf`` by it.
 
         A kill leaves the former folder or the new one, whole.
@@ -321,6 +321,8 @@ class Run:
 
         def replace() -> None:
             tokenizer.save_pretrained(new)
+            if convert is not None:
+                convert(new)
             replace_folder(new, final, stale=WEIGHT_FILES)
 
         together(self.comm, lambda: prepare() if self.is_main else None)
