@@ -738,8 +738,9 @@ class RewardSection:
     """
 
     name: str | None = None
-    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, ``combine`` for a
-    weighted sum of several, or one of the entry-point group ``engine_trainer.rewards``.
+    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, ``reward_model`` for the
+    score of a trained model, ``combine`` for a weighted sum of several, or one of the entry-point
+    group ``engine_trainer.rewards``.
 
     Null needs ``function``.
     """
@@ -751,7 +752,8 @@ class RewardSection:
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the function, or of the factory that ``name`` stands for. ``combine`` has one,
-    the list ``rewards``.
+    the list ``rewards``. ``reward_model`` needs ``path``, and has ``device``, ``dtype``,
+    ``batch_size``, ``revision`` and ``trust_remote_code``.
     """
 
     timeout_s: float | None = 10.0
