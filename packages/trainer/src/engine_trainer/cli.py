@@ -33,6 +33,7 @@ from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
 from engine_trainer.run.torchrun import end_with_torchrun
+from engine_trainer.utils.terminal import escape
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # the status that a shell reports for SIGINT
@@ -43,6 +44,7 @@ CONFIGS: dict[str, type[Config]] = {
     "rm": RewardModelConfig,
     "eval": RLConfig,
 }
+TASKS = ("sft", "rl", "dpo", "rm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,17 @@ def _config_class(options: argparse.Namespace) -> type[Config]:
     if options.command != "eval":
         return CONFIGS[options.command]
     return CONFIGS[find_task(options.config, options.overrides, ("rl", "sft"), options.task)]
+
+
+def _show_data(options: argparse.Namespace) -> int:
+    # The import stands here because it loads the readers of data.
+    from engine_trainer.preview.command import show_data
+
+    _set_up_logging()
+    task = find_task(options.config, options.overrides, TASKS, options.task)
+    config = load_config(CONFIGS[task], options.config, options.overrides)
+    fits = show_data(config, task, rows=options.rows, row=options.row, color=options.color)
+    return DONE if fits else USAGE
 
 
 def _print_schema(options: argparse.Namespace) -> int:
@@ -242,7 +255,7 @@ def _version() -> str:
     )
 
 
-def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file; `engine-train recipes` lists some")
     parser.add_argument(
         "overrides",
@@ -251,19 +264,43 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key.sub=value",
         help="take the place of values in the file",
     )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
         help="print the whole configuration, with the meaning and the allowed values of each key, "
         "and stop",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     _add_task_arguments(parser)
     parser.add_argument(
         "--task", help="rl or sft, where the file's keys do not tell of which task it is"
+    )
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser)
+    parser.add_argument(
+        "--task",
+        help=f"{', '.join(TASKS[:-1])} or {TASKS[-1]}, where the file's keys do not tell which",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=3, metavar="N", help="show the first N rows, by default 3"
+    )
+    parser.add_argument(
+        "--row", type=int, metavar="I", help="show row I in full, counted from 1 over all files"
+    )
+    parser.add_argument(
+        "--color",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="color the text, by default on a terminal (NO_COLOR turns it off)",
     )
 
 
@@ -311,6 +348,12 @@ COMMANDS = {
         add_arguments=_add_eval_arguments,
         takes_overrides=True,
     ),
+    "data": Command(
+        summary="show the rows as they are trained on, their lengths, and what is left out",
+        run=_show_data,
+        add_arguments=_add_data_arguments,
+        takes_overrides=True,
+    ),
     "recipes": Command(
         summary="list the configurations that come with the package, or copy some",
         run=_recipes,
@@ -341,8 +384,9 @@ def _report(error: EngineError, *, debug: bool) -> None:
 
 def _say(text: str) -> None:
     # Each message is one write, so that lines of several ranks do not run into each other.
+    # Errors quote data, whose control characters must not reach a terminal.
     prefix = _prefix()
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in escape(text).split("\n")))
     sys.stderr.flush()
 
 

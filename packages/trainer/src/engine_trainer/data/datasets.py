@@ -101,11 +101,7 @@ class SFTDataset:
         """
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
-            part = examples[start : start + CHUNK]
-            encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
-            documents += [
-                _document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)
-            ]
+            documents += tokenize_documents(examples[start : start + CHUNK], tokenizer)
         return SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
 
     def __len__(self) -> int:
@@ -146,11 +142,7 @@ class PromptDataset:
         Raises:
             DataError: a prompt is empty or too long.
         """
-        encoded = tokenizer.encode_prompts(examples)
-        prompts = [
-            _prompt(e, text, ids, tokenizer.prompt_messages(e))
-            for e, (text, ids) in zip(examples, encoded, strict=True)
-        ]
+        prompts = tokenize_prompts(examples, tokenizer)
         return PromptDataset(
             *_fit(examples, prompts, section, Bound.of(section, context, prompts=True), name)
         )
@@ -175,6 +167,21 @@ def read_examples(section: DataSection, need: Need) -> list[Example]:
         return gym_examples(section.reasoning_gym, "train")
     assert section.source is not None  # DataSection checks it
     return to_examples(read_rows(section.source, section.split), section.columns, need)
+
+
+def tokenize_documents(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Document]:
+    """Return the tokens of each conversation. Raises ``DataError`` if there is nothing to learn."""
+    encoded = tokenizer.encode_documents([tokenizer.document(e) for e in examples])
+    return [_document(e, *tokens) for e, tokens in zip(examples, encoded, strict=True)]
+
+
+def tokenize_prompts(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Prompt]:
+    """Return the tokens of each prompt. Raises ``DataError`` for an empty one."""
+    encoded = tokenizer.encode_prompts(examples)
+    return [
+        _prompt(e, text, ids, tokenizer.prompt_messages(e))
+        for e, (text, ids) in zip(examples, encoded, strict=True)
+    ]
 
 
 def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:

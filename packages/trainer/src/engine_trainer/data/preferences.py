@@ -95,10 +95,7 @@ class PairDataset:
         """
         bound = Bound.of(section, context, spare=spare)
         rows = read_rows(source, split)[:limit]
-        chosen, rejected = (
-            _documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS
-        )
-        pairs = [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
+        pairs = tokenize_pairs(rows, tokenizer, section.columns)
         kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
         return PairDataset(kept, len(pairs) - len(kept))
 
@@ -107,6 +104,14 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> Pair:
         return self.pairs[index]
+
+
+def tokenize_pairs(
+    rows: Sequence[Row], tokenizer: ChatTokenizer, columns: ColumnsSection
+) -> list[Pair]:
+    """Return the documents of each row. Raises ``DataError`` for a row that is no pair."""
+    chosen, rejected = (_documents(rows, column, tokenizer, columns) for column in ANSWER_COLUMNS)
+    return [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
 
 
 def score_token(tokens: Sequence[int], padding: int) -> int:
