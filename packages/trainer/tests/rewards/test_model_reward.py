@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -150,9 +149,7 @@ def test_a_call_that_takes_too_long_counts_0_and_the_next_ones_go_on(classifier,
         return forward(self, documents)
 
     monkeypatch.setattr(ModelScorer, "_forward", slow)
-    began = time.monotonic()
     outcomes = list(call_all(score, SAMPLES[:3], concurrency=3, timeout_s=0.3))
-    assert time.monotonic() - began < 50
     assert [outcome.timed_out for _, outcome in outcomes] == [True] * 3
     free.set()
     outcomes = dict(call_all(score, SAMPLES[:3], concurrency=3, timeout_s=60.0))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -152,7 +152,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file of text, decompressed. Raises ``DataError``, also for errors while it is read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
+            yield cast("IO[bytes]", file)
     except _BROKEN as error:
         raise DataError(
             "the file cannot be read",
