@@ -68,7 +68,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert re.fullmatch(r"#### \d\d", said.strip()), said
     learned = rows(tmp_path / "runs" / "rl")
     assert learned[-1]["eval/accuracy"] > learned[0]["eval/accuracy"] > 0.2
-    measured = json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())
+    measured = json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())["figures"]
     assert {"eval/mean@8", "eval/best@2", "eval/best@4", "eval/best@8"} <= set(measured)
     assert abs(measured["eval/accuracy"] - learned[-1]["eval/accuracy"]) < 0.2
     assert (tmp_path / "runs" / "rl" / "report.html").is_file()

@@ -12,6 +12,7 @@ import torch
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
 from engine_trainer import sft
+from engine_trainer.cli import main
 from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
@@ -170,7 +171,7 @@ def test_a_kill_in_the_save_of_a_longer_runs_model_leaves_the_former_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine_trainer.run.run.replace_folder", die)
+        patch.setattr("engine_trainer.run.model_folder.replace_folder", die)
         with pytest.raises(Killed):
             run(sft_file, "run.steps=8")
     assert torch.equal(torch.load(folder / "hf/table.pt", weights_only=True), before)
@@ -336,10 +337,98 @@ def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):
     assert "run.steps: 2 -> 3" in caplog.text
 
 
-def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
-    with pytest.raises(ConfigError, match="without a reward") as caught:
-        run(sft_file, f"eval.sets.a.source={tmp_path / 'rows.jsonl'}")
-    assert caught.value.field == "eval.sets"
+def held_files(tmp_path):
+    """Write two held-out files of different rows, and return them as ``eval`` in YAML."""
+    rows = [{"prompt": f"tell {c}", "response": c * 3} for c in "abc"]
+    for name, part in {"one": rows[:1], "two": rows[1:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    return (
+        f"eval={{source: {tmp_path}/one.jsonl, every: 3, "
+        f"sets: {{two: {{source: {tmp_path}/two.jsonl}}}}}}"
+    )
+
+
+def test_the_loss_of_every_held_out_set_is_measured_under_its_name(sft_file, tmp_path):
+    sets = held_files(tmp_path)
+    rows = read_metrics(run(sft_file, sets).folder / "metrics.jsonl")
+    names = ["eval/loss", "eval/perplexity", "eval/two/loss", "eval/two/perplexity"]
+    for row in rows:
+        found = sorted(name for name in row if name.startswith("eval/"))
+        assert found == (names if row["step"] in (0, 3, 6) else []), row["step"]
+    alone = run(
+        sft_file, f"run.output_dir={tmp_path / 'b'}", f"eval.source={tmp_path / 'two.jsonl'}"
+    )
+    for step, values in ((0, rows[0]), (6, rows[6])):
+        other = read_metrics(alone.folder / "metrics.jsonl")[step]
+        assert values["eval/two/loss"] == pytest.approx(other["eval/loss"], rel=1e-6)
+        assert values["eval/two/loss"] != pytest.approx(values["eval/loss"], rel=1e-4)
+
+
+def test_eval_measures_the_losses_of_a_file_of_sft(sft_file, tmp_path, capsys):
+    sets = held_files(tmp_path)
+    trained = read_metrics(run(sft_file, sets, "run.steps=1").folder / "metrics.jsonl")[0]
+    out = tmp_path / "out"
+    assert main(["eval", str(sft_file), sets, f"run.output_dir={out}"]) == 0
+    figures = json.loads((out / "evaluation.json").read_text())["figures"]
+    assert figures == pytest.approx(
+        {name: value for name, value in trained.items() if name.startswith("eval/")}
+    )
+    assert "eval/two/loss" in capsys.readouterr().out
+    assert not (out / "checkpoints").exists()
+    assert not (out / "hf").exists()
+    # The file that a run leaves is one of sft, too.
+    saved = tmp_path / "run" / "config.yaml"
+    assert main(["eval", str(saved), f"run.output_dir={out}"]) == 0
+    assert main(["eval", str(sft_file)]) == 2
+    assert "there are no held-out documents" in capsys.readouterr().err
+    assert main(["eval", str(sft_file), "--task", "dpo"]) == 2
+    assert "expected one of rl, sft, got 'dpo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("eval.samples", "eval={source: x, samples: 2}"),
+        ("eval.sets.a.samples", "eval={source: x, sets: {a: {source: y, samples: 2}}}"),
+        ("eval.samples", "eval={samples: 2, sets: {a: {source: y}}}"),
+    ],
+)
+def test_completions_that_nothing_judges_are_refused(sft_file, key, override):
+    with pytest.raises(ConfigError, match="without a reward, got 2") as caught:
+        load_config(SFTConfig, sft_file, [override])
+    assert caught.value.field == key
+    load_config(SFTConfig, sft_file, [override, "reward.name=exact"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["eval={source: x, samples: 0}", "eval={source: x, samples: 0, sets: {a: {source: y}}}"],
+)
+def test_a_reward_that_scores_no_set_is_refused(sft_file, override):
+    with pytest.raises(ConfigError, match="nothing reads it") as caught:
+        load_config(SFTConfig, sft_file, [override, "reward.name=exact"])
+    assert caught.value.field == "reward"
+
+
+def test_problems_without_responses_are_measured_by_their_accuracy_alone(
+    sft_file, tmp_path, caplog
+):
+    held_files(tmp_path)
+    gold = {"prompt": "tell d", "reward_model": {"ground_truth": "d"}}
+    (tmp_path / "gold.jsonl").write_text(json.dumps(gold) + "\n")
+    sets = (
+        f"eval={{source: {tmp_path}/one.jsonl, sets: {{gold: {{source: {tmp_path}/gold.jsonl}}}}}}"
+    )
+    config = load_config(SFTConfig, sft_file, [sets, "reward.name=exact"])
+    caplog.set_level("INFO", logger="engine_trainer")
+    data = sft._Data.load(config, load_tokenizer(config.data, config.engine.model))
+    assert [one.name for one in data.heldout.problems] == ["", "gold"]
+    assert list(data.heldout.documents) == [""]
+    assert "the rows of eval.sets.gold have no responses" in caplog.text
+    # Without a reward nothing is left to measure.
+    config = load_config(SFTConfig, sft_file, [sets])
+    with pytest.raises(DataError, match="no response column"):
+        sft._Data.load(config, load_tokenizer(config.data, config.engine.model))
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -29,11 +29,13 @@ from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig
 from engine_trainer.config.explain import explain
 from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
+from engine_trainer.config.tasks import find_task
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
-from engine_trainer.run.torchrun import end_with_torchrun, is_first_to_say
+from engine_trainer.run.torchrun import end_with_torchrun, is_news
 from engine_trainer.telemetry.logs import METRICS, last_step
+from engine_trainer.utils.terminal import escape
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # the status that a shell reports for SIGINT
@@ -44,6 +46,7 @@ CONFIGS: dict[str, type[Config]] = {
     "rm": RewardModelConfig,
     "eval": RLConfig,
 }
+TASKS = ("sft", "rl", "dpo", "rm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +85,29 @@ def _run_task(options: argparse.Namespace) -> int:
     _set_up_logging()
     config: Config | None = None
     try:
-        config = load_config(CONFIGS[options.command], options.config, options.overrides)
+        config = load_config(_config_class(options), options.config, options.overrides)
         return _run(options, config)
     except KeyboardInterrupt:
         if global_rank() == 0:
             _say(_aborted(options.command, config))
         return ABORTED
+
+
+def _config_class(options: argparse.Namespace) -> type[Config]:
+    if options.command != "eval":
+        return CONFIGS[options.command]
+    return CONFIGS[find_task(options.config, options.overrides, ("rl", "sft"), options.task)]
+
+
+def _show_data(options: argparse.Namespace) -> int:
+    # The import stands here because it loads the readers of data.
+    from engine_trainer.preview.command import show_data
+
+    _set_up_logging()
+    task = find_task(options.config, options.overrides, TASKS, options.task)
+    config = load_config(CONFIGS[task], options.config, options.overrides)
+    fits = show_data(config, task, rows=options.rows, row=options.row, color=options.color)
+    return DONE if fits else USAGE
 
 
 def _print_schema(options: argparse.Namespace) -> int:
@@ -115,7 +135,7 @@ def _recipes(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     _set_up_logging()
     # The import stands here because it loads torch.
-    from engine_trainer.run.export import export_checkpoint
+    from engine_trainer.export import export_checkpoint
 
     found = export_checkpoint(
         options.checkpoint,
@@ -134,11 +154,12 @@ def _export(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
-            schema = json.loads(schema_text(options.command))
+            task = "sft" if isinstance(config, SFTConfig) else options.command
+            schema = json.loads(schema_text(task))
             print(explain(to_plain(config), schema), end="")
         return DONE
     if options.command == "eval":
-        assert isinstance(config, RLConfig)
+        assert isinstance(config, RLConfig | SFTConfig)
         _evaluate(config)
         return DONE
     outcome = _train(config)
@@ -173,10 +194,15 @@ def _train(config: Config) -> Outcome:
             return train_rl(config)
 
 
-def _evaluate(config: RLConfig) -> None:
-    from engine_trainer.sampling.evaluate import evaluate_model
+def _evaluate(config: RLConfig | SFTConfig) -> None:
+    if isinstance(config, SFTConfig):
+        from engine_trainer.sft import evaluate_sft
 
-    figures = evaluate_model(config)
+        figures = evaluate_sft(config)
+    else:
+        from engine_trainer.sampling.evaluate import evaluate_model
+
+        figures = evaluate_model(config)
     if global_rank() == 0:
         print("\n".join(f"  {name:<32}{value:>12.4g}" for name, value in figures.items()))
 
@@ -253,16 +279,47 @@ def _version() -> str:
     )
 
 
-def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file; `engine-train recipes` lists some")
     _add_overrides(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
         help="print the whole configuration, with the meaning and the allowed values of each key, "
         "and stop",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_task_arguments(parser)
+    parser.add_argument(
+        "--task", help="rl or sft, where the file's keys do not tell of which task it is"
+    )
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser)
+    parser.add_argument(
+        "--task",
+        help=f"{', '.join(TASKS[:-1])} or {TASKS[-1]}, where the file's keys do not tell which",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=3, metavar="N", help="show the first N rows, by default 3"
+    )
+    parser.add_argument(
+        "--row", type=int, metavar="I", help="show row I in full, counted from 1 over all files"
+    )
+    parser.add_argument(
+        "--color",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="color the text, by default on a terminal (NO_COLOR turns it off)",
+    )
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -332,7 +389,18 @@ COMMANDS = {
     "rl": _task("train a model on rewards for its own completions (GRPO, PPO, DAPO, …)"),
     "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
     "rm": _task("train a reward model on pairs of responses"),
-    "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "eval": Command(
+        summary="measure a model on held-out problems or documents, with a file of `rl` or `sft`",
+        run=_run_task,
+        add_arguments=_add_eval_arguments,
+        takes_overrides=True,
+    ),
+    "data": Command(
+        summary="show the rows as they are trained on, their lengths, and what is left out",
+        run=_show_data,
+        add_arguments=_add_data_arguments,
+        takes_overrides=True,
+    ),
     "export": Command(
         summary="write the model of a checkpoint as a Hugging Face folder",
         run=_export,
@@ -365,24 +433,17 @@ def _report(error: EngineError, *, debug: bool) -> None:
         traceback.print_exception(error)
     kind = "stopped" if isinstance(error, RankFailure) else "error"
     text = f"{kind}: {error}"
-    if debug or world_size() == 1 or _is_news(error, text):
+    # Many ranks fail alike: a wrong key is wrong on every rank.
+    told = isinstance(error, RankFailure) and raised_by_all(error)
+    if debug or world_size() == 1 or is_news(text, told_by_another=told):
         _say(text)
-
-
-def _is_news(error: EngineError, text: str) -> bool:
-    """Return whether no other rank reports ``error``.
-
-    A rank that failed by itself does, and many fail alike: a wrong key is wrong on every rank.
-    """
-    if isinstance(error, RankFailure) and raised_by_all(error):
-        return False
-    return is_first_to_say(text)
 
 
 def _say(text: str) -> None:
     # Each message is one write, so that lines of several ranks do not run into each other.
+    # Errors quote data, whose control characters must not reach a terminal.
     prefix = _prefix()
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in escape(text).split("\n")))
     sys.stderr.flush()
 
 

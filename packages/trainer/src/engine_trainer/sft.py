@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_api.errors import ConfigError
 from engine_api.losses import sft_loss, where_counted
 from engine_api.results import TrainOutput
 from engine_trainer.config import SFTConfig
@@ -21,7 +23,7 @@ from engine_trainer.data import (
     positions_of,
     questions,
     read_examples,
-    read_heldout,
+    read_responses,
     warn_of_overlap,
 )
 from engine_trainer.run.run import Outcome, Run
@@ -30,6 +32,7 @@ from engine_trainer.telemetry.throughput import measure
 if TYPE_CHECKING:
     from engine_trainer.sampling.evaluate import Evaluator
 
+log = logging.getLogger("engine_trainer")
 SHOW = (
     "train/loss",
     "train/lr",
@@ -63,7 +66,7 @@ def train_sft(config: SFTConfig) -> Outcome:
         speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
-        with closing(_Evaluation(run, config, data, tokenizer)) as evaluation:
+        with closing(_Evaluation(run, config, data.heldout, tokenizer)) as evaluation:
             evaluation.restore(state)
             done = state["step"]
             if done == 0 or "unmeasured" in state:
@@ -88,49 +91,113 @@ def train_sft(config: SFTConfig) -> Outcome:
         return run.finish(tokenizer.tokenizer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    """The training documents, the held-out documents and the held-out problems of a run."""
+def evaluate_sft(config: SFTConfig) -> Metrics:
+    """Measure a model on the held-out sets of ``eval``, without training.
 
-    train: SFTDataset
-    """Documents to train on."""
+    It is ``engine.model``, or the checkpoint that ``run.resume`` names.
+    This is ``engine-train eval`` with a file of ``sft``. The figures are the loss of each set, and
+    with ``reward`` its accuracy. They are written as those of a file of ``rl``
+    (``engine_trainer.sampling.evaluate``).
 
-    heldout: SFTDataset | None
-    """Held-out documents of the set without a name, whose loss is measured; None without that set.
-
-    For sets with a name only completions are generated.
+    Raises ``ConfigError`` without held-out documents, or while another run writes to the folder,
+    and the errors of the rollout and the reward.
     """
+    from engine_trainer.sampling.evaluate import write_evaluation
+
+    if config.eval is None:
+        raise ConfigError(
+            "eval.source",
+            "missing",
+            why="there are no held-out documents to evaluate",
+            remedy="name a file of rows that are not trained on",
+        )
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    heldout = _Heldout.load(config, tokenizer)
+    only = replace(
+        config,
+        engine=replace(config.engine, optimizer=None),
+        run=replace(config.run, save_hf=False),
+    )
+    with Run(only, kind="eval", total_steps=1) as run:
+        run.start()
+        evaluated = run.load_evaluated()
+        with closing(_Evaluation(run, only, heldout, tokenizer, "evaluation")) as evaluation:
+            figures = evaluation.measure(evaluated.step)
+            write_evaluation(run, evaluated, figures)
+    return figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Heldout:
+    """The held-out documents and problems of a run."""
+
+    documents: dict[str, SFTDataset]
+    """Documents whose loss is measured, by the set's name; empty for the set without one."""
 
     problems: list[Heldout]
     """Problems of every held-out set; empty without a reward."""
 
+    questions: dict[str, list[str]]
+    """Last user turns of each set, by its name."""
+
+    @staticmethod
+    def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Heldout:
+        asked = config.eval if config.reward is not None else None
+        model, section = config.engine.model, config.data
+        problems = heldout_sets(section, asked, tokenizer, model, config.rollout)
+        texts = {one.name: questions(one.problems.prompts) for one in problems}
+        documents: dict[str, SFTDataset] = {}
+        for name, chosen in (config.eval.all_sets(section) if config.eval else {}).items():
+            scored = chosen if asked else replace(chosen, samples=0)
+            examples = read_responses(section, scored)
+            key = f"eval.sets.{name}" if name else "eval"
+            if examples is None:
+                log.info("the rows of %s have no responses: their loss is not measured", key)
+                continue
+            documents[name] = SFTDataset.build(
+                examples, tokenizer, section, positions_of(model), key
+            )
+            texts[name] = questions(examples)
+        return _Heldout(documents=documents, problems=problems, questions=texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The training documents and the held-out sets of a run."""
+
+    train: SFTDataset
+    heldout: _Heldout
+
     @staticmethod
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
         examples = read_examples(config.data, "response")
-        room = positions_of(config.engine.model)
-        train = SFTDataset.build(examples, tokenizer, config.data, room)
-        own = config.eval.own_set(config.data) if config.eval else None
-        heldout = read_heldout(config.data, own, "response") if own else []
+        train = SFTDataset.build(
+            examples, tokenizer, config.data, positions_of(config.engine.model)
+        )
+        heldout = _Heldout.load(config, tokenizer)
         seen = questions(examples)
-        warn_of_overlap(seen, questions(heldout))
-        asked = config.eval if config.reward is not None else None
-        problems = heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout)
-        for one in problems:
-            if one.name:
-                warn_of_overlap(seen, questions(one.problems.prompts), one.name)
-        held = SFTDataset.build(heldout, tokenizer, config.data, room, "eval") if own else None
-        return _Data(train=train, heldout=held, problems=problems)
+        for name, asked in heldout.questions.items():
+            warn_of_overlap(seen, asked, name)
+        return _Data(train=train, heldout=heldout)
 
 
 class _Evaluation:
-    """The measurement of the held-out loss, and of the accuracy where there is a reward.
+    """The measurement of the held-out losses, and of the accuracy where there is a reward.
 
     Without ``eval`` it measures nothing.
     """
 
-    def __init__(self, run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> None:
-        self._run, self._heldout = run, data.heldout
-        self._accuracy = _accuracy(run, config, data.problems, tokenizer)
+    def __init__(
+        self,
+        run: Run,
+        config: SFTConfig,
+        heldout: _Heldout,
+        tokenizer: ChatTokenizer,
+        folder: str = "eval",
+    ) -> None:
+        self._run = run
+        self._documents = heldout.documents
+        self._accuracy = _accuracy(run, config, heldout.problems, tokenizer, folder)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -143,11 +210,13 @@ class _Evaluation:
             self._accuracy.sampler.failures.restore(state.get("failures", {}))
 
     def measure(self, step: int) -> Metrics:
-        """Return the figures ``eval/…`` after ``step``."""
+        """Return the figures after ``step``: ``eval/…``, for sets with a name ``eval/NAME/…``."""
         figures: Metrics = {}
-        if self._heldout is not None:
-            with self._run.timers.phase("eval"):
-                figures = heldout_loss(self._run, self._heldout)
+        with self._run.timers.phase("eval") if self._documents else nullcontext():
+            for name, documents in self._documents.items():
+                prefix = f"eval/{name}" if name else "eval"
+                found = heldout_loss(self._run, documents)
+                figures |= {f"{prefix}/{key}": value for key, value in found.items()}
         return figures | (self._accuracy.measure(step) if self._accuracy else {})
 
     def close(self) -> None:
@@ -157,7 +226,7 @@ class _Evaluation:
 
 
 def _accuracy(
-    run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer
+    run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer, folder: str
 ) -> Evaluator | None:
     if not sets or config.reward is None:
         return None
@@ -165,11 +234,12 @@ def _accuracy(
     from engine_trainer.sampling.evaluate import Evaluator
     from engine_trainer.sampling.sampler import Sampler
 
-    return Evaluator(run, Sampler.create(run, tokenizer, config.rollout, config.reward), sets)
+    sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+    return Evaluator(run, sampler, sets, folder)
 
 
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
-    """Return ``eval/loss`` and ``eval/perplexity`` of a dataset, the same on all ranks.
+    """Return ``loss`` and ``perplexity`` of a dataset, the same on all ranks.
 
     The loss is the mean negative log-likelihood of the learned tokens, in nats.
     """
@@ -186,7 +256,7 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
             tokens += float(weight.sum())
     rows = run.comm.all_gather((nll, tokens))
     loss = math.fsum(n for n, _ in rows) / math.fsum(t for _, t in rows)
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
 def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:

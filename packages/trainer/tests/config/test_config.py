@@ -255,10 +255,10 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
         (
             {
                 "reward": {"name": "math"},
-                "eval": {"source": "x", "sets": {"a": {"source": "y", "samples": 0}}},
+                "eval": {"source": "x", "samples": 0, "sets": {"a": {"source": "y"}}},
             },
-            "eval.sets.a.samples",
-            "at least 1",
+            "reward",
+            "eval.samples",
         ),
     ],
 )

@@ -256,7 +256,7 @@ def test_files_that_are_absent_empty_foreign_or_cut_short(tmp_path, jsonl):
     for path, said in [
         (str(tmp_path / "no.jsonl"), "no such file"),
         (jsonl(name="e.jsonl"), "empty"),
-        (jsonl("a", name="a.csv"), "suffix"),
+        (jsonl("a", name="a.txt"), "suffix"),
     ]:
         with pytest.raises(DataError, match=said):
             read_rows(path)

@@ -5,8 +5,11 @@ Rows and examples keep their promises, or a ``DataError`` names file, row and co
 
 from __future__ import annotations
 
+import csv
 import datetime
 import decimal
+import gzip
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, PromptDataset, SFTDataset
-from engine_trainer.data.layouts import ROLES, to_examples
+from engine_trainer.data.layouts import ROLES, SHAREGPT_ROLES, to_examples
 from engine_trainer.data.preferences import PairDataset
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
@@ -48,21 +51,40 @@ calls = st.one_of(
     st.just([{"function": {"name": "f", "arguments": {}}}]),
     st.just('[{"function": {"name": "f"}}]'),
 )
-messages = st.fixed_dictionaries(
+parts = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.one_of(st.just("text"), st.just("text"), st.just("image_url"), values)},
+            optional={"text": st.one_of(texts, values), "image_url": values},
+        ),
+        values,
+    ),
+    max_size=3,
+)
+openai = st.fixed_dictionaries(
     {"role": st.one_of(st.sampled_from(ROLES), st.sampled_from(["user", "assistant"]), values)},
     optional={
-        "content": st.one_of(texts, texts, texts, values),
+        "content": st.one_of(texts, texts, texts, parts, values),
         "tool_calls": calls,
         "name": values,
     },
 )
+sharegpt = st.fixed_dictionaries(
+    {"from": st.one_of(st.sampled_from(sorted(SHAREGPT_ROLES)), st.just("gpt"), values)},
+    optional={"value": st.one_of(texts, texts, parts, values), "role": values, "weight": scalars},
+)
+messages = st.one_of(openai, openai, sharegpt)
 conversations = st.one_of(
     st.just([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]),
+    st.just([{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]),
     st.lists(st.one_of(messages, messages, messages, values), max_size=4),
     values,
 )
 COLUMNS = {
     "messages": conversations,
+    "conversations": conversations,
+    "conversation": conversations,
+    "system": st.one_of(texts, values),
     "prompt": st.one_of(texts, conversations),
     "response": st.one_of(texts, conversations),
     "question": texts,
@@ -72,8 +94,8 @@ COLUMNS = {
     "tools": calls,
     "input": values,
     "instruction": values,
-    "chosen": conversations,
-    "rejected": conversations,
+    "chosen": st.one_of(conversations, messages),
+    "rejected": st.one_of(conversations, messages),
     "data_source": values,
     "output": values,
 }
@@ -177,6 +199,95 @@ def test_lines_are_rows_or_refused_by_number(content):
         text = json.dumps(row.values, ensure_ascii=False)
         text.encode("utf-8")  # no half of a surrogate pair
         assert json.loads(text).keys() == row.values.keys()
+
+
+@fuzz()
+@given(lines, st.booleans())
+@example(b"[" * 100_000, False)
+@example(b'[{"a": 1}, {"a": ' + SURROGATE.encode() + b"}]", True)
+@example(b'[{"a": 1, "a": 2}]', False)
+def test_a_list_of_rows_is_read_or_refused(content, is_list):
+    content = b"[" + content + b"]" if is_list else content
+    found = read("rows.json", content)
+    if isinstance(found, DataError):
+        return
+    assert [row.number for row in found] == list(range(1, len(found) + 1))
+    whole = json.loads(content.decode("utf-8-sig"))
+    for row, values in zip(found, whole, strict=True):
+        text = json.dumps(row.values, ensure_ascii=False)
+        text.encode("utf-8")  # no half of a surrogate pair
+        assert row.values.keys() == values.keys()
+
+
+CELLS = [
+    b"a",
+    b"b",
+    b",",
+    b",",
+    b'"',
+    b'""',
+    b"\n",
+    b"\r\n",
+    b"\r",
+    b"\x00",
+    b"\xff",
+    b" ",
+    b"x" * 9,
+]
+table_text = st.lists(
+    st.one_of(st.integers(0, len(CELLS) - 1).map(CELLS.__getitem__), st.binary(max_size=3)),
+    max_size=16,
+).map(b"".join)
+
+
+@fuzz()
+@given(table_text, st.booleans())
+def test_a_csv_file_is_rows_of_text_or_refused(content, has_header):
+    content = b"a,b\n" + content if has_header else content
+    before = csv.field_size_limit()
+    found = read("rows.csv", content)
+    assert csv.field_size_limit() == before
+    if isinstance(found, DataError):
+        return
+    assert [row.number for row in found] == list(range(1, len(found) + 1))
+    for row in found:
+        assert row.values.keys() == found[0].values.keys()
+        assert all(cell is None or (isinstance(cell, str) and cell) for cell in row.values.values())
+
+
+cells = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=6), st.sampled_from(['"', ",\r\n"])
+)
+
+
+@fuzz()
+@given(st.lists(st.fixed_dictionaries(dict.fromkeys("abc", cells)), min_size=1, max_size=4))
+def test_what_pythons_writer_writes_is_read_as_it_was(table):
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(buffer, ["a", "b", "c"])
+    writer.writeheader()
+    writer.writerows(table)
+    found = read("rows.csv", buffer.getvalue().encode("utf-8"))
+    assert [dict(row.values) for row in found] == [
+        {name: row[name] or None for name in ("a", "b", "c")} for row in table
+    ]
+
+
+@fuzz()
+@given(
+    st.sampled_from(["jsonl", "json", "csv"]),
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=3),
+    st.floats(0, 1),
+)
+def test_a_damaged_gzip_file_is_read_or_named(kind, changes, kept):
+    text = {"jsonl": '{"a": 1}\n{"a": 2}\n', "json": '[{"a": 1}, {"a": 2}]', "csv": "a\n1\n2\n"}
+    content = bytearray(gzip.compress(text[kind].encode(), mtime=0))
+    for place, byte in changes:
+        content[int(place * len(content))] = byte
+    found = read(
+        f"rows.{kind}.gz", bytes(content[: int(kept * len(content))] if kept < 0.5 else content)
+    )
+    assert isinstance(found, DataError) or [row.number for row in found] == [1, 2]
 
 
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row():

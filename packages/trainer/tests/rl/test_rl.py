@@ -157,7 +157,7 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(fol
     calls["left"] = 330  # in the middle of a step past the first checkpoint
     with pytest.raises(RewardError, match="the judge is away"):
         train_rl(configure(folder, broken, **sections))
-    assert (broken / "checkpoints" / "step-000002").is_dir()
+    assert list((broken / "checkpoints").glob("step-*"))
     assert not (broken / "hf").exists()
     calls["left"] = math.inf
     train_rl(configure(folder, broken, **sections))

@@ -112,7 +112,7 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys,
     caplog.clear()
     assert main(["eval", str(out / "config.yaml"), "engine.schedule.warmup_steps=5"]) == 0
     assert "warmup" not in caplog.text  # nothing is trained
-    figures = json.loads((out / "evaluation.json").read_text())
+    figures = json.loads((out / "evaluation.json").read_text())["figures"]
     assert figures == {name: value for name, value in before.items() if name.startswith("eval/")}
     assert f"eval/accuracy {figures['eval/accuracy']:.4g}".split() in [
         line.split() for line in capsys.readouterr().out.splitlines()

@@ -10,13 +10,14 @@ import pytest
 import torch
 from rl_runs import configure, same, tensors_of
 
-from engine_api.errors import ConfigError
+from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_trainer.cli import main
 from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.run.best import BestStep
 from engine_trainer.run.checkpoints import Checkpoints
+from engine_trainer.sampling.evaluate import evaluate_model
 from engine_trainer.sft import train_sft
 
 pytest.importorskip("engine_fsdp", reason="the runs need an engine")
@@ -131,6 +132,51 @@ def test_others_may_read_a_model_as_the_umask_says(sums_model, tmp_path):
     assert wrong == {}
 
 
+# --- engine-train eval of a checkpoint --------------------------------------------------------
+
+
+def test_a_checkpoint_is_measured_and_an_earlier_measurement_is_kept(trained, tmp_path, sums_model):
+    """Measuring the checkpoint of a run gives what measuring its exported model gives."""
+    lora = {"rank": 4, "alpha": 8.0}
+
+    def measure(out, path, resume, **engine):
+        config = configure(
+            sums_model,
+            tmp_path / out,
+            engine={"model": {"path": str(path)}, "device": "cpu", **engine},
+            run={"resume": str(resume), "seed": 3},
+            eval={"source": str(sums_model / "test.jsonl"), "samples": 2, "temperature": 1.0},
+        )
+        evaluate_model(config)
+        return json.loads((tmp_path / out / "evaluation.json").read_text())
+
+    base = measure("one", sums_model, "auto", lora=lora)
+    found = measure("one", sums_model, trained, lora=lora)
+    exported = measure("two", trained / "hf", "auto")
+    assert found["figures"] == exported["figures"]
+    assert found["figures"] != base["figures"]
+    assert (base["checkpoint"], base["step"]) == (None, 0)
+    assert found["checkpoint"] == str(trained / "checkpoints" / "step-000003")
+    assert (found["model"], found["step"]) == (str(sums_model), 3)
+    assert found["eval"]["samples"] == 2
+    assert json.loads((tmp_path / "one" / "evaluation-1.json").read_text()) == base
+    (before,) = (tmp_path / "one" / "evaluation-1").iterdir()
+    (after,) = (tmp_path / "one" / "evaluation").iterdir()
+    assert (before.name, after.name) == ("step-000000.jsonl", "step-000003.jsonl")
+
+
+def test_a_checkpoint_of_another_model_is_not_measured(trained, tmp_path, sums_model):
+    config = configure(
+        sums_model,
+        tmp_path / "out",
+        run={"resume": str(trained)},
+        eval={"source": str(sums_model / "test.jsonl")},
+    )
+    with pytest.raises(CheckpointMismatch):
+        evaluate_model(config)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
 # --- the best step ----------------------------------------------------------------------------
 
 
@@ -163,7 +209,7 @@ def test_the_best_step_keeps_its_checkpoint_and_ends_the_run(
     from engine_trainer import sft
 
     losses = iter([9.0, 5.0, 3.0, 4.0, 3.5, 3.2, 1.0])  # from before the first step on
-    monkeypatch.setattr(sft, "heldout_loss", lambda *_: {"eval/loss": next(losses)})
+    monkeypatch.setattr(sft, "heldout_loss", lambda *_: {"loss": next(losses)})
     arguments = [
         f"eval.source={tmp_path / 'rows.jsonl'}",
         "eval.every=1",

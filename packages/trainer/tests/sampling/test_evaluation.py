@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 from rl_runs import configure
 
+from engine_trainer.config import SFTConfig
+from engine_trainer.config.loading import from_tree
 from engine_trainer.data import Prompt, heldout_sets, load_tokenizer
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
@@ -14,6 +17,7 @@ from engine_trainer.rl.experience import round_seed
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.sampling.evaluate import summary
 from engine_trainer.sampling.sampler import Sampler
+from engine_trainer.sft import evaluate_sft, train_sft
 
 
 def test_of_a_folder_of_several_splits_each_set_has_its_own(sums_model, tmp_path):
@@ -62,6 +66,38 @@ def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(
     }
     train_rl(configure(sums_model, tmp_path / "out", run={"steps": 1, "seed": 7}, eval=section))
     assert drawn == [(3, 2, 0.9, 7), (8, 4, 1.0, round_seed(7, 1, 0)), (3, 2, 0.9, 7)]
+
+
+def test_eval_of_sft_measures_loss_and_accuracy_as_training_does(sums_model, tmp_path):
+    pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+    test = str(sums_model / "test.jsonl")
+    tree = {
+        "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
+        "data": {"source": str(sums_model / "train.jsonl")},
+        "batch_size": 8,
+        "reward": {"name": "exact"},
+        "rollout": {"max_new_tokens": 4},
+        "eval": {"source": test, "temperature": 0, "sets": {"few": {"source": test}}},
+        "run": {
+            "output_dir": str(tmp_path / "trained"),
+            "steps": 1,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+            "save_hf": False,
+        },
+    }
+    tree["eval"]["sets"]["few"]["max_problems"] = 3
+    trained = train_sft(from_tree(SFTConfig, tree)).folder
+    first = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
+    tree["run"]["output_dir"] = str(tmp_path / "measured")
+    figures = evaluate_sft(from_tree(SFTConfig, tree))
+    assert figures == pytest.approx({k: v for k, v in first.items() if k.startswith("eval/")})
+    assert {"eval/loss", "eval/accuracy", "eval/few/loss", "eval/few/accuracy"} <= figures.keys()
+    assert figures["eval/few/problems"] == 3
+    written = tmp_path / "measured"
+    assert json.loads((written / "evaluation.json").read_text())["figures"] == figures
+    assert len((written / "evaluation" / "step-000000.jsonl").read_text().splitlines()) == 20
 
 
 def group(*correct: bool) -> Group:

@@ -15,7 +15,7 @@ from engine_trainer.config.sections import DataSection
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """A held-out set of ``eval.sets``, whose accuracy is reported as ``eval/NAME/…``."""
+    """A held-out set of ``eval.sets``, whose figures are reported as ``eval/NAME/…``."""
 
     source: str | Sequence[str] | None = None
     """Source of the problems, in the form of ``data.source``. Null is the held-out problems of
@@ -26,7 +26,9 @@ class EvalSet:
     """Split of the source, in the form of ``data.split``. Null reads all of the source."""
 
     samples: int | None = None
-    """Number of completions of a problem, at least 1. Null is ``eval.samples``."""
+    """Number of completions of a problem. Null is ``eval.samples``. 0 is accepted in ``sft``, where
+    it measures the loss only.
+    """
 
     temperature: float | None = None
     """Sampling temperature, 0 for greedy decoding. Null is ``eval.temperature``."""
@@ -66,8 +68,8 @@ def _wrong_set(section: EvalSet, key: str) -> Iterator[Refusal]:
 class EvalSection:
     """Held-out problems, measured before the first step, every ``every`` steps and after the last.
 
-    ``source`` and the fields that belong to it are one set, reported as ``eval/…``, in ``sft`` with
-    its loss. ``sets`` are more sets, of which only the accuracy is measured.
+    ``source`` and the fields that belong to it are one set, reported as ``eval/…``. ``sets`` are
+    more sets. Accuracy is measured on each of them, and in ``sft`` the loss of the responses, too.
     """
 
     source: str | Sequence[str] | None = None
@@ -87,8 +89,8 @@ class EvalSection:
     """Number of completions of a problem. Above 1, ``mean@n``, ``best@k`` and ``maj@k`` are
     reported, too.
 
-    0 measures no accuracy: in ``sft`` only the loss is left, and with generated problems only
-    ``sets``.
+    0 measures no accuracy: in ``sft`` only the loss is left, and in ``rl`` with generated problems
+    only ``sets``.
     """
 
     temperature: float = 1.0
@@ -184,12 +186,13 @@ class HeldoutSection:
 def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> None:
     """Raise ``ConfigError`` for sets that nothing would be measured on.
 
-    With ``loss`` the loss of the set without a name is measured, too.
+    With ``loss`` the loss of every set is measured, too.
     """
     sets = section.all_sets(data)
     for name, one in sets.items():
         key = f"eval.sets.{name}" if name else "eval"
-        if one.samples == 0 and (name or (not loss and (one.source is not None or len(sets) == 1))):
+        needed = name or one.source is not None or len(sets) == 1
+        if one.samples == 0 and not loss and needed:
             raise ConfigError(
                 f"{key}.samples",
                 "expected a number of at least 1, got 0",

@@ -46,10 +46,18 @@ def load_config(cls: type[T], path: Path | str, overrides: Sequence[str] = ()) -
     Raises ``ConfigError`` for a file that is missing or not YAML, an unknown key, a value of a
     wrong type, and a mandatory value that is missing.
     """
+    return from_tree(cls, read_tree(path, overrides))
+
+
+def read_tree(path: Path | str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Return the values of a YAML file, its ``base`` files and overrides, as they are written.
+
+    Raises ``ConfigError`` for a file that is missing or not YAML.
+    """
     tree = _read(Path(path), ())
     for override in overrides:
         _apply(tree, override)
-    return from_tree(cls, tree)
+    return tree
 
 
 def from_tree(cls: type[T], tree: Any) -> T:

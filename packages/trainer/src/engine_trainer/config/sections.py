@@ -224,8 +224,9 @@ class ColumnsSection:
     """
 
     messages: str | None = None
-    """Column with a conversation as a list of ``{role, content}``, in place of ``prompt`` and
-    ``response``. Null is ``messages``, where the rows have it and ``prompt`` is null.
+    """Column with a conversation as a list of ``{role, content}`` or ``{from, value}``, in place of
+    ``prompt`` and ``response``. Null is ``messages``, where the rows have it and ``prompt`` is
+    null, or in rows without a prompt ``conversations`` or ``conversation``.
     """
 
     prompt: str | None = None
@@ -268,11 +269,13 @@ class DataSection:
     """
 
     source: str | Sequence[str] | None = None
-    """File (.jsonl, .parquet or .arrow), folder of such files, folder that ``save_to_disk`` of
-    Hugging Face ``datasets`` wrote, name on the hub (``hf://datasets/owner/name``), or a list of
-    these.
+    """File (.jsonl, .json, .csv, .parquet or .arrow, the first three also with .gz), folder of such
+    files, folder that ``save_to_disk`` of Hugging Face ``datasets`` wrote, name on the hub
+    (``hf://datasets/owner/name``), or a list of these.
 
-    Null needs ``reasoning_gym``, which ``dpo`` and ``rm`` refuse.
+    A .json file is a list of rows, and the first row of a .csv file names the columns. In a folder
+    they are read only where there are no files of the other kinds. Null needs ``reasoning_gym``,
+    which ``dpo`` and ``rm`` refuse.
     """
 
     reasoning_gym: GymSection | None = None
@@ -350,7 +353,7 @@ def _wrong_data(section: DataSection) -> Iterator[Refusal]:
         "source",
         f"give data.source or data.reasoning_gym, one of the two, got {given}",
         "",
-        "data.source: a .jsonl, .parquet or .arrow file, a folder or hf://datasets/owner/name",
+        "data.source: a .jsonl, .json, .csv or .parquet file, a folder, hf://datasets/owner/name",
     )
     yield (
         section.split is not None and section.source is None,
@@ -372,8 +375,8 @@ def _wrong_data(section: DataSection) -> Iterator[Refusal]:
 class RunSection:
     """The length of a run, its folder, and the files that it writes and keeps.
 
-    ``engine-train eval`` reads only ``output_dir``, ``seed`` and ``timeout_s``, but a length must
-    be given.
+    ``engine-train eval`` reads only ``output_dir``, ``resume``, ``seed`` and ``timeout_s``, but a
+    length must be given.
     """
 
     output_dir: str
@@ -434,6 +437,9 @@ class RunSection:
     ``auto`` continues from the newest checkpoint of ``output_dir``, or begins where there is none.
     ``never`` begins, and refuses an ``output_dir`` that has checkpoints. Model, adapter, data,
     ``batch_size`` and ``run.seed`` must be those of the checkpoint.
+
+    ``engine-train eval`` measures a checkpoint that is named here, and ``engine.model`` as it is
+    with ``auto`` and ``never``. In addition it accepts the folder of a run.
     """
 
     save_hf: bool = True
@@ -782,8 +788,9 @@ class RewardSection:
     """
 
     name: str | None = None
-    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, ``combine`` for a
-    weighted sum of several, or one of the entry-point group ``engine_trainer.rewards``.
+    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, ``reward_model`` for the
+    score of a trained model, ``combine`` for a weighted sum of several, or one of the entry-point
+    group ``engine_trainer.rewards``.
 
     Null needs ``function``.
     """
@@ -795,7 +802,8 @@ class RewardSection:
 
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the function, or of the factory that ``name`` stands for. ``combine`` has one,
-    the list ``rewards``.
+    the list ``rewards``. ``reward_model`` needs ``path``, and has ``device``, ``dtype``,
+    ``batch_size``, ``revision`` and ``trust_remote_code``.
     """
 
     timeout_s: float | None = 10.0

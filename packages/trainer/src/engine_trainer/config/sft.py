@@ -18,7 +18,7 @@ from engine_trainer.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """The configuration of ``engine-train sft``."""
+    """The configuration of ``engine-train sft``, which ``engine-train eval`` reads, too."""
 
     engine: EngineSection
     """Engine of the model to train."""
@@ -35,6 +35,9 @@ class SFTConfig:
     eval: EvalSection | None = None
     """Held-out documents whose loss is measured, and with ``reward`` the problems in them, whose
     accuracy is measured, too. Null measures neither.
+
+    With ``reward`` a set may have problems without responses, of which only the accuracy is
+    measured.
     """
 
     rollout: RolloutSection = field(default_factory=RolloutSection)
@@ -47,29 +50,23 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         require("", self, {"batch_size": AT_LEAST_1})
-        refuse("", _wrong_accuracy(self.eval, self.reward))
+        refuse("", _wrong_accuracy(self))
         if self.eval is not None:
             check_evaluation(self.eval, self.data, loss=True)
 
 
-def _wrong_accuracy(section: EvalSection | None, reward: RewardSection | None) -> Iterator[Refusal]:
-    """Yield a refusal of a reward that scores nothing, and of problems that nothing scores."""
-    sets = 0 if section is None else len(section.sets)
-    samples = 0 if section is None else section.samples
-    yield (
-        reward is None and sets > 0,
-        "eval.sets",
-        f"expected none without a reward, got {sets}",
-        "a set by name is measured by its accuracy, which needs completions and their scores",
-        "name a reward, or use eval.source alone for the loss",
-    )
-    yield (
-        reward is None and samples > 1,
-        "eval.samples",
-        f"expected at most 1 without a reward, got {samples}",
-        "no completions are generated, only the loss is measured",
-        "name a reward for the accuracy, or leave it out",
-    )
+def _wrong_accuracy(config: SFTConfig) -> Iterator[Refusal]:
+    """Yield a refusal of a reward that scores nothing, and of completions that nothing scores."""
+    section, reward = config.eval, config.reward
+    samples = {} if section is None else _samples(section, config.data)
+    for key, count in samples.items():
+        yield (
+            reward is None and count > 1,
+            key,
+            f"expected at most 1 without a reward, got {count}",
+            "no completions are generated, only the loss is measured",
+            "name a reward for the accuracy, or leave it out",
+        )
     yield (
         reward is not None and section is None,
         "reward",
@@ -78,9 +75,18 @@ def _wrong_accuracy(section: EvalSection | None, reward: RewardSection | None) -
         "name held-out problems (eval.source), or set reward: null",
     )
     yield (
-        reward is not None and not samples and not sets,
+        reward is not None and section is not None and not any(samples.values()),
         "reward",
         "nothing reads it with eval.samples: 0",
         "only the loss is measured",
         "set eval.samples to 1 or more, or reward: null",
     )
+
+
+def _samples(section: EvalSection, data: DataSection) -> dict[str, int]:
+    """Return the number of completions of a problem in each set, by the key that gives it."""
+    found = {} if section.own_set(data) is None else {"eval.samples": section.samples}
+    for name, one in section.sets.items():
+        key = "eval.samples" if one.samples is None else f"eval.sets.{name}.samples"
+        found[key] = section.samples if one.samples is None else one.samples
+    return found

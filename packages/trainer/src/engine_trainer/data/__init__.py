@@ -14,7 +14,7 @@ from engine_trainer.data.datasets import (
     read_examples,
     warn_of_overlap,
 )
-from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout
+from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout, read_responses
 from engine_trainer.data.layouts import Example
 from engine_trainer.data.order import SampleOrder
 
@@ -35,5 +35,6 @@ __all__ = [
     "questions",
     "read_examples",
     "read_heldout",
+    "read_responses",
     "warn_of_overlap",
 ]

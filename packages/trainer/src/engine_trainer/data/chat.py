@@ -89,6 +89,10 @@ class ChatTokenizer:
         """Return the text of a completion, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def prompt_messages(self, example: Example) -> Messages:
+        """Return the messages before the response, as the template receives them."""
+        return self._dress(example.prompt, example)
+
     def prompt_text(self, example: Example) -> str:
         """Return the text that a rollout continues."""
         turns = self._dress(example.prompt, example)

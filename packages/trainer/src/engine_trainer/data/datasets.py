@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.gym import gym_examples
-from engine_trainer.data.layouts import Example, Need, to_examples
+from engine_trainer.data.layouts import Example, Messages, Need, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
@@ -53,6 +53,8 @@ class Prompt:
     """The text that the tokens encode, chat template included."""
     text: str
     """The last user turn, as it stands in the data."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation as messages, with the system prompt and the prompt template applied."""
     answer: str | None
     """The ground truth that a reward compares with, or None."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -99,11 +101,7 @@ class SFTDataset:
         """
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
-            part = examples[start : start + CHUNK]
-            encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
-            documents += [
-                _document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)
-            ]
+            documents += tokenize_documents(examples[start : start + CHUNK], tokenizer)
         return SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
 
     def __len__(self) -> int:
@@ -144,8 +142,7 @@ class PromptDataset:
         Raises:
             DataError: a prompt is empty or too long.
         """
-        encoded = tokenizer.encode_prompts(examples)
-        prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
+        prompts = tokenize_prompts(examples, tokenizer)
         return PromptDataset(
             *_fit(examples, prompts, section, Bound.of(section, context, prompts=True), name)
         )
@@ -170,6 +167,21 @@ def read_examples(section: DataSection, need: Need) -> list[Example]:
         return gym_examples(section.reasoning_gym, "train")
     assert section.source is not None  # DataSection checks it
     return to_examples(read_rows(section.source, section.split), section.columns, need)
+
+
+def tokenize_documents(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Document]:
+    """Return the tokens of each conversation. Raises ``DataError`` if there is nothing to learn."""
+    encoded = tokenizer.encode_documents([tokenizer.document(e) for e in examples])
+    return [_document(e, *tokens) for e, tokens in zip(examples, encoded, strict=True)]
+
+
+def tokenize_prompts(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Prompt]:
+    """Return the tokens of each prompt. Raises ``DataError`` for an empty one."""
+    encoded = tokenizer.encode_prompts(examples)
+    return [
+        _prompt(e, text, ids, tokenizer.prompt_messages(e))
+        for e, (text, ids) in zip(examples, encoded, strict=True)
+    ]
 
 
 def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
@@ -215,13 +227,14 @@ def _document(example: Example, ids: list[int], weights: list[float]) -> Documen
     )
 
 
-def _prompt(example: Example, text: str, ids: list[int]) -> Prompt:
+def _prompt(example: Example, text: str, ids: list[int], messages: Messages) -> Prompt:
     if not ids:
         raise example.error("the prompt is empty", remedy="complete the row, or remove it")
     return Prompt(
         tokens=ids,
         rendered=text,
         text=_question(example),
+        messages=messages,
         answer=example.answer,
         metadata=example.metadata,
         file=example.file,
@@ -253,9 +266,16 @@ class Bound:
     """The advice on how to stay below the limit or raise it."""
 
     @staticmethod
-    def of(section: DataSection, context: int | None, *, prompts: bool = False) -> Bound:
-        """Return the lower of ``data.max_length`` and the tokens that the context allows."""
+    def of(
+        section: DataSection, context: int | None, *, prompts: bool = False, spare: int = 0
+    ) -> Bound:
+        """Return the lower of ``data.max_length`` and the tokens that the context allows.
+
+        ``spare`` tokens of the context stay free.
+        """
         own = section.max_length
+        if context is not None:
+            context -= spare
         if own is not None and (context is None or own <= context):
             return Bound(
                 tokens=own, reason=f"data.max_length is {own}", remedy="raise data.max_length"
@@ -268,7 +288,9 @@ class Bound:
             )
         return Bound(
             tokens=context,
-            reason=f"the context has {context}",
+            reason=f"the context has {context}"
+            if not spare or context is None
+            else f"the context has {context + spare}, of which {spare} is for the score",
             remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings",
         )
 

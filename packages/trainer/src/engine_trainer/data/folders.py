@@ -23,13 +23,36 @@ _TRAIN = re.compile(r"train(set|ing|data)?([-_.\d]|$)", re.IGNORECASE)
 SHOWN = 6
 
 
-def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[Path]:
+# Descriptions that the datasets package writes into folders of JSON files.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+
+
+def suffix_of(file: Path) -> str:
+    """Return the suffix of a file, for a compressed one with its format (``.jsonl.gz``)."""
+    return "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
+
+
+def data_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files with one of ``suffixes`` in a folder and the folders below, by name."""
+    return sorted(
+        f
+        for f in folder.rglob("*")
+        if suffix_of(f) in suffixes and f.name not in _DESCRIPTIONS and f.is_file()
+    )
+
+
+def files_of(folder: Path, split: str | None, kinds: Sequence[Sequence[str]]) -> list[Path]:
     """Return the data files of ``split``, or all of them, in the order of their names.
+
+    Args:
+        folder: the folder.
+        split: the split; None: all files.
+        kinds: suffixes of files, of which only the first that the folder has are read.
 
     Raises:
         DataError: there are none, or some of them do not belong together.
     """
-    files = sorted(f for f in folder.rglob("*") if f.suffix in suffixes and f.is_file())
+    files = next((found for kind in kinds if (found := data_files(folder, kind))), [])
     chosen = files if split is None else _of_split(folder, files, split)
     if not chosen:
         names = _names(folder, files) or "none"
@@ -53,7 +76,7 @@ def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[P
 
 
 def _of_split(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
-    exact = [f for f in files if split in (_name(f), f.stem)]
+    exact = [f for f in files if split in (_name(f), _stem(f))]
     exact = exact or [f for f in files if split in f.relative_to(folder).parts[:-1]]
     if exact:
         return exact
@@ -75,7 +98,7 @@ def _require_one(folder: Path, files: Sequence[Path]) -> None:
     formats: dict[tuple[Path, str], set[str]] = defaultdict(set)
     for file in files:
         places[_name(file)].add(file.parent)
-        formats[file.parent, _name(file)].add(file.suffix)
+        formats[file.parent, _name(file)].add(suffix_of(file))
     if any(len(found) > 1 for found in places.values()):
         raise DataError(
             "the folder holds several data sets",
@@ -94,12 +117,17 @@ def _require_one(folder: Path, files: Sequence[Path]) -> None:
 
 def _name(file: Path) -> str:
     """Return the file's name without suffix and shard, empty if it is a shard number alone."""
-    return _SHARD.sub("", file.stem)
+    return _SHARD.sub("", _stem(file))
+
+
+def _stem(file: Path) -> str:
+    """Return the file's name without its suffix."""
+    return file.name.removesuffix(suffix_of(file))
 
 
 def _side(folder: Path, file: Path) -> str:
     """Return "held out", "train" or "" (unknown) by the name of the file or of a folder."""
-    names = (file.stem, *file.relative_to(folder).parts[:-1])
+    names = (_stem(file), *file.relative_to(folder).parts[:-1])
     if any(_HELD_OUT.match(name) for name in names):
         return "held out"
     return "train" if any(_TRAIN.match(name) for name in names) else ""

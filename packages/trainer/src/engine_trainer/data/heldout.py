@@ -11,7 +11,7 @@ from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.context import longest_prompt
 from engine_trainer.data.datasets import PromptDataset
 from engine_trainer.data.gym import gym_examples
-from engine_trainer.data.layouts import Example, Need, to_examples
+from engine_trainer.data.layouts import Example, Need, have_responses, to_examples
 from engine_trainer.data.readers import read_rows
 
 
@@ -36,6 +36,19 @@ def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Exam
     else:
         examples = to_examples(read_rows(chosen.source, chosen.split), section.columns, need)
     return examples[: chosen.max_problems]
+
+
+def read_responses(section: DataSection, chosen: EvalSet) -> list[Example] | None:
+    """Return the rows of one set with their responses, at most ``max_problems``.
+
+    The result is None for rows that hold problems only, of which accuracy is to be measured.
+    """
+    if chosen.source is None or not chosen.samples:
+        return read_heldout(section, chosen, "response")
+    rows = read_rows(chosen.source, chosen.split)
+    if not have_responses(rows, section.columns):
+        return None
+    return to_examples(rows, section.columns, "response")[: chosen.max_problems]
 
 
 def heldout_sets(

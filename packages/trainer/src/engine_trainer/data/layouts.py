@@ -3,6 +3,7 @@
 | layout | columns |
 |---|---|
 | chat | ``messages``: list of {role, content} |
+| ShareGPT | ``conversations`` or ``conversation``: list of {from, value}; ``system`` (text) |
 | prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` (same) |
 | GSM8K | ``question``, ``answer`` with the result after ``####`` |
 | verl, DAPO-17k | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
@@ -13,12 +14,16 @@
 The messages of a ``response`` are those that follow the prompt. Alpaca's input follows the
 instruction after a blank line. ``data.columns`` names other columns; a dot reaches into a nested
 column. A column ``tools`` (JSON schemas, or their JSON text) goes to the chat template.
+
+Wherever there are messages, each may be in ShareGPT's form instead (``SHAREGPT_ROLES``), and a
+``content`` may be a list of OpenAI's parts, ``{"type": "text", "text": …}``, whose texts are
+joined.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,6 +40,26 @@ PROMPTS = ("prompt", "question", "problem", "Problem", "instruction", "Question"
 RESPONSES = ("response", "completion", "solution", "output", "Solution", "answer")
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "Answer", "solution", "Solution")
 ROLES = ("system", "user", "assistant", "tool", "developer")
+# ShareGPT's columns are looked at last, because rows with a prompt may have them in addition.
+CONVERSATIONS = ("conversations", "conversation")
+SYSTEM = "system"
+# The names of ShareGPT's speakers, and the roles of these.
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
 GSM8K_MARK = "####"
 TOOLS = "tools"
 CALLS = "tool_calls"
@@ -86,12 +111,34 @@ def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> lis
     Raises:
         DataError: a row cannot be converted; the error names file, row and column.
     """
+    convert = converter(rows, columns, need)
+    return [convert(row) for row in rows]
+
+
+def converter(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> Callable[[Row], Example]:
+    """Return the function that converts one of ``rows``, which raises ``DataError`` if it cannot.
+
+    Raises:
+        DataError: a file lacks a column, or is read from different columns than the first file.
+    """
     files: dict[str, list[Row]] = {}
     for row in rows:
         files.setdefault(row.file, []).append(row)
     layouts = {file: _Layout.of(own, columns, need) for file, own in files.items()}
     _require_alike(layouts, need)
-    return [layouts[row.file].example(row) for row in rows]
+    return lambda row: layouts[row.file].example(row)
+
+
+def have_responses(rows: Sequence[Row], columns: ColumnsSection) -> bool:
+    """Return whether rows hold responses, in a column or as the assistant's turns of the first row.
+
+    Raises:
+        DataError: the rows have no prompt.
+    """
+    layout = _Layout.of(rows, columns, "prompt")
+    if layout.messages:
+        return any(turn["role"] == "assistant" for turn in _messages(rows[0], layout.messages))
+    return (columns.response or _Present(rows).first(RESPONSES)) is not None
 
 
 def _require_alike(layouts: Mapping[str, _Layout], need: Need) -> None:
@@ -124,6 +171,8 @@ class _Layout:
     def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
         present, scored = _Present(rows), need == "prompt"
         messages = columns.messages or present.first(("messages",))
+        if messages is None and columns.prompt is None and present.first(PROMPTS) is None:
+            messages = present.first(CONVERSATIONS)
         if messages and not columns.prompt:
             return _Layout(
                 messages=messages,
@@ -157,13 +206,14 @@ class _Layout:
         return ", ".join(f"{part} {name}" for part, name in names.items() if name)
 
     def example(self, row: Row) -> Example:
-        prompt = _messages(row, self.messages) if self.messages else self._prompt(row)
+        prompt = _turns(row, self.messages) if self.messages else self._prompt(row)
         response = self._response(row) if self.response else []
         used = {
             (c or "").split(".")[0]
             for c in (self.messages, self.prompt, self.response, self.answer)
         }
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
+        used |= {SYSTEM} if {self.messages, self.prompt} & {*CONVERSATIONS} else set()
         metadata = {name: value for name, value in row.values.items() if name not in used}
         return Example(
             messages=[*prompt, *response],
@@ -178,7 +228,7 @@ class _Layout:
     def _prompt(self, row: Row) -> Messages:
         assert self.prompt is not None
         if isinstance(_cell(row, self.prompt), list):
-            turns = _messages(row, self.prompt)
+            turns = _turns(row, self.prompt)
             if self.response is None and turns[-1]["role"] == "assistant":
                 raise row.error(
                     "the prompt ends with the assistant's turn",
@@ -286,6 +336,20 @@ def _asked(row: Row, name: str) -> str:
     return f"{text}\n\n{_text(row, INPUT)}"
 
 
+def _turns(row: Row, name: str) -> Messages:
+    """Return the messages of a column, behind the text of ShareGPT's system column."""
+    turns = _messages(row, name)
+    if name not in CONVERSATIONS or row.values.get(SYSTEM) in (None, ""):
+        return turns
+    if turns[0]["role"] == "system":
+        raise row.error(
+            f"a system message in addition to that of {name}",
+            column=SYSTEM,
+            remedy="keep one of the two",
+        )
+    return [_turn("system", _text(row, SYSTEM)), *turns]
+
+
 def _messages(row: Row, name: str) -> Messages:
     value = _cell(row, name)
     if not isinstance(value, list) or not value:
@@ -294,28 +358,78 @@ def _messages(row: Row, name: str) -> Messages:
             column=name,
             remedy="write [{role, content}, …]",
         )
-    for turn in value:
-        if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
-            raise row.error(
-                "a message without a known role",
-                column=name,
-                why=f"message: {str(turn)[:120]}",
-                remedy=f"roles: {', '.join(ROLES)}",
-            )
-        content = turn.get("content")
-        calls = turn["role"] == "assistant" and turn.get(CALLS)
-        if not isinstance(content, str) and not (calls and content is None):
-            raise row.error(
-                "a message without text",
-                column=name,
-                why=f"message: {str(turn)[:120]}",
-                remedy="give each message a string `content`",
-            )
-    turns = value if _as_written(row) else [_filled(turn) for turn in value]
+    messages = [_message(row, name, turn) for turn in value]
+    turns = messages if _as_written(row) else [_filled(turn) for turn in messages]
     return [
         {k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None}
         for turn in turns
     ]
+
+
+def is_sharegpt(turn: Any) -> bool:
+    """Return whether a message is in ShareGPT's form, ``{from, value}``."""
+    return isinstance(turn, Mapping) and turn.get("role") is None and turn.get("from") is not None
+
+
+def _message(row: Row, name: str, turn: Any) -> dict[str, Any]:
+    """Return a message as ``{role, content}``, with its other keys and its text as one string."""
+    if is_sharegpt(turn):
+        turn = _from_sharegpt(row, name, turn)
+    if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+        raise row.error(
+            "a message without a known role",
+            column=name,
+            why=f"message: {str(turn)[:120]}",
+            remedy=f"roles: {', '.join(ROLES)}",
+        )
+    content = turn.get("content")
+    if isinstance(content, list):
+        content = _joined(row, name, content)
+    calls = turn["role"] == "assistant" and turn.get(CALLS)
+    if not isinstance(content, str) and not (calls and content is None):
+        raise row.error(
+            "a message without text",
+            column=name,
+            why=f"message: {str(turn)[:120]}",
+            remedy="give each message a string `content`",
+        )
+    return {**turn, "content": content}
+
+
+def _from_sharegpt(row: Row, name: str, turn: Mapping[str, Any]) -> dict[str, Any]:
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise row.error(
+            f"a message from {speaker!r:.100}, which is no known role",
+            column=name,
+            why=f"message: {str(turn)[:120]}",
+            remedy=f"known: {', '.join(SHAREGPT_ROLES)}",
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
+    return {**rest, "role": SHAREGPT_ROLES[speaker], "content": turn.get("value")}
+
+
+def _joined(row: Row, name: str, parts: Sequence[Any]) -> str:
+    """Return the text of a message's parts."""
+    if not parts:
+        raise row.error("a message without parts", column=name, remedy="give it a text")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise row.error(
+                f"a message with a part of type {kind!r:.100}, expected text",
+                column=name,
+                why=f"part: {str(part)[:120]}",
+                remedy="the trainer trains on text alone: remove the part, or the row",
+            )
+        if not isinstance(part.get("text"), str):
+            raise row.error(
+                "a part without text",
+                column=name,
+                why=f"part: {str(part)[:120]}",
+                remedy='write {"type": "text", "text": "…"}',
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def _calls(row: Row, name: str, value: Any) -> list[Any]:
@@ -375,7 +489,7 @@ def _as_written(row: Row) -> bool:
     Parquet and arrow give every message the keys of all messages, with nulls that a template would
     print.
     """
-    return row.file.endswith(".jsonl")
+    return row.file.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
 def _filled(value: Any) -> Any:

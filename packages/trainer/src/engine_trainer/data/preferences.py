@@ -4,10 +4,12 @@
 |---|---|
 | prompt and responses | ``prompt`` (text or messages), ``chosen`` and ``rejected`` (same) |
 | conversations | ``chosen`` and ``rejected``: whole conversations |
+| ShareGPT | ``conversations`` (the prompt), ``chosen`` and ``rejected``: a {from, value} each |
 
 In the first layout the messages of ``chosen`` and ``rejected`` are those that follow the prompt.
 The second layout is that of UltraFeedback and of TRL's implicit prompt; ``prompt`` is not read.
-``data.columns.prompt`` names another prompt column.
+``data.columns.prompt`` names another prompt column. Messages have the forms that
+``engine_trainer.data.layouts`` lists.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ import numpy as np
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.datasets import Bound, Document
-from engine_trainer.data.layouts import PROMPTS, TOOLS, Example, Need, to_examples
+from engine_trainer.data.layouts import (
+    CONVERSATIONS,
+    PROMPTS,
+    SHAREGPT_ROLES,
+    TOOLS,
+    Example,
+    Need,
+    is_sharegpt,
+    to_examples,
+)
 from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError
 
@@ -64,6 +75,7 @@ class PairDataset:
         *,
         limit: int | None = None,
         context: int | None = None,
+        spare: int = 0,
         name: str = "",
     ) -> PairDataset:
         """Read and tokenize the rows of ``source``.
@@ -75,17 +87,15 @@ class PairDataset:
             section: the ``data`` section.
             limit: largest number of rows; None: all.
             context: tokens of the model's context (``context.positions_of``); None: unknown.
+            spare: tokens of the context that no document may take.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
         """
-        bound = Bound.of(section, context)
+        bound = Bound.of(section, context, spare=spare)
         rows = read_rows(source, split)[:limit]
-        chosen, rejected = (
-            _documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS
-        )
-        pairs = [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
+        pairs = tokenize_pairs(rows, tokenizer, section.columns)
         kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
         return PairDataset(kept, len(pairs) - len(kept))
 
@@ -94,6 +104,23 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> Pair:
         return self.pairs[index]
+
+
+def tokenize_pairs(
+    rows: Sequence[Row], tokenizer: ChatTokenizer, columns: ColumnsSection
+) -> list[Pair]:
+    """Return the documents of each row. Raises ``DataError`` for a row that is no pair."""
+    chosen, rejected = (_documents(rows, column, tokenizer, columns) for column in ANSWER_COLUMNS)
+    return [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
+
+
+def score_token(tokens: Sequence[int], padding: int) -> int:
+    """Return the index of the token at which a reward model scores a document.
+
+    It is the last one that is not the padding token, as in transformers'
+    ``AutoModelForSequenceClassification``.
+    """
+    return next((i for i in reversed(range(len(tokens))) if tokens[i] != padding), 0)
 
 
 def _documents(
@@ -112,6 +139,8 @@ def _documents(
 def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     """Return the conversation that ends with the response in column ``name``."""
     answer = row.values.get(name)
+    if isinstance(answer, Mapping):
+        answer = [answer]
     if answer is None:
         raise row.error(
             "the column is missing or null",
@@ -127,8 +156,9 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
             remedy="write the answer's text, or [{role, content}, …]",
         )
     if isinstance(answer, list) and _is_whole(answer):
-        return _conversation(row, answer)
-    prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
+        return _conversation(row, name, answer)
+    known = (*PROMPTS, *CONVERSATIONS)
+    prompt = columns.prompt or next((p for p in known if row.values.get(p) is not None), None)
     if prompt is None:
         raise row.error(
             "no prompt column",
@@ -139,19 +169,19 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     if isinstance(answer, str):
         return _read(row, row.values, ColumnsSection(prompt=prompt, response=name))
     opening = _read(row, row.values, ColumnsSection(prompt=prompt), need="prompt").messages
-    return _conversation(row, [*opening, *answer])
+    return _conversation(row, name, [*opening, *answer])
 
 
 def _is_whole(answer: list[Any]) -> bool:
     """Return whether messages begin with another turn than the assistant's."""
     first = answer[0]
+    if is_sharegpt(first):
+        return SHAREGPT_ROLES.get(str(first["from"])) != "assistant"
     return isinstance(first, dict) and first.get("role") != "assistant"
 
 
-def _conversation(row: Row, turns: list[Any]) -> Example:
-    return _read(
-        row, {"messages": turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages="messages")
-    )
+def _conversation(row: Row, name: str, turns: list[Any]) -> Example:
+    return _read(row, {name: turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages=name))
 
 
 def _read(

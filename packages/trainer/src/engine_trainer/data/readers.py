@@ -1,27 +1,46 @@
-"""Rows of JSONL, parquet and arrow files, each with its file and number."""
+"""Rows of JSONL, JSON, CSV, parquet and arrow files, each with its file and number.
+
+A JSON file is a list of objects. A CSV file has commas, quotes and UTF-8, and its first row names
+the columns; all values are text, and an empty one is a null. These three may be compressed with
+gzip (``rows.jsonl.gz``).
+"""
 
 from __future__ import annotations
 
 import codecs
+import csv
+import gzip
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine_trainer.data.columns import python_columns
-from engine_trainer.data.folders import files_of
+from engine_trainer.data.folders import data_files, files_of, suffix_of
 from engine_trainer.data.hub import PREFIX, from_hub, hint
 from engine_trainer.data.saved import is_saved, saved_files
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
 log = logging.getLogger("engine_trainer")
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+# In a folder, files of the second kind are read only where there are none of the first, because
+# folders of data sets hold descriptions in JSON, too.
+SUFFIXES = (
+    (".jsonl", ".jsonl.gz", ".parquet", ".arrow"),
+    (".json", ".json.gz", ".csv", ".csv.gz"),
+)
+KNOWN = (*SUFFIXES[0], *SUFFIXES[1])
+# Errors of a file that cannot be read or decompressed.
+_BROKEN = (OSError, EOFError, zlib.error)
+# Largest number of characters of a field in a CSV file. Python's own limit is 131,072.
+_FIELD = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +51,7 @@ class Row:
     """Values by column."""
     file: str
     number: int
-    """1-based line (JSONL) or row."""
+    """1-based line (JSONL) or row. The header of a CSV file is not counted."""
 
     def error(
         self, what: str, *, column: str | None = None, why: str = "", remedy: str = ""
@@ -53,8 +72,16 @@ def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row
         DataError: there is no such file, no file of a known kind, a broken line, or an empty file.
     """
     given = [source] if isinstance(source, str) else source
-    paths = [from_hub(s, SUFFIXES) if s.startswith(PREFIX) else Path(s) for s in given]
+    paths = [_from_hub(s) if s.startswith(PREFIX) else Path(s) for s in given]
     return [row for path in paths for file in _files(path, split) for row in _read_file(file)]
+
+
+def _from_hub(source: str) -> Path:
+    """Return the local file or folder of a hub name, with the files of one kind downloaded."""
+    if source.endswith(KNOWN):
+        return from_hub(source, KNOWN)
+    path = from_hub(source, SUFFIXES[0])
+    return path if data_files(path, SUFFIXES[0]) else from_hub(source, SUFFIXES[1])
 
 
 def _files(path: Path, split: str | None) -> list[Path]:
@@ -70,11 +97,11 @@ def _files(path: Path, split: str | None) -> list[Path]:
             or "check data.source and eval.source, relative to the working directory; "
             "a recipe's comments say how to get its data",
         )
-    if path.suffix not in SUFFIXES:
+    if suffix_of(path) not in KNOWN:
         raise DataError(
-            f"{path.suffix or 'no'} suffix",
+            f"{suffix_of(path) or 'no'} suffix",
             file=str(path),
-            why=f"known: {', '.join(SUFFIXES)}",
+            why=f"known: {', '.join(KNOWN)}",
             remedy="convert it to JSONL: one JSON object a line",
         )
     if split is not None and not path.name.startswith(split):
@@ -102,7 +129,7 @@ def _require_path(path: Path) -> None:
 def _nearest(path: Path) -> str:
     """Return a remedy that names files with a similar name, or an empty text if there are none."""
     there = (
-        [f.name for f in path.parent.iterdir() if f.is_dir() or f.suffix in SUFFIXES]
+        [f.name for f in path.parent.iterdir() if f.is_dir() or suffix_of(f) in KNOWN]
         if path.parent.is_dir()
         else []
     )
@@ -113,28 +140,126 @@ def _nearest(path: Path) -> str:
 
 
 def _read_file(path: Path) -> list[Row]:
-    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _table(path))
+    kind = suffix_of(path).removesuffix(".gz")
+    rows = list(_READERS[kind](path))
     if not rows:
         raise DataError("the file is empty", file=str(path), remedy="it needs at least one row")
     return rows
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of text, decompressed. Raises ``DataError``, also for errors while it is read."""
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
-                    yield Row(
-                        values=_object(text, str(path), number), file=str(path), number=number
-                    )
-    except OSError as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield cast("IO[bytes]", file)
+    except _BROKEN as error:
         raise DataError(
             "the file cannot be read",
             file=str(path),
             why=str(error),
-            remedy="check its permissions",
+            remedy="check its permissions"
+            if path.suffix != ".gz"
+            else "check its permissions, or compress it again (a truncated copy gives this error)",
         ) from error
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                yield Row(values=_object(text, str(path), number), file=str(path), number=number)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    with _opened(path) as file:
+        text = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        rows = loads(text) if text.strip() else []
+    except ValueError as error:
+        raise DataError(
+            "the file is not JSON",
+            file=str(path),
+            why=str(error),
+            remedy="write one list of rows; a file with one object a line is called .jsonl",
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(
+            f"the file is a {type(rows).__name__}, not a list of rows",
+            file=str(path),
+            why=f"its keys: {', '.join(rows)}"[:200] if isinstance(rows, dict) else "",
+            remedy='write [{"column": value, …}, …]; '
+            "a file with one object a line is called .jsonl",
+        )
+    for number, values in enumerate(rows, start=1):
+        if not isinstance(values, dict):
+            raise DataError(
+                f"the row is a {type(values).__name__}, not an object",
+                file=str(path),
+                row=number,
+                remedy='write {"column": value, …}',
+            )
+        yield Row(values=values, file=str(path), number=number)
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    header: list[str] | None = None
+    number = 0
+    former = csv.field_size_limit(_FIELD)
+    try:
+        with _opened(path) as lines:
+            # The lines of a quoted text belong together, so that the reader takes them as it needs.
+            for fields in csv.reader(_utf8(lines), strict=True):
+                if header is None:
+                    header = _header(fields, path)
+                elif fields:
+                    number += 1
+                    yield Row(
+                        values=_by_column(header, fields, path, number),
+                        file=str(path),
+                        number=number,
+                    )
+    # Bad UTF-8 is a ValueError.
+    except (csv.Error, ValueError) as error:
+        raise DataError(
+            "the row is not CSV" if header else "the header is not CSV",
+            file=str(path),
+            row=number + 1 if header else None,
+            why=str(error),
+            remedy="write UTF-8 with commas, and double each quote inside of quotes",
+        ) from error
+    finally:
+        csv.field_size_limit(former)
+
+
+def _utf8(lines: IO[bytes]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        yield line.decode("utf-8-sig" if number == 0 else "utf-8")
+
+
+def _header(names: list[str], path: Path) -> list[str]:
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(
+                "the file has two columns of this name",
+                file=str(path),
+                column=name or "(no name)",
+                remedy="rename one",
+            )
+    return names
+
+
+def _by_column(header: list[str], fields: list[str], path: Path, number: int) -> dict[str, Any]:
+    if len(fields) != len(header):
+        raise DataError(
+            f"expected {len(header)} values, got {len(fields)}",
+            file=str(path),
+            row=number,
+            why=f"the header has the columns {', '.join(header)}"[:300],
+            remedy="put quotes around a text with commas or line breaks",
+        )
+    return {name: text or None for name, text in zip(header, fields, strict=True)}
 
 
 def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
@@ -186,3 +311,12 @@ def _arrow(path: Path) -> pa.Table:
         except pa.ArrowInvalid:
             # The remaining format is Feather.
             return pa.ipc.open_file(source).read_all()
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _table,
+    ".arrow": _table,
+}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
@@ -187,6 +188,7 @@ class Replica:
                 answer=p.answer,
                 metadata=p.metadata,
                 finished=_finished(c),
+                messages=p.messages,
             )
             for p, c, text in zip(prompts, completions, texts, strict=True)
         ]
@@ -236,13 +238,19 @@ def sample_of(prompt: Prompt, completion: ScoredCompletion | Trajectory) -> Samp
 
     For a trajectory it includes the info that its function noted.
     """
-    noted = completion.info if isinstance(completion, Trajectory) else {}
+    noted: Mapping[str, Any] = {}
+    messages = prompt.messages
+    if isinstance(completion, Trajectory):
+        noted = completion.info
+        # The completion is not the response to these messages alone.
+        messages = ()
     return Sample(
         prompt=prompt.rendered,
         completion=completion.text,
         answer=prompt.answer,
         metadata={**prompt.metadata, **noted},
         finished=completion.finished,
+        messages=messages,
     )
 
 

@@ -6,6 +6,8 @@ It needs no reward model and no rollout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +32,7 @@ def train_dpo(config: DPOConfig) -> Outcome:
     return train_pairs(
         config,
         kind="dpo",
-        objective_of=lambda run, data, visited: DPOObjective(run, config, data, visited),
+        objective_of=lambda run, data, visited, _: DPOObjective(run, config, data, visited),
     )
 
 
@@ -59,9 +61,9 @@ class DPOObjective:
                     run, data, range(len(data.heldout)), heldout=True
                 )
 
-    def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return the weights of the assistant's tokens (see ``Objective``)."""
-        return pair.chosen.loss_weight.tolist(), pair.rejected.loss_weight.tolist()
+    def documents(self, pair: Pair) -> list[dict[str, Any]]:
+        """Return the documents, which sum the assistant's tokens (see ``Objective``)."""
+        return [document.fields() for document in pair.documents]
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return the reference's log-probs (see ``Objective``)."""
@@ -69,6 +71,9 @@ class DPOObjective:
             known = self._known[heldout]
             return torch.tensor([x for i in indices for x in known[i]], dtype=torch.float64)
         return document_sums(self._reference.outputs(batch), batch)
+
+    def convert(self, folder: Path) -> None:
+        """Do nothing (see ``Objective``)."""
 
     def close(self) -> None:
         """Close the reference (see ``Objective``)."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -45,8 +46,11 @@ class Objective(Protocol):
     loss: PairLossName
     beta: float
 
-    def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return the factors that sum the tokens of the chosen and of the rejected document."""
+    def documents(self, pair: Pair) -> list[dict[str, Any]]:
+        """Return the chosen and the rejected document as ``Batch.pack`` takes them.
+
+        Their ``loss_weight`` are the factors that sum the outputs of their tokens.
+        """
         ...
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
@@ -54,6 +58,13 @@ class Objective(Protocol):
 
         The result is ``[2n]`` float64. Called on all ranks together. ``batch`` holds the documents
         of these pairs, chosen and rejected alternating.
+        """
+        ...
+
+    def convert(self, folder: Path) -> None:
+        """Change the folder of the trained model before it takes its final name.
+
+        Called on the main process only.
         """
         ...
 
@@ -80,15 +91,15 @@ def train_pairs(
     config: DPOConfig | RewardModelConfig,
     *,
     kind: str,
-    objective_of: Callable[[Run, PairData, list[int]], Objective],
+    objective_of: Callable[[Run, PairData, list[int], ChatTokenizer], Objective],
 ) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     Args:
         config: configuration of the run.
         kind: the command's name.
-        objective_of: builds the objective from the run with its engine as it begins, the data, and
-            the training pairs that the whole run visits.
+        objective_of: builds the objective from the run with its engine as it begins, the data, the
+            training pairs that the whole run visits, and the tokenizer.
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
@@ -104,7 +115,7 @@ def train_pairs(
         visited = sorted(
             set(order.take(0, min(run.total_steps * config.batch_size, len(data.train))))
         )
-        trainer = PairTrainer(run, data, objective_of(run, data, visited))
+        trainer = PairTrainer(run, data, objective_of(run, data, visited, tokenizer))
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
         done = state["step"]
@@ -122,7 +133,7 @@ def train_pairs(
                 metrics |= trainer.evaluate()
             run.end_step(step, metrics, state, show=SHOW)
         trainer.objective.close()
-        return run.finish(tokenizer.tokenizer)
+        return run.finish(tokenizer.tokenizer, trainer.objective.convert)
 
 
 def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
@@ -145,7 +156,10 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     section = config.data
     assert section.source is not None  # the configurations check it
     context = positions_of(config.engine.model)
-    train = PairDataset.read(section.source, section.split, tokenizer, section, context=context)
+    spare = 1 if isinstance(config, RewardModelConfig) else 0
+    train = PairDataset.read(
+        section.source, section.split, tokenizer, section, context=context, spare=spare
+    )
     if config.eval is None:
         return PairData(train=train, heldout=None)
     heldout = PairDataset.read(
@@ -155,6 +169,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
         section,
         limit=config.eval.max_pairs,
         context=context,
+        spare=spare,
         name="eval",
     )
     return PairData(train=train, heldout=heldout)
@@ -264,11 +279,7 @@ def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
 
     Its ``loss_weight`` has the factors of the objective.
     """
-    documents = [
-        {"input_ids": document.input_ids.tolist(), "loss_weight": weights}
-        for pair in pairs
-        for document, weights in zip(pair.documents, objective.weights(pair), strict=True)
-    ]
+    documents = [document for pair in pairs for document in objective.documents(pair)]
     if not documents:
         return Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
     return Batch.pack(documents)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine_api.batch import Batch
 from engine_trainer.algorithms.preference import LinearLoss, PairLossName
 from engine_trainer.config import RewardModelConfig
-from engine_trainer.data import Document
-from engine_trainer.data.preferences import Pair
+from engine_trainer.data import ChatTokenizer
+from engine_trainer.data.preferences import Pair, score_token
+from engine_trainer.preferences.classifier import padding_token, write_classifier
 from engine_trainer.preferences.loop import train_pairs
 from engine_trainer.run.run import Outcome
 
@@ -19,17 +22,26 @@ def train_reward_model(config: RewardModelConfig) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     The loss of a pair is ``-log σ(r(chosen) - r(rejected))`` (Bradley and Terry 1952; Ouyang et al.
-    2022, arXiv:2203.02155, eq. 1), with r the value at the document's last token. By the contract's
-    alignment that is the model's value of everything before the token that ends the answer: a
-    document to be scored must end with it.
+    2022, arXiv:2203.02155, eq. 1), with r the head's output at the document's last token. That is
+    the token whose output transformers' ``AutoModelForSequenceClassification`` returns: the last
+    one that is not the padding token. Where the token that ends an answer is also the padding
+    token, r is therefore the output at the token before it.
+
+    The saved model is read by that class. The head's bias, which cancels in the loss, is left out.
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
-    return train_pairs(config, kind="rm", objective_of=lambda *_: RewardObjective())
+    return train_pairs(
+        config,
+        kind="rm",
+        objective_of=lambda _run, _data, _visited, tokenizer: RewardObjective(
+            tokenizer, padding_token(tokenizer, config.engine.model)
+        ),
+    )
 
 
 class RewardObjective:
-    """The values at the last tokens.
+    """The head's outputs at the last tokens.
 
     See ``engine_trainer.preferences.loop.Objective``.
     """
@@ -38,18 +50,39 @@ class RewardObjective:
     loss: PairLossName = "sigmoid"
     beta = 1.0
 
-    def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return 1 for each last token (see ``Objective``)."""
-        return _last(pair.chosen), _last(pair.rejected)
+    def __init__(self, tokenizer: ChatTokenizer, padding: int) -> None:
+        self._padding = padding
+        # The saved tokenizer pads with the token that the saved model looks for.
+        tokenizer.tokenizer.pad_token = tokenizer.tokenizer.convert_ids_to_tokens(padding)
+
+    def documents(self, pair: Pair) -> list[dict[str, Any]]:
+        """Return the documents, which sum the value about the score's token (see ``Objective``)."""
+        return [
+            scored_document(document.input_ids.tolist(), self._padding)
+            for document in pair.documents
+        ]
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return zeros (see ``Objective``)."""
         del heldout, batch
         return torch.zeros(2 * len(indices), dtype=torch.float64)
 
+    def convert(self, folder: Path) -> None:
+        """Make the folder one of a sequence classifier (see ``Objective``)."""
+        write_classifier(folder, self._padding)
+
     def close(self) -> None:
         """Do nothing (see ``Objective``)."""
 
 
-def _last(document: Document) -> list[float]:
-    return [0.0] * (len(document) - 1) + [1.0]
+def scored_document(tokens: list[int], padding: int) -> dict[str, Any]:
+    """Return a document that sums to the head's output at its last token that is no padding.
+
+    By the contract's alignment that output is the value about the next token, so a document that
+    ends with the token is made longer by one token, which no output of the sum depends on.
+    """
+    at = score_token(tokens, padding) + 1
+    tokens = [*tokens, tokens[-1]][: max(len(tokens), at + 1)]
+    weights = [0.0] * len(tokens)
+    weights[at] = 1.0
+    return {"input_ids": tokens, "loss_weight": weights}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -18,6 +18,8 @@ class Sample:
 
     Attributes:
         prompt: the prompt's text, as the model saw it.
+        messages: the prompt as messages, with the system prompt; empty in a conversation with
+            tools.
         completion: the completion's text, without special tokens. In a conversation with tools, the
             text of all the model's turns, without the tools' results.
         answer: the expected answer; None if the data has none.
@@ -30,6 +32,7 @@ class Sample:
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     finished: bool = True
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class Verdict(float):

@@ -192,6 +192,29 @@ class Checkpoints:
         assert not steps or (self.folder / LATEST).is_file()
 
 
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that ``path`` names.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints or a run's folder, whose latest checkpoint is
+            meant, or the file ``checkpoints/best``.
+
+    Raises ``CheckpointMissing`` if there is none.
+    """
+    if path.name == BEST and path.is_file():
+        path = path.parent / Path(path.read_text(encoding="utf-8").strip()).name
+    elif (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    found = locate(path)
+    if not (found / MANIFEST).is_file():
+        raise CheckpointMissing(
+            "there is no checkpoint",
+            where=str(path),
+            remedy="name a run's folder, or one of its checkpoints/step-…",
+        )
+    return found
+
+
 def read_extra(path: Path) -> Mapping[str, Any]:
     """Return the extra state that ``Run`` saved with a checkpoint.
 

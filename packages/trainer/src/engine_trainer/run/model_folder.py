@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from engine_api.comm import Comm, together
 from engine_api.config import LoraConfig, Precision
@@ -17,6 +15,8 @@ from engine_api.folders import give_common_mode, replace_folder, restore
 from engine_api.hf_folder import WEIGHT_FILES
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_trainer.placement.groups import EngineGroup
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -27,16 +27,25 @@ def export_dtype(name: str | None, precision: Precision) -> torch.dtype:
 
     float8 is a precision of matrix products, whose weights are bfloat16.
     """
+    import torch
+
     chosen = precision.compute if name is None else name
     return getattr(torch, "bfloat16" if chosen == "float8" else chosen)
 
 
 def write_model(
-    policy: EngineGroup, comm: Comm, final: Path, tokenizer: Any, *, dtype: torch.dtype
+    policy: EngineGroup,
+    comm: Comm,
+    final: Path,
+    tokenizer: Any,
+    *,
+    dtype: torch.dtype,
+    convert: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the model, with its adapter merged, and the tokenizer in place of the folder ``final``.
 
-    All ranks call it together. A kill leaves the former folder or the new one, whole.
+    All ranks call it together. ``convert`` changes the folder before it takes that name. A kill
+    leaves the former folder or the new one, whole.
     """
     new = final.with_name(final.name + ".new")
     is_main = comm.rank == 0
@@ -47,6 +56,8 @@ def write_model(
 
     def replace() -> None:
         tokenizer.save_pretrained(new)
+        if convert is not None:
+            convert(new)
         replace_folder(new, final, stale=WEIGHT_FILES)
 
     together(comm, lambda: prepare() if is_main else None)

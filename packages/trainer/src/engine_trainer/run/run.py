@@ -18,9 +18,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +40,14 @@ from engine_trainer.placement import loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
 from engine_trainer.run.best import BestStep
-from engine_trainer.run.checkpoints import BEST, Checkpoints, compare, fingerprint, read_extra
+from engine_trainer.run.checkpoints import (
+    BEST,
+    Checkpoints,
+    compare,
+    find_checkpoint,
+    fingerprint,
+    read_extra,
+)
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
 from engine_trainer.run.model_folder import export_dtype, write_model
@@ -47,6 +55,7 @@ from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.report import write_report
 
 log = logging.getLogger("engine_trainer")
+EVALUATION = "evaluation.json"
 
 
 def world_size() -> int:
@@ -66,6 +75,33 @@ class Outcome:
     folder: Path
     step: int
     total_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What ``engine-train eval`` measures.
+
+    Attributes:
+        model: ``engine.model.path``.
+        checkpoint: the checkpoint whose weights were loaded; None for the model as it is.
+        step: number of optimizer updates behind the weights.
+    """
+
+    model: str
+    checkpoint: Path | None
+    step: int
+
+
+def keep_evaluation(folder: Path) -> None:
+    """Rename an earlier ``evaluation.json`` and its completions to names with the next number."""
+    if not (folder / EVALUATION).is_file():
+        return
+    stem = Path(EVALUATION).stem
+    number = next(n for n in count(1) if not (folder / f"{stem}-{n}.json").exists())
+    if (folder / stem).is_dir():
+        (folder / stem).rename(folder / f"{stem}-{number}")
+    (folder / EVALUATION).rename(folder / f"{stem}-{number}.json")
+    log.info("the earlier %s is now %s-%d.json", EVALUATION, stem, number)
 
 
 class Run:
@@ -262,6 +298,26 @@ class Run:
         # the same ones.
         self.policy.keep_generators()
 
+    def load_evaluated(self) -> Evaluated:
+        """Load the checkpoint that ``run.resume`` names, for a run that only measures.
+
+        ``auto`` and ``never`` leave the model as it is in ``engine.model``. A former
+        ``evaluation.json`` and its completions get a number of their own.
+
+        Raises ``CheckpointError`` for a checkpoint that is missing or does not fit the model.
+        """
+        found = None
+        resume = self.config.run.resume
+        if resume not in ("auto", "never"):
+            found = together(self.comm, lambda: find_checkpoint(Path(resume)))[0]
+            self.policy.load_checkpoint(found)
+        model = self.config.engine.model.path
+        self.log.say(
+            f"measuring the checkpoint {found}" if found else f"measuring {model} as it is"
+        )
+        together(self.comm, lambda: keep_evaluation(self.folder) if self.is_main else None)
+        return Evaluated(model=model, checkpoint=found, step=self.policy.weight_version)
+
     def steps(self, done: int) -> Iterator[int]:
         """Yield the step numbers from ``done + 1`` to ``total_steps``.
 
@@ -334,11 +390,11 @@ class Run:
                 "continues from there"
             )
 
-    def finish(self, tokenizer: Any) -> Outcome:
+    def finish(self, tokenizer: Any, convert: Callable[[Path], None] | None = None) -> Outcome:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
-        the run is not interrupted.
+        the run is not interrupted. ``convert`` changes the folder before it takes that name.
         """
         self.checkpoints.wait(self.comm)
         step = self._reached
@@ -347,7 +403,14 @@ class Run:
             self.log.say(f"best {self._best}; engine-train export {best} DIR writes its model")
         if (step == self.total_steps or self._best.is_over) and self.config.run.save_hf:
             dtype = export_dtype(self.config.run.hf_dtype, self.config.engine.precision)
-            write_model(self.policy, self.comm, self.folder / "hf", tokenizer, dtype=dtype)
+            write_model(
+                self.policy,
+                self.comm,
+                self.folder / "hf",
+                tokenizer,
+                dtype=dtype,
+                convert=convert,
+            )
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)

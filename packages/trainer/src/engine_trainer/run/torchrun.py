@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
+from typing import Any
 
 from engine_api.parent_watchdog import end_with_parent
 
 _CONNECT_S = 10.0
+# Seconds that the store, and the rank that failed by itself, have to answer.
 _SAY_S = 5.0
+_LOOK_S = 0.05
 
 
 def end_with_torchrun() -> None:
@@ -41,18 +45,41 @@ def end_with_torchrun() -> None:
         return
 
 
-def is_first_to_say(text: str) -> bool:
-    """Return whether no other rank has asked this for ``text`` before, since torchrun's last start.
+def is_news(text: str, *, told_by_another: bool) -> bool:
+    """Return whether no other rank says ``text`` to the same terminal or log file.
 
-    The ranks count in the store of their rendezvous. Without a store, each rank is the first.
+    The ranks find out in the store of their rendezvous. Where it cannot be reached, the text is
+    news.
+
+    Args:
+        text: the error of this rank.
+        told_by_another: True for an error that reports another rank's, which that rank says itself.
     """
     from engine_api.stores import reach_store
 
+    at = os.fstat(2)  # standard error
+    place = f"{socket.gethostname()}/{at.st_dev}:{at.st_ino}"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"engine_trainer/said/{start}/{place}"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    key = f"engine_trainer/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
-    size = int(os.environ["WORLD_SIZE"])
     try:
-        store = reach_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, _SAY_S)
-        return store.add(key, 1) == 1
-    except RuntimeError:
+        size = int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = reach_store(host, port, size, _SAY_S)
+        if not told_by_another:
+            store.set(f"{key}/cause", "")
+        elif _is_set(store, f"{key}/cause"):
+            return False
+        return store.add(f"{key}/{digest}", 1) == 1
+    except (KeyError, RuntimeError):
         return True
+
+
+def _is_set(store: Any, key: str) -> bool:
+    """Return whether a key is set within some seconds."""
+    end = time.monotonic() + _SAY_S
+    while time.monotonic() < end:
+        if store.check([key]):
+            return True
+        time.sleep(_LOOK_S)
+    return False

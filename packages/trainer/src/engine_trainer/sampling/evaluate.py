@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,9 +15,10 @@ from typing import Any
 from engine_api.comm import together
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import to_plain
 from engine_trainer.data import Heldout, heldout_sets, load_tokenizer
 from engine_trainer.rewards import failure_figures
-from engine_trainer.run.run import Run
+from engine_trainer.run.run import EVALUATION, Evaluated, Run
 from engine_trainer.sampling.pass_at_k import Vote, figures_at_k
 from engine_trainer.sampling.sampler import Group, Sampler
 
@@ -74,8 +77,9 @@ class Evaluator:
 
 
 def evaluate_model(config: RLConfig) -> Metrics:
-    """Measure ``engine.model`` as it is on the held-out sets of ``eval``, without training.
+    """Measure a model on the held-out sets of ``eval``, without training.
 
+    It is ``engine.model``, or the checkpoint that ``run.resume`` names.
     This is ``engine-train eval``. The figures are also written to ``output_dir/evaluation.json``,
     whole or not at all, and the completions to ``output_dir/evaluation``; files of a training run
     in that folder stay.
@@ -105,16 +109,39 @@ def evaluate_model(config: RLConfig) -> Metrics:
     )
     with Run(only, kind="eval", total_steps=1) as run:
         run.start()
+        evaluated = run.load_evaluated()
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
-        figures = Evaluator(run, sampler, sets, "evaluation").measure(0)
-
-        def write() -> None:
-            if run.is_main:
-                _write(run.folder / "evaluation.json", json.dumps(figures, indent=1))
-
-        together(run.comm, write)
+        figures = Evaluator(run, sampler, sets, "evaluation").measure(evaluated.step)
+        write_evaluation(run, evaluated, figures)
         sampler.close()
     return figures
+
+
+def write_evaluation(run: Run, evaluated: Evaluated, figures: Metrics) -> None:
+    """Write ``evaluation.json``, whole or not at all. Called on all ranks together.
+
+    It has the figures, and everything that they depend on: the model, the checkpoint, the held-out
+    sets, the sampling, the seed and the version of this package.
+    """
+    config = to_plain(run.config)
+    content = {
+        "model": evaluated.model,
+        "checkpoint": None if evaluated.checkpoint is None else str(evaluated.checkpoint),
+        "step": evaluated.step,
+        "figures": figures,
+        "seed": run.config.run.seed,
+        "eval": config["eval"],
+        "rollout": config["rollout"],
+        "reward": config["reward"],
+        "engine_trainer": importlib.metadata.version("engine-trainer"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+    def write() -> None:
+        if run.is_main:
+            _write(run.folder / EVALUATION, json.dumps(content, indent=1))
+
+    together(run.comm, write)
 
 
 def summary(groups: Sequence[Group]) -> Metrics:

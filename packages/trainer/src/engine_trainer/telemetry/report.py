@@ -24,6 +24,7 @@ HEADLINES = (
     "train/reward",
     "train/loss",
     "eval/loss",
+    "eval/*/loss",
     "train/grad_norm",
     "mismatch/kl_k3",
     "rollout/staleness",

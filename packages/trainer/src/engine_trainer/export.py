@@ -4,41 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from engine_api.checkpoint import locate
 from engine_api.config import Parallelism
-from engine_api.errors import CheckpointMissing, ConfigError
-from engine_api.manifest import MANIFEST
+from engine_api.errors import ConfigError
 from engine_trainer.config import Config
 from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
 from engine_trainer.placement.spmd import Spmd
-from engine_trainer.run.checkpoints import BEST, read_extra
+from engine_trainer.preferences.classifier import padding_token, write_classifier
+from engine_trainer.run.checkpoints import find_checkpoint, read_extra
 from engine_trainer.run.model_folder import export_dtype, write_adapter, write_model
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that ``path`` names.
-
-    Args:
-        path: a checkpoint, a folder of checkpoints or a run's folder, whose latest checkpoint is
-            meant, or the file ``checkpoints/best``.
-
-    Raises ``CheckpointMissing`` if there is none.
-    """
-    if path.name == BEST and path.is_file():
-        path = path.parent / Path(path.read_text(encoding="utf-8").strip()).name
-    elif (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    found = locate(path)
-    if not (found / MANIFEST).is_file():
-        raise CheckpointMissing(
-            "there is no checkpoint",
-            where=str(path),
-            remedy="name a run's folder, or one of its checkpoints/step-…",
-        )
-    return found
 
 
 def export_checkpoint(
@@ -106,7 +83,19 @@ def export_checkpoint(
                 dtype=chosen,
             )
         else:
-            write_model(policy, launcher.comm, directory, tokenizer.tokenizer, dtype=chosen)
+            convert = None
+            if kind == "rm":
+                padding = padding_token(tokenizer, section.model)
+                tokenizer.tokenizer.pad_token = tokenizer.tokenizer.convert_ids_to_tokens(padding)
+                convert = partial(write_classifier, padding=padding)
+            write_model(
+                policy,
+                launcher.comm,
+                directory,
+                tokenizer.tokenizer,
+                dtype=chosen,
+                convert=convert,
+            )
     finally:
         launcher.close()
     return found

@@ -1,0 +1,224 @@
+"""Every row of a configuration's training data, with its tokens or the reason that it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine_api.errors import ConfigError
+from engine_trainer.config import Config, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.data import (
+    ChatTokenizer,
+    Document,
+    Prompt,
+    load_tokenizer,
+    longest_prompt,
+    positions_of,
+)
+from engine_trainer.data.datasets import CHUNK, Bound, tokenize_documents, tokenize_prompts
+from engine_trainer.data.gym import gym_examples
+from engine_trainer.data.layouts import converter
+from engine_trainer.data.preferences import Pair, score_token, tokenize_pairs
+from engine_trainer.data.readers import read_rows
+from engine_trainer.errors import DataError
+from engine_trainer.preferences.classifier import padding_token
+
+Fate = Literal["kept", "cut", "dropped", "refused"]
+Item = Document | Prompt | Pair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The tokens of a document or prompt of a row."""
+
+    title: str
+    """``document``, ``prompt``, ``chosen`` or ``rejected``."""
+    tokens: Sequence[int]
+    learned: Sequence[bool]
+    """True for tokens that carry loss; in a reward model for the one that is scored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewRow:
+    """One row of the training data."""
+
+    file: str
+    number: int
+    """1-based line or row in ``file``."""
+    fate: Fate
+    """``refused`` for a row that ends a run before it begins."""
+    reason: str = ""
+    """The reason for a fate other than ``kept``."""
+    remedy: str = ""
+    length: int = 0
+    """Tokens before a cut, in pairs of the longer document; 0 if the row has none."""
+    parts: Sequence[Part] = ()
+    """Tokens of the row, after a cut."""
+    answer: str | None = None
+    """Ground truth of a prompt."""
+
+    @property
+    def learned(self) -> int:
+        """Number of tokens that carry loss."""
+        return sum(sum(part.learned) for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """The training data of a configuration."""
+
+    task: str
+    rows: list[PreviewRow]
+    bound: Bound
+    tokenizer: ChatTokenizer
+    unknown_context: str = ""
+    """The reason why the model's context is not known; empty if it is, or if it has no limit."""
+
+
+def collect(config: Config, task: str) -> Preview:
+    """Read and tokenize the training data of ``config`` as its task does.
+
+    Only the tokenizer and the model's ``config.json`` are loaded.
+
+    Raises ``ConfigError`` and ``DataError`` where no row can be read.
+    """
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    unknown = ""
+    padding = tokenizer.pad_token_id
+    context: int | None = None
+    try:
+        context = positions_of(config.engine.model)
+        padding = padding_token(tokenizer, config.engine.model)
+    except ConfigError as error:
+        unknown = error.what
+    if isinstance(config, RLConfig) and not unknown:
+        context = longest_prompt(config.engine.model, config.rollout)
+    bound = Bound.of(
+        config.data,
+        context,
+        prompts=isinstance(config, RLConfig),
+        spare=1 if isinstance(config, RewardModelConfig) else 0,
+    )
+    judge = _Judge(config, bound, padding)
+    found = _pairs(config, tokenizer) if task in ("dpo", "rm") else _examples(config, tokenizer)
+    rows = [judge.row(file, number, item) for file, number, item in found]
+    return Preview(task=task, rows=rows, bound=bound, tokenizer=tokenizer, unknown_context=unknown)
+
+
+Found = list[tuple[str, int, Item | DataError]]
+
+
+def _examples(config: Config, tokenizer: ChatTokenizer) -> Found:
+    """Return the document or prompt of every row, or the error that the row raises."""
+    section = config.data
+    is_sft = isinstance(config, SFTConfig)
+    given: Sequence[Any]
+    if section.reasoning_gym is not None:
+        given = gym_examples(section.reasoning_gym, "train")
+        converted = list(given)
+    else:
+        assert section.source is not None  # DataSection checks it
+        given = read_rows(section.source, section.split)
+        convert = converter(given, section.columns, "response" if is_sft else "prompt")
+        converted = [_attempt(lambda row=row: convert(row)) for row in given]
+    good = [e for e in converted if not isinstance(e, DataError)]
+    tokenize = tokenize_documents if is_sft else tokenize_prompts
+    items = iter(_each(good, lambda part: tokenize(part, tokenizer)))
+    return [
+        (row.file, row.number, e if isinstance(e, DataError) else next(items))
+        for row, e in zip(given, converted, strict=True)
+    ]
+
+
+def _pairs(config: Config, tokenizer: ChatTokenizer) -> Found:
+    """Return the pair of every row, or the error that the row raises."""
+    section = config.data
+    assert section.source is not None  # the configurations check it
+    rows = read_rows(section.source, section.split)
+    items = _each(rows, lambda part: tokenize_pairs(part, tokenizer, section.columns))
+    return [(row.file, row.number, item) for row, item in zip(rows, items, strict=True)]
+
+
+def _each(given: Sequence[Any], tokenize: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return the item of each row, or its error.
+
+    Rows are tokenized one by one where one of a chunk has an error.
+    """
+    items: list[Any] = []
+    for start in range(0, len(given), CHUNK):
+        part = given[start : start + CHUNK]
+        found = _attempt(lambda part=part: tokenize(part))
+        if isinstance(found, DataError):
+            found = [_attempt(lambda one=one: tokenize([one])[0]) for one in part]
+        items += found
+    return items
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the ``DataError`` that it raises."""
+    try:
+        return call()
+    except DataError as error:
+        return error
+
+
+class _Judge:
+    """The fate of rows: trained on, cut, dropped, or refused."""
+
+    def __init__(self, config: Config, bound: Bound, padding: int) -> None:
+        self._on_too_long = config.data.on_too_long
+        self._bound = bound
+        # A reward model learns from one token of each document.
+        self._padding = padding if isinstance(config, RewardModelConfig) else None
+
+    def row(self, file: str, number: int, item: Item | DataError) -> PreviewRow:
+        """Return the row of an item, or of the error that the row raises."""
+        if isinstance(item, DataError):
+            column = f", column {item.column!r}" if item.column else ""
+            return PreviewRow(
+                file=file,
+                number=number,
+                fate="refused",
+                reason=f"{item.what}{column}",
+                remedy=item.remedy,
+            )
+        length = max(map(len, item.documents)) if isinstance(item, Pair) else len(item)
+        fate, kept = self._fit(item, length)
+        return PreviewRow(
+            file=file,
+            number=number,
+            fate=fate,
+            reason="" if fate == "kept" else f"longer than {self._bound.tokens} tokens",
+            remedy=self._bound.remedy if fate == "refused" else "",
+            length=length,
+            parts=self._parts(kept),
+            answer=item.answer if isinstance(item, Prompt) else None,
+        )
+
+    def _fit(self, item: Item, length: int) -> tuple[Fate, Item]:
+        limit = self._bound.tokens
+        if limit is None or length <= limit:
+            return "kept", item
+        if self._on_too_long == "drop":
+            return "dropped", item
+        if self._on_too_long == "error" or isinstance(item, Pair):
+            return "refused", item
+        shorter = item.cut(limit)
+        return ("dropped", item) if shorter is None else ("cut", shorter)
+
+    def _parts(self, item: Item) -> list[Part]:
+        if isinstance(item, Prompt):
+            return [Part(title="prompt", tokens=item.tokens, learned=[False] * len(item))]
+        if isinstance(item, Document):
+            return [self._part("document", item)]
+        return [self._part("chosen", item.chosen), self._part("rejected", item.rejected)]
+
+    def _part(self, title: str, document: Document) -> Part:
+        tokens = document.input_ids.tolist()
+        if self._padding is None:
+            learned = (document.loss_weight > 0).tolist()
+        else:
+            at = score_token(tokens, self._padding)
+            learned = [i == at for i in range(len(tokens))]
+        return Part(title=title, tokens=tokens, learned=learned)
