@@ -23,6 +23,7 @@ from engine_trainer.placement.groups import Launcher
 from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect
 from engine_trainer.rl.learner import Learner
+from engine_trainer.rl.recorder import Recorder
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
 from engine_trainer.run.run import Outcome, Run, world_size
 from engine_trainer.sampling.evaluate import Evaluator
@@ -69,20 +70,28 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
+        recorder = Recorder(run, config, tokenizer)
         evaluator = Evaluator(run, sampler, heldout)
         speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
         learner.restore(state.get("learner", {}))
         sampler.failures.restore(state.get("failures", {}))
         learner.rest()
+        recorder.open(state["step"])
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
         # Closed after an error, too: a thread that generates must not go on with ended workers.
-        with closing(_source(run, config, sampler, learner, train, order, state)) as source:
+        with (
+            closing(recorder),
+            closing(_source(run, config, sampler, learner, train, order, state)) as source,
+        ):
             for step in run.steps(state["step"]):
                 experience = source.take(step)
                 sampler.failures.count(experience.generated)
-                metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
+                keep = recorder.choose(experience)
+                metrics = experience.metrics | sampler.synced
+                metrics |= learner.learn(experience.groups, keep)
+                recorder.record(step, learner.kept)
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
                 }
@@ -98,6 +107,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                     "failures": sampler.failures.state,
                 }
                 run.end_step(step, metrics, state, show=SHOW)
+            recorder.settle()
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

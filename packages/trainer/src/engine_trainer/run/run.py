@@ -7,6 +7,7 @@
       metrics.jsonl           one row a step
       tensorboard/
       checkpoints/            step-000120, latest; critic/step-000120
+      rollouts/               completions of RL, step-000120.parquet
       eval/                   completions to the held-out problems
       evaluation/             those of engine-train eval; evaluation.json
       report.html  plots/     at the end
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ class Run:
         checkpoints: the checkpoints of the run.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
+        before_save: called on all processes of the loop together before a checkpoint is saved, to
+            complete files of its steps that are still being written.
     """
 
     policy: EngineGroup
@@ -111,6 +114,7 @@ class Run:
         )
         self.companions: dict[str, EngineGroup] = {}
         self.interrupted = False
+        self.before_save: list[Callable[[], None]] = []
         self._interrupt = Interrupt()
         self._lock = FolderLock(self.folder)
 
@@ -267,6 +271,8 @@ class Run:
             or (run.save_every and step % run.save_every == 0)
         ):
             with self.timers.phase("save"):
+                for complete in self.before_save:
+                    complete()
                 extra = {
                     "kind": self.kind,
                     "config": self._fingerprint(),

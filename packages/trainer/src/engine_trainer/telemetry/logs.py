@@ -66,6 +66,11 @@ class Timers:
         with self._lock:
             return self._spent.pop(name, 0.0)
 
+    def running(self) -> dict[str, float]:
+        """Return the seconds by phase since the last ``take``, and leave the clocks as they are."""
+        with self._lock:
+            return dict(self._seconds)
+
     def take(self) -> dict[str, float]:
         """Return ``time/<phase>`` in seconds since the last ``take``, and reset these clocks."""
         with self._lock:
