@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from engine_trainer.rl.experience import Experience, shaped_rewards
 from engine_trainer.rl.kept_tokens import LEARNED, KeptTokens
 from engine_trainer.run.run import Run
 from engine_trainer.telemetry.rollouts import FOLDER, SCHEMA, RolloutFiles, column
+from engine_trainer.telemetry.samples import spread
 from engine_trainer.telemetry.token_texts import TokenTexts
 
 
@@ -75,8 +77,7 @@ class Recorder:
             return []
         numbers: Sequence[int] = range(len(groups))
         if wanted != "all":
-            count = min(len(groups), -(-wanted // self._config.rollout.n))
-            numbers = [i * len(groups) // count for i in range(count)]
+            numbers = spread(len(groups), math.ceil(wanted / self._config.rollout.n))
         chosen = [
             _Chosen(
                 group=groups[number],
