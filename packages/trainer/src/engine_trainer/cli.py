@@ -97,6 +97,13 @@ def _print_schema(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _view(options: argparse.Namespace) -> int:
+    from engine_trainer.telemetry.view import write_view
+
+    print(write_view(options.folder, options.output))
+    return DONE
+
+
 def _recipes(options: argparse.Namespace) -> int:
     if options.action == "copy":
         copied = copy_recipe(options.name, options.folder)
@@ -251,6 +258,11 @@ def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help=f"one of {', '.join(CONFIGS)}")
 
 
+def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="output_dir of a run, which may be running")
+    parser.add_argument("--output", type=Path, help="file to write, by default FOLDER/view.html")
+
+
 def _add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(dest="action", metavar="copy")
@@ -286,6 +298,11 @@ COMMANDS = {
     "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
     "rm": _task("train a reward model on pairs of responses"),
     "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "view": Command(
+        summary="write a page with the completions and evaluations of a run, for a browser",
+        run=_view,
+        add_arguments=_add_view_arguments,
+    ),
     "recipes": Command(
         summary="list the configurations that come with the package, or copy some",
         run=_recipes,
