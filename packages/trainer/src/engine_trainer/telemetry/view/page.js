@@ -8,6 +8,8 @@
   const steps = read("steps");
   const choice = { step: find("step"), group: find("group"), colour: find("colour") };
   let groups = [];
+  // Number of the open completion in its group.
+  let opened = 0;
 
   function make(tag, text, name) {
     const element = document.createElement(tag);
@@ -87,6 +89,7 @@
   }
 
   function open(row, card, scale, colour) {
+    opened = groups[choice.group.selectedIndex].rows.indexOf(row);
     for (const other of find("cards").children) other.classList.toggle("open", other === card);
     const one = find("one");
     const details = make("div");
@@ -133,7 +136,7 @@
       return card;
     });
     find("cards").replaceChildren(...cards);
-    open(group.rows[0], cards[0], scale, colour);
+    open(group.rows[opened], cards[opened], scale, colour);
   }
 
   function showStep() {
@@ -145,13 +148,21 @@
         return make("option", `${name}, mean reward ${number(mean)}`);
       }),
     );
+    // Completions with different rewards say more than equal ones.
+    const differ = groups.findIndex((g) => g.rows.some((row) => row.reward !== g.rows[0].reward));
+    choice.group.selectedIndex = Math.max(0, differ);
+    showOther();
+  }
+
+  function showOther() {
+    opened = 0;
     showGroup();
   }
 
   choice.step.append(...steps.map((step) => make("option", String(step))));
   choice.step.selectedIndex = steps.length - 1;
   choice.step.addEventListener("change", showStep);
-  choice.group.addEventListener("change", showGroup);
+  choice.group.addEventListener("change", showOther);
   choice.colour.addEventListener("change", showGroup);
   showStep();
 })();

@@ -110,7 +110,8 @@ def _completions(content: Content) -> str:
         '<option value="gap">log-prob gap: rollout − old policy</option>'
         '<option value="entropy">entropy</option>'
         "</select></label></div>"
-        '<p id="legend"></p><details id="prompt"><summary>Prompt</summary><pre></pre></details>'
+        '<p id="legend"></p>'
+        '<details id="prompt" open><summary>Prompt</summary><pre></pre></details>'
         '<div id="cards" tabindex="0" aria-label="completions of the problem"></div>'
         '<article id="one" aria-live="polite"></article>'
         f"{embed('steps', steps)}{''.join(blocks)}</section>"
@@ -127,10 +128,10 @@ def _table(name: str, problems: list[Problem]) -> str:
     title = f"Held-out problems of {name}" if name else "Held-out problems"
     head = "".join(f"<th>step {step}</th>" for step in steps)
     rows = "".join(
-        f'<tr><th scope="row">{problem.number}</th><td class="question">'
-        f"{html.escape(_shortened(problem.question))}</td>"
-        f"<td>{html.escape(_shortened(problem.answer or ''))}</td>"
-        f"{''.join(_fraction(problem.correct.get(step)) for step in steps)}</tr>"
+        f'<tr><th scope="row">{problem.number}</th>'
+        f"{''.join(_fraction(problem.correct.get(step)) for step in steps)}"
+        f'<td class="text">{html.escape(_shortened(problem.answer or ""))}</td>'
+        f'<td class="text question">{html.escape(_shortened(problem.question))}</td></tr>'
         for problem in problems[:MOST_PROBLEMS]
     )
     left = len(problems) - MOST_PROBLEMS
@@ -138,8 +139,9 @@ def _table(name: str, problems: list[Problem]) -> str:
     return (
         f"<section><h2>{html.escape(title)}</h2>"
         "<p>The fraction of correct completions at each evaluation.</p>"
-        '<div class="table" tabindex="0"><table><thead><tr><th>#</th><th>question</th>'
-        f"<th>answer</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}</section>"
+        '<div class="table" tabindex="0"><table><thead><tr><th>#</th>'
+        f'{head}<th class="text">answer</th><th class="text">question</th></tr>'
+        f"</thead><tbody>{rows}</tbody></table></div>{more}</section>"
     )
 
 
