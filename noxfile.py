@@ -45,9 +45,10 @@ CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
 TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
-API, FSDP, TRAINER, SUITE = (
+API, FSDP, NPU, TRAINER, SUITE = (
     "packages/engine-api",
     "packages/engine-fsdp",
+    "packages/engine-npu",
     "packages/trainer",
     "conformance",
 )
@@ -191,11 +192,11 @@ def conformance_commands() -> list[tuple[str, ...]]:
 
 
 def side_by_side(
-    session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 3
+    session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 4
 ) -> None:
     """Run ``lanes`` commands at a time and print the output of each when it has ended.
 
-    No further command starts after a failure. Two cores can run three commands: with two commands
+    No further command starts after a failure. Two cores can run four commands: with two commands
     the cores are idle for a third of the time, while ranks wait for each other and tests wait for
     deadlines.
     """
@@ -304,10 +305,10 @@ def unit(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the tests that CI leaves out; after `--`: pytest arguments.
 
-    CI has run some tests of the same kind.
+    CI has run some tests of the same kind. `nox -s vllm -- -m nightly` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)
-    for folder in (API, FSDP, TRAINER, SUITE):
+    for folder in (API, FSDP, NPU, TRAINER, SUITE):
         session.run(
             *PYTEST_RUN,
             "-m",

@@ -51,6 +51,32 @@ def test_states(make_engine, make_batch, tmp_path):
             call()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_weights_that_an_optimizer_left_half_updated_are_neither_saved_nor_used(
+    make_engine, make_batch, tmp_path, monkeypatch, error
+):
+    engine = make_engine()
+    batch = make_batch([3])
+
+    def fail(_):
+        with torch.no_grad():
+            engine.weight.view(-1)[0] += 1.0
+        raise error
+
+    monkeypatch.setattr(engine, "_apply_optimizer", fail)
+    with pytest.raises(type(error)):
+        engine.train_batch(batch, sft_loss)
+    for call in (
+        lambda: engine.train_batch(batch, sft_loss),
+        lambda: engine.infer_batch(batch),
+        lambda: engine.save_checkpoint(tmp_path / "step"),
+    ):
+        with pytest.raises(EngineStateError, match="failed in its optimizer's step"):
+            call()
+    engine.close()
+    assert engine.released == 1
+
+
 def test_an_engine_that_trains_seeds_its_process(make_engine):
     def drawn(**config):
         engine = make_engine(**config)

@@ -130,7 +130,7 @@ def train(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sft", "rl", pytest.param("ray", marks=pytest.mark.nightly)])
 def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
     if kind == "ray":
         pytest.importorskip("ray")

@@ -87,7 +87,7 @@ def dropping(sft_file):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(4 * DEADLINE_S)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_with_dropout_a_run_killed_before_its_first_checkpoint_and_run_again_equals_an_unbroken_one(
     tmp_path, dropping, world
 ):

@@ -90,7 +90,7 @@ def alone(model, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     model, tmp_path, alone, algorithm
 ):

@@ -186,7 +186,12 @@ class BaseEngine(EngineDefaults):
         lr = optimizer.lr * lr_factor(self.config.schedule, self._step)
         skipped = self._why_skip(norm)
         if skipped is None:
-            self._apply_optimizer(lr)
+            try:
+                self._apply_optimizer(lr)
+            # Ctrl-C included: some weights may have been updated, and others not.
+            except BaseException:
+                self._state = "failed in its optimizer's step, with weights that are undefined"
+                raise
             self._step += 1
         self._drop_gradients()
         return StepOutput(grad_norm=norm, lr=lr, weight_version=self._step, skipped=skipped)
@@ -298,14 +303,14 @@ class BaseEngine(EngineDefaults):
         """
         if self._state == "closed":
             return
-        was_ready = self._state == "ready"
+        was_built = self._state != "created"
         self._state = "closed"
         try:
             self._wait_for_save()
         finally:
             if self._writer_pool is not None:
                 self._writer_pool.shutdown()
-            if was_ready:
+            if was_built:
                 self._release()
 
     # --- shared steps -------------------------------------------------------------------------

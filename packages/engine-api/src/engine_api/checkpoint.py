@@ -39,7 +39,7 @@ from engine_api.errors import (
     CheckpointWriteError,
     ConfigError,
 )
-from engine_api.folders import sync, sync_folders, write_text
+from engine_api.folders import give_common_mode, sync, sync_folders, write_text
 from engine_api.manifest import (
     DIGEST,
     MANIFEST,
@@ -223,6 +223,7 @@ def _save_boxes(partial: Path, rank: int, own: State) -> tuple[dict[str, Entry],
     name = f"state/{rank:05d}.safetensors"
     try:
         save_file({key: _storable(tensor) for key, (tensor, _) in own.items()}, partial / name)
+        give_common_mode(partial / name)
     # safetensors raises its own class for every I/O error.
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(partial / name)) from error

@@ -96,7 +96,7 @@ class GroupComm:
         values = [decode(row) for row, _ in rows]
         failures = {rank: str(values[rank]) for rank, (_, wrong) in enumerate(rows) if wrong}
         if failures:
-            raise RankFailure(failures)
+            raise heartbeat.agreed(RankFailure(failures))
         return values
 
     def close(self) -> None:
@@ -186,5 +186,5 @@ def together(comm: Comm, work: Callable[[], T]) -> list[T]:
         raise heartbeat.agreed(error)
     failures = {rank: message for rank, (message, _) in enumerate(rows) if message is not None}
     if failures:
-        raise RankFailure(failures)
+        raise heartbeat.agreed(RankFailure(failures))
     return [value for _, value in rows]

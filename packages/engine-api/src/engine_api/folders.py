@@ -57,6 +57,20 @@ def write_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def give_common_mode(path: Path) -> None:
+    """Give a file the mode that the process's umask gives to new files.
+
+    safetensors makes files that only their owner can read. The umask itself can only be read by
+    changing it, for all threads, so that the mode is taken from an empty file.
+    """
+    probe = path.with_name(path.name + ".mode")
+    probe.touch()
+    try:
+        path.chmod(probe.stat().st_mode & 0o777)
+    finally:
+        probe.unlink()
+
+
 def remove(folder: Path) -> None:
     """Remove a folder that other processes look for.
 

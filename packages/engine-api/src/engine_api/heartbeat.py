@@ -126,8 +126,16 @@ def agreed(error: E) -> E:
     return error
 
 
+def raised_by_all(error: BaseException) -> bool:
+    """Return whether every rank raises an error of its own for the cause of ``error``.
+
+    Then all ranks have left the collective in which they agreed about it, and may start another.
+    """
+    return "engine_api_agreed" in error.__dict__
+
+
 def _is_agreed(error: BaseException) -> bool:
-    return isinstance(error, RankFailure) or "engine_api_agreed" in error.__dict__
+    return isinstance(error, RankFailure) or raised_by_all(error)
 
 
 # gloo has no error class of its own. Its texts look like

@@ -13,7 +13,7 @@ from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
 from engine_api.config import ModelSource
 from engine_api.errors import CheckpointWriteError, ConfigError
-from engine_api.folders import real, replace_folder, restore
+from engine_api.folders import give_common_mode, real, replace_folder, restore
 from engine_api.manifest import is_inside
 from engine_api.weights import WeightExport
 
@@ -294,11 +294,9 @@ class _Writer:
             self.directory.mkdir(parents=True)
         self.files.append(list(self.pending))
         require_room(self.directory, self.size)
-        save_file(
-            self.pending,
-            self.directory / f"part-{len(self.files):05d}.safetensors",
-            metadata={"format": "pt"},
-        )
+        file = self.directory / f"part-{len(self.files):05d}.safetensors"
+        save_file(self.pending, file, metadata={"format": "pt"})
+        give_common_mode(file)
         self.pending = {}
         self.size = 0
 
@@ -365,4 +363,5 @@ def copy_companions(source: Path, directory: Path, *, former: Path) -> None:
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if not (former / file.name).exists():
-                shutil.copy(file, directory / file.name)
+                # Not the mode of the source: the cache of a hub may be private.
+                shutil.copyfile(file, directory / file.name)

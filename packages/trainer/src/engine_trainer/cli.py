@@ -23,6 +23,7 @@ from pathlib import Path
 from engine_api.config import near_matches
 from engine_api.devices import torch_version
 from engine_api.errors import ConfigError, EngineError, RankFailure
+from engine_api.heartbeat import raised_by_all
 from engine_api.plugin import CONTRACT
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.config.explain import explain
@@ -31,7 +32,8 @@ from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list
 from engine_trainer.errors import DataError
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
-from engine_trainer.run.torchrun import end_with_torchrun
+from engine_trainer.run.torchrun import end_with_torchrun, is_first_to_say
+from engine_trainer.telemetry.logs import METRICS, last_step
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # the status that a shell reports for SIGINT
@@ -117,6 +119,25 @@ def _recipes(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _export(options: argparse.Namespace) -> int:
+    _set_up_logging()
+    # The import stands here because it loads torch.
+    from engine_trainer.run.export import export_checkpoint
+
+    found = export_checkpoint(
+        options.checkpoint,
+        options.directory,
+        CONFIGS,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        overrides=options.overrides,
+    )
+    if global_rank() == 0:
+        what = "the adapter" if options.adapter else "the model"
+        print(f"{what} of {found} is in {options.directory}")
+    return DONE
+
+
 def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
@@ -180,11 +201,14 @@ def _aborted(task: str, config: Config | None) -> str:
     """Return the message that says which checkpoint an interrupted command leaves."""
     if config is None or task == "eval":
         return "aborted"
-    steps = Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps()
-    if not steps:
-        return "aborted; there is no checkpoint yet, the same command begins anew"
+    folder = Path(config.run.output_dir)
+    newest = max(Checkpoints(folder / "checkpoints", keep=config.run.keep).steps(), default=0)
+    lost = last_step(folder / METRICS) - newest
+    loss = f" ({lost} step{'s' if lost > 1 else ''} will be trained again)" if lost > 0 else ""
+    if not newest:
+        return f"aborted; there is no checkpoint: the same command starts at step 1{loss}"
     again = "the same command" if config.run.resume == "auto" else "run.resume=auto"
-    return f"aborted; the checkpoint of step {max(steps)} stands, {again} goes on from there"
+    return f"aborted; the newest checkpoint is of step {newest}: {again} continues from it{loss}"
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:
@@ -238,13 +262,7 @@ def _version() -> str:
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file; `engine-train recipes` lists some")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.sub=value",
-        help="take the place of values in the file",
-    )
+    _add_overrides(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
@@ -252,6 +270,35 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         "and stop",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint, a run's folder (its newest one), or RUN/checkpoints/best",
+    )
+    parser.add_argument("directory", type=Path, help="a new folder")
+    _add_overrides(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights; by default run.hf_dtype, or the dtype of the computation",
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the LoRA adapter alone, as PEFT reads it"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="take the place of values in the file",
+    )
 
 
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +345,12 @@ COMMANDS = {
     "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
     "rm": _task("train a reward model on pairs of responses"),
     "eval": _task("measure a model on held-out problems, with a file of `rl`"),
+    "export": Command(
+        summary="write the model of a checkpoint as a Hugging Face folder",
+        run=_export,
+        add_arguments=_add_export_arguments,
+        takes_overrides=True,
+    ),
     "view": Command(
         summary="write a page with the completions and evaluations of a run, for a browser",
         run=_view,
@@ -328,7 +381,19 @@ def _report(error: EngineError, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     kind = "stopped" if isinstance(error, RankFailure) else "error"
-    _say(f"{kind}: {error}")
+    text = f"{kind}: {error}"
+    if debug or world_size() == 1 or _is_news(error, text):
+        _say(text)
+
+
+def _is_news(error: EngineError, text: str) -> bool:
+    """Return whether no other rank reports ``error``.
+
+    A rank that failed by itself does, and many fail alike: a wrong key is wrong on every rank.
+    """
+    if isinstance(error, RankFailure) and raised_by_all(error):
+        return False
+    return is_first_to_say(text)
 
 
 def _say(text: str) -> None:

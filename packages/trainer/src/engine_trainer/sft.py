@@ -65,9 +65,11 @@ def train_sft(config: SFTConfig) -> Outcome:
         position = int(state.get("position", 0))
         with closing(_Evaluation(run, config, data, tokenizer)) as evaluation:
             evaluation.restore(state)
-            if state["step"] == 0:
-                run.log.write(0, data.train.figures() | evaluation.measure(0))
-            for step in run.steps(state["step"]):
+            done = state["step"]
+            if done == 0 or "unmeasured" in state:
+                figures = state.get("unmeasured", data.train.figures())
+                run.log_start(done, figures | evaluation.measure(done))
+            for step in run.steps(done):
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
                 with run.timers.phase("train"):
@@ -76,12 +78,13 @@ def train_sft(config: SFTConfig) -> Outcome:
                     )
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
+                state = {"position": position, "rows": len(data.train)}
                 if step == run.total_steps or (
                     config.eval and config.eval.every and step % config.eval.every == 0
                 ):
+                    run.complete(step, metrics, state | evaluation.state)
                     metrics |= evaluation.measure(step)
-                state = {"position": position, "rows": len(data.train), **evaluation.state}
-                run.end_step(step, metrics, state, show=SHOW)
+                run.end_step(step, metrics, state | evaluation.state, show=SHOW)
         return run.finish(tokenizer.tokenizer)
 
 

@@ -126,7 +126,13 @@ def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
     wait_for_the_end_of(others)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where",
+    [
+        *WHERE[:2],
+        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed, pytest.mark.nightly]),
+    ],
+)
 def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where):
     process = running(**placed(where))
     others = below(process.pid)
@@ -153,7 +159,7 @@ def test_a_press_while_the_cluster_starts_leaves_none(tmp_path, sums_model):
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, said.splitlines()[-1:]) == (
         130,
-        ["aborted; there is no checkpoint yet, the same command begins anew"],
+        ["aborted; there is no checkpoint: the same command starts at step 1"],
     ), said
     wait_for_the_end_of(others)
 
@@ -169,7 +175,7 @@ def test_an_aborted_command_says_what_stands(tmp_path, sft_file, monkeypatch, ca
     assert main(arguments) == 130
     assert (
         capsys.readouterr().err
-        == "aborted; there is no checkpoint yet, the same command begins anew\n"
+        == "aborted; there is no checkpoint: the same command starts at step 1\n"
     )
     for step in (8, 12):
         (out / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
@@ -179,5 +185,5 @@ def test_an_aborted_command_says_what_stands(tmp_path, sft_file, monkeypatch, ca
     again = {"auto": "the same command", "never": "run.resume=auto"}[resume]
     assert (
         capsys.readouterr().err
-        == f"aborted; the checkpoint of step 12 stands, {again} goes on from there\n"
+        == f"aborted; the newest checkpoint is of step 12: {again} continues from it\n"
     )

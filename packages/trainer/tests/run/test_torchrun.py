@@ -80,6 +80,25 @@ def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
         end_with_torchrun()
 
 
+@pytest.mark.distributed
+def test_an_error_that_all_ranks_have_is_said_once(tmp_path):
+    (tmp_path / "rl.yaml").write_text("data: {sauce: here}")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "engine_trainer",
+        "rl",
+        str(tmp_path / "rl.yaml"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert ended.stderr.count("data.sauce") == 1, ended.stderr
+
+
 def test_without_torchrun_nothing_is_done(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(

@@ -410,14 +410,20 @@ class RunSection:
     are always logged.
     """
 
-    save_every: int = 0
-    """Number of steps from one checkpoint to the next. 0 saves only at the end.
+    save_minutes: float = 10.0
+    """Minutes from the start of one save to the next checkpoint, which is saved after the step that
+    runs then. 0 saves none by time.
 
-    A run that Ctrl-C or SIGTERM stops always saves one.
+    In addition to these, and to those of ``save_every``, a run that Ctrl-C or SIGTERM stops saves
+    a checkpoint, and so does a run that fails, if the weights are those of its last complete step
+    and all ranks can take part.
     """
 
+    save_every: int = 0
+    """Number of steps from one checkpoint to the next. 0 saves none by number."""
+
     save_last: bool = True
-    """True saves a checkpoint after the last step. False saves only those of ``save_every``."""
+    """True saves a checkpoint after the last step."""
 
     keep: int = 2
     """Number of newest checkpoints to keep. 0 keeps all."""
@@ -433,6 +439,26 @@ class RunSection:
     save_hf: bool = True
     """True writes the trained model, with its adapter merged, and the tokenizer as a Hugging Face
     folder to ``output_dir/hf`` after the last step.
+    """
+
+    hf_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the weights in ``output_dir/hf``. Null is ``engine.precision.compute``, and bfloat16
+    for ``float8``. ``engine-train export`` writes a checkpoint in any of them.
+    """
+
+    keep_best: str | None = None
+    """Figure of the evaluations, such as ``eval/accuracy``, whose best step keeps its checkpoint.
+    Null keeps none.
+
+    A checkpoint is saved after each evaluation with a better figure, ``checkpoints/best`` names it,
+    and ``keep`` does not count it. Lower is better for a loss and a perplexity, and higher for any
+    other figure. ``output_dir/hf`` is the model of the last step: ``engine-train export
+    OUTPUT_DIR/checkpoints/best DIR`` writes the best one.
+    """
+
+    patience: int | None = None
+    """Number of evaluations in a row without a better ``keep_best`` after which the run ends. Null
+    never ends it early.
     """
 
     tensorboard: bool = True
@@ -489,14 +515,16 @@ class RunSection:
     """
 
     def __post_init__(self) -> None:
-        refuse("run", [*_wrong_length(self), _wrong_rollouts(self)])
+        refuse("run", [*_wrong_length(self), *_wrong_best(self), _wrong_rollouts(self)])
         require(
             "run",
             self,
             {
                 "log_every": AT_LEAST_1,
+                "save_minutes": AT_LEAST_0,
                 "save_every": AT_LEAST_0,
                 "keep": AT_LEAST_0,
+                "patience": AT_LEAST_1,
                 "show_samples": AT_LEAST_0,
                 "timeout_s": FINITE_ABOVE_0,
             },
@@ -557,6 +585,25 @@ def _wrong_length(section: RunSection) -> Iterator[Refusal]:
             "",
             "give a number above 0; `engine-train eval` measures a model without training it",
         )
+
+
+def _wrong_best(section: RunSection) -> Iterator[Refusal]:
+    """Yield a refusal for each setting about the best step that has no effect."""
+    metric = section.keep_best
+    yield (
+        metric is not None and not metric.startswith("eval/"),
+        "keep_best",
+        f"expected a figure of an evaluation, got {metric!r}",
+        "",
+        "name one that begins with eval/, such as eval/accuracy or eval/loss",
+    )
+    yield (
+        section.patience is not None and metric is None,
+        "patience",
+        f"{section.patience}, but run.keep_best is null",
+        "the run must know which figure should become better",
+        "set run.keep_best: eval/accuracy, or run.patience: null",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -26,6 +26,9 @@ from engine_trainer.config.sections import EngineSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -103,8 +106,16 @@ class EngineGroup(Protocol):
         """See ``Engine.load_checkpoint``."""
         ...
 
-    def save_hf(self, directory: Path) -> None:
+    def save_hf(self, directory: Path, *, dtype: torch.dtype) -> None:
         """See ``Engine.save_hf``."""
+        ...
+
+    def keep_generators(self) -> None:
+        """Keep the states that the generators of the engine's processes have now."""
+        ...
+
+    def restore_generators(self) -> None:
+        """Restore the states that ``keep_generators`` kept last."""
         ...
 
     def close(self) -> None:
@@ -184,6 +195,13 @@ class Launcher(Protocol):
         """Build replicas that serve the policy.
 
         Phases ``generate`` and ``reward`` go to ``timers``.
+        """
+        ...
+
+    def why_unusable(self, error: BaseException) -> str | None:
+        """Return why engines cannot be called after an error of the loop; None if they can be.
+
+        Ranks that do not all raise, or that are gone, cannot take part in a save.
         """
         ...
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from engine_api import generators, heartbeat
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm, TorchComm, together
@@ -49,6 +50,7 @@ class SpmdEngines:
         self.device = device
         self.dp_size = engine.topology.dp_size
         self.local_dp_ranks: Sequence[int] = (engine.topology.dp_rank,)
+        self._generators: Mapping[str, Any] = generators.capture(device)
 
     @property
     def weight_version(self) -> int:
@@ -112,9 +114,17 @@ class SpmdEngines:
         """See ``EngineGroup``."""
         return self.engine.load_checkpoint(directory)
 
-    def save_hf(self, directory: Path) -> None:
+    def save_hf(self, directory: Path, *, dtype: torch.dtype) -> None:
         """See ``EngineGroup``."""
-        self.engine.save_hf(directory)
+        self.engine.save_hf(directory, dtype=dtype)
+
+    def keep_generators(self) -> None:
+        """See ``EngineGroup``."""
+        self._generators = generators.capture(self.device)
+
+    def restore_generators(self) -> None:
+        """See ``EngineGroup``."""
+        generators.restore(self._generators, self.device)
 
     def close(self) -> None:
         """See ``EngineGroup``."""
@@ -251,6 +261,12 @@ class Spmd:
             return Replica.create(spec, timers), exporter
 
         return SpmdRollouts(*agreed(self.comm, build), policy)
+
+    def why_unusable(self, error: BaseException) -> str | None:
+        """See ``Launcher``."""
+        if self.comm.world_size == 1 or heartbeat.raised_by_all(error):
+            return None
+        return "other ranks may be gone, or in the middle of a call"
 
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""

@@ -107,17 +107,20 @@ def train_pairs(
         trainer = PairTrainer(run, data, objective_of(run, data, visited))
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
-        if state["step"] == 0 and data.heldout is not None:
-            run.log.write(0, trainer.evaluate())
-        for step in run.steps(state["step"]):
+        done = state["step"]
+        if (done == 0 and data.heldout is not None) or "unmeasured" in state:
+            run.log_start(done, state.get("unmeasured", {}) | trainer.evaluate())
+        for step in run.steps(done):
             indices = order.take(position, config.batch_size)
             position += len(indices)
             metrics = trainer.step(step, indices) | {"train/epoch": position / len(data.train)}
+            state = {"position": position, "rows": len(data.train)}
             if step == run.total_steps or (
                 config.eval and config.eval.every and step % config.eval.every == 0
             ):
+                run.complete(step, metrics, state)
                 metrics |= trainer.evaluate()
-            run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
+            run.end_step(step, metrics, state, show=SHOW)
         trainer.objective.close()
         return run.finish(tokenizer.tokenizer)
 

@@ -77,15 +77,18 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         learner.restore(state.get("learner", {}))
         sampler.failures.restore(state.get("failures", {}))
         learner.rest()
-        recorder.open(state["step"])
-        if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
-            run.log.write(0, start)
+        done = state["step"]
+        recorder.open(done)
+        if done == 0 or "unmeasured" in state:
+            figures = state.get("unmeasured", train.figures()) | evaluator.measure(done)
+            if figures:
+                run.log_start(done, figures)
         # Closed after an error, too: a thread that generates must not go on with ended workers.
         with (
             closing(recorder),
             closing(_source(run, config, sampler, learner, train, order, state)) as source,
         ):
-            for step in run.steps(state["step"]):
+            for step in run.steps(done):
                 experience = source.take(step)
                 sampler.failures.count(experience.generated)
                 keep = recorder.choose(experience)
@@ -95,18 +98,14 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
                 }
+                state = {**experience.state, "rows": len(train), "learner": learner.state}
                 if config.eval and (
                     step == run.total_steps or (config.eval.every and step % config.eval.every == 0)
                 ):
+                    run.complete(step, metrics, state | {"failures": sampler.failures.state})
                     source.settle()
                     metrics |= evaluator.measure(step)
-                state = {
-                    **experience.state,
-                    "rows": len(train),
-                    "learner": learner.state,
-                    "failures": sampler.failures.state,
-                }
-                run.end_step(step, metrics, state, show=SHOW)
+                run.end_step(step, metrics, state | {"failures": sampler.failures.state}, show=SHOW)
             recorder.settle()
         learner.close()
         sampler.close()

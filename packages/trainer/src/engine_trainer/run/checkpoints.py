@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
@@ -14,13 +15,15 @@ from typing import Any
 from engine_api.checkpoint import LATEST, locate, repair
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointMismatch, CheckpointMissing, ConfigError
-from engine_api.folders import remove
+from engine_api.folders import remove, write_text
 from engine_api.manifest import MANIFEST, read_manifest
 from engine_api.results import CheckpointHandle
 from engine_trainer.config.loading import flatten, to_plain
 from engine_trainer.config.secrets import Referred
 from engine_trainer.placement.groups import EngineGroup
 
+# The file in the folder of checkpoints with the name of the best one.
+BEST = "best"
 _STEP = re.compile(r"step-(\d{6,})$")
 # Settings that a resumed run may not change. Every other setting may change, and a change is
 # named unless the key begins with one of FREE.
@@ -41,7 +44,8 @@ FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "eng
 class Checkpoints:
     """The folder ``output_dir/checkpoints`` with ``step-000120`` folders and ``latest``.
 
-    It keeps the newest ``keep`` checkpoints; 0 keeps all. Engines other than the policy have
+    It keeps the newest ``keep`` checkpoints; 0 keeps all. In addition it keeps the one of the step
+    ``best``, which the file ``best`` names. Engines other than the policy have
     checkpoints in folders of their names, such as ``critic/step-000120``. These are complete
     before the policy's checkpoint begins, so that a step is complete when the policy's folder is.
     """
@@ -50,6 +54,16 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.saved: int | None = None  # newest step that was saved or loaded
         self._handle: CheckpointHandle | None = None
+        self.best: int | None = None
+        self._since = time.monotonic()  # when the newest save began, or the run
+
+    def start_clock(self) -> None:
+        """Begin to measure the time to the next save."""
+        self._since = time.monotonic()
+
+    def is_older_than(self, minutes: float) -> bool:
+        """Return whether the newest save began ``minutes`` ago or earlier; False for 0 minutes."""
+        return 0 < 60 * minutes <= time.monotonic() - self._since
 
     def steps(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
@@ -94,6 +108,7 @@ class Checkpoints:
         if step == self.saved:
             return
         self.wait(comm)
+        self.start_clock()
         together(
             comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None
         )
@@ -139,6 +154,7 @@ class Checkpoints:
         whole = {path.name for path in self.steps().values()}
         halves = [path for path in self.folder.glob("*/step-*") if path.name not in whole]
         (self.folder / f"{LATEST}.partial").unlink(missing_ok=True)
+        (self.folder / f"{BEST}.partial").unlink(missing_ok=True)
         for path in [*self.folder.glob("step-*.partial"), *halves]:
             shutil.rmtree(path)
         for folder in {self.folder, *(path.parent for path in self.folder.glob("*/step-*"))}:
@@ -166,7 +182,10 @@ class Checkpoints:
 
     def _prune(self) -> None:
         steps = list(self.steps().items())
-        for _, path in steps[: -self.keep] if self.keep else []:
+        if self.best in dict(steps):
+            write_text(self.folder / BEST, dict(steps)[self.best].name)
+        old = steps[: -self.keep] if self.keep else []
+        for path in (path for step, path in old if step != self.best):
             # The policy's folder goes first: the rest of a killed removal is then no checkpoint.
             for part in (path, *self.folder.glob(f"*/{path.name}")):
                 remove(part)

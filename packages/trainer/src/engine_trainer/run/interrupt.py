@@ -5,9 +5,11 @@ A second signal aborts the run.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -20,10 +22,15 @@ class Interrupt:
     """A context manager whose ``requested`` becomes true at the first signal.
 
     Outside the main thread it does nothing.
+
+    Args:
+        describe: function that returns the answer to the first signal, for the terminal; None for
+            no answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[[], str] | None = None) -> None:
         self.requested = False
+        self._describe = describe
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -49,3 +56,6 @@ class Interrupt:
             raise KeyboardInterrupt
         if not self.requested:
             self.requested, self._since = True, now
+            if self._describe is not None:
+                # Not print: the signal may have interrupted one, and a buffer is not reentrant.
+                os.write(2, f"\n{self._describe()}\n".encode())

@@ -17,8 +17,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,19 +31,20 @@ from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
-from engine_api.errors import ConfigError
-from engine_api.folders import replace_folder, restore, write_text
+from engine_api.errors import ConfigError, EngineError
+from engine_api.folders import write_text
 from engine_api.generators import seed_all
-from engine_api.hf_folder import WEIGHT_FILES
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
 from engine_trainer.placement import loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
-from engine_trainer.run.checkpoints import Checkpoints, compare, fingerprint, read_extra
+from engine_trainer.run.best import BestStep
+from engine_trainer.run.checkpoints import BEST, Checkpoints, compare, fingerprint, read_extra
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
-from engine_trainer.telemetry.logs import RunLog, Timers
+from engine_trainer.run.model_folder import export_dtype, write_model
+from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.report import write_report
 
 log = logging.getLogger("engine_trainer")
@@ -71,7 +72,9 @@ class Outcome:
 class Run:
     """One run, used as a context manager.
 
-    The order of calls is ``start``, ``resume``, then ``steps`` with ``end_step`` in each step.
+    The order of calls is ``start``, ``resume``, then ``steps`` with ``complete`` and ``end_step``
+    in each step. An error that leaves the context manager saves the last complete step, where the
+    weights are still those of that step and all ranks can take part.
 
     Attributes:
         launcher: the launcher that runs the engines and rollouts.
@@ -107,6 +110,11 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that is complete
+        # The loop's state after that step, and its figures until they are logged.
+        self._position: dict[str, Any] | None = None
+        self._unlogged: Mapping[str, float] | None = None
+        self._versions: list[int] = []  # of the engines' weights, after that step
+        self._best = BestStep(config.run.keep_best, config.run.patience)
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
         self.launcher = launcher or Spmd(
@@ -115,11 +123,13 @@ class Run:
         self.companions: dict[str, EngineGroup] = {}
         self.interrupted = False
         self.before_save: list[Callable[[], None]] = []
-        self._interrupt = Interrupt()
+        self._interrupt = Interrupt(self._describe_interrupt if self.is_main else None)
         self._lock = FolderLock(self.folder)
 
     def __enter__(self) -> Self:
-        self._interrupt.__enter__()
+        # An evaluation has nothing to save: a signal ends it at once.
+        if self.kind != "eval":
+            self._interrupt.__enter__()
         return self
 
     def __exit__(
@@ -134,10 +144,10 @@ class Run:
             stack.callback(self._lock.release)
             stack.callback(self.launcher.close)
             stack.callback(self.log.close)
-            # After an error other ranks may be anywhere in the code, so that nothing that needs
-            # all ranks may be called.
             if error is None:
                 self.checkpoints.wait(self.comm)
+            elif isinstance(error, Exception) and self._position is not None:
+                self._rescue(error)
 
     @property
     def comm(self) -> Comm:
@@ -177,6 +187,12 @@ class Run:
                 section.schedule.warmup_steps,
                 updates,
             )
+        if self.config.run.keep_best is not None and self.config.eval is None:
+            raise ConfigError(
+                "run.keep_best",
+                f"{self.config.run.keep_best!r}, but the run has no evaluation",
+                remedy="set eval.source and eval.every, or run.keep_best: null",
+            )
         self.device, capabilities = self.launcher.resolve(section)
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
             raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
@@ -213,6 +229,8 @@ class Run:
                     remedy="use the data of the first run, or run.resume=never",
                 )
             self.checkpoints.saved = self._reached = int(state["step"])
+            self._best.restore(state.get("best", {}))
+            self.checkpoints.best = self._best.step
             self.log.say(f"resumed from {found} after step {state['step']}")
             if self._reached >= self.total_steps:
                 self.log.say(
@@ -221,7 +239,32 @@ class Run:
                     "new run in another run.output_dir"
                 )
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
+        self.checkpoints.start_clock()
         return state
+
+    def log_start(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the figures from before the first step, or those of an evaluation that was missing.
+
+        ``step`` is the number of steps done.
+        """
+        self.log.write(step, metrics)
+        if step and self._best.note(step, metrics):
+            self.checkpoints.best = step
+
+    def complete(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> None:
+        """Note that the update of ``step`` is done.
+
+        A run that fails from here on loses nothing of this step. The arguments are those of
+        ``end_step``, without the figures of an evaluation that follows. When this evaluation
+        fails, the resumed run finds ``metrics`` as ``unmeasured`` in its state.
+        """
+        self._reached = step
+        self._position = {**state, "step": step, "best": self._best.state}
+        self._unlogged = metrics
+        self._versions = self._weight_versions()
+        # A step that fails may draw random numbers first. The step that takes its place must draw
+        # the same ones.
+        self.policy.keep_generators()
 
     def steps(self, done: int) -> Iterator[int]:
         """Yield the step numbers from ``done + 1`` to ``total_steps``.
@@ -229,7 +272,7 @@ class Run:
         After a signal the iteration ends early, on all ranks together.
         """
         for step in range(done + 1, self.total_steps + 1):
-            if self.interrupted:
+            if self.interrupted or self._best.is_over:
                 return
             profiled = step in self.config.run.profile_steps
             if profiled:
@@ -248,8 +291,8 @@ class Run:
     ) -> None:
         """Log a step, and save a checkpoint when one is due.
 
-        A checkpoint is due every ``run.save_every`` steps, at the end with ``run.save_last``, and
-        when a signal came on any rank.
+        A checkpoint is due every ``run.save_every`` steps, ``run.save_minutes`` after the last one,
+        at the end with ``run.save_last``, and when a signal came on any rank.
 
         Args:
             step: the step that is complete.
@@ -257,31 +300,41 @@ class Run:
             state: the position of the loop as JSON, the same on all ranks; ``resume`` returns it.
             show: the metrics that are shown next to the progress bar.
         """
-        run, last = self.config.run, step == self.total_steps
-        self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
+        run = self.config.run
+        self.complete(step, metrics, state)
+        if is_best := self._best.note(step, metrics):
+            self.checkpoints.best = step
+        assert self._position is not None
+        self._position["best"] = self._best.state
+        last = step == self.total_steps or self._best.is_over
+        signs = self.comm.all_gather(
+            (self._interrupt.requested, self.checkpoints.is_older_than(run.save_minutes))
+        )
+        self.interrupted = any(requested for requested, _ in signs)
         # An evaluation is too costly for its figures not to be logged.
         measured = any(name.startswith("eval/") for name in metrics)
         if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
+        self._unlogged = None
         self.log.progress(step, metrics, show)
-        self._reached = step
         if (
             (last and run.save_last)
             or self.interrupted
+            or any(old for _, old in signs)
+            or is_best
             or (run.save_every and step % run.save_every == 0)
         ):
-            with self.timers.phase("save"):
-                for complete in self.before_save:
-                    complete()
-                extra = {
-                    "kind": self.kind,
-                    "config": self._fingerprint(),
-                    "loop": {**state, "step": step},
-                }
-                self.checkpoints.save(self.policy, self.comm, step, extra, self.companions)
+            for complete in self.before_save:
+                complete()
+            self._save()
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")
-        if self.interrupted and not last:
+        if self._best.is_over:
+            self.log.say(
+                f"stopped after step {step}: {run.patience} evaluations in a row were not better "
+                f"than {self._best}"
+            )
+        elif self.interrupted and not last:
             self.log.say(
                 f"stopped after step {step} of {self.total_steps}, saved; the same command "
                 "continues from there"
@@ -291,12 +344,16 @@ class Run:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
-        the last step is complete.
+        the run is not interrupted.
         """
         self.checkpoints.wait(self.comm)
         step = self._reached
-        if step == self.total_steps and self.config.run.save_hf:
-            self._save_model(tokenizer)
+        if self._best.step is not None:
+            best = self.folder / "checkpoints" / BEST
+            self.log.say(f"best {self._best}; engine-train export {best} DIR writes its model")
+        if (step == self.total_steps or self._best.is_over) and self.config.run.save_hf:
+            dtype = export_dtype(self.config.run.hf_dtype, self.config.engine.precision)
+            write_model(self.policy, self.comm, self.folder / "hf", tokenizer, dtype=dtype)
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)
@@ -313,25 +370,67 @@ class Run:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _save_model(self, tokenizer: Any) -> None:
-        """Write the model and the tokenizer to a new folder, then replace ``hf`` by it.
+    def _save(self) -> None:
+        """Save the last complete step."""
+        with self.timers.phase("save"):
+            extra = {
+                "kind": self.kind,
+                "config": self._fingerprint(),
+                "loop": self._position,
+            }
+            self.checkpoints.save(self.policy, self.comm, self._reached, extra, self.companions)
 
-        A kill leaves the former folder or the new one, whole.
-        """
-        final = self.folder / "hf"
-        new = self.folder / "hf.new"
+    def _rescue(self, error: Exception) -> None:
+        """Save the last complete step after an error, and say what is kept and what is lost."""
+        why = None
+        if self.checkpoints.saved != self._reached:
+            why = self._why_unsavable(error)
+        if why is None:
+            try:
+                self._save_after_error()
+            # The error that ended the run is raised in any case. This one is only told.
+            except (EngineError, OSError) as second:
+                why = str(second)
+        if self.is_main:
+            self.log.say(self._describe_failure(why))
 
-        def prepare() -> None:
-            restore(final)
-            shutil.rmtree(new, ignore_errors=True)  # a killed save's remains
+    def _why_unsavable(self, error: Exception) -> str | None:
+        """Return why the last complete step cannot be saved after ``error``; None if it can."""
+        if (why := self.launcher.why_unusable(error)) is not None:
+            return why
+        if self._weight_versions() != self._versions:
+            return f"step {self._reached + 1} has updated the weights in part"
+        return None
 
-        def replace() -> None:
-            tokenizer.save_pretrained(new)
-            replace_folder(new, final, stale=WEIGHT_FILES)
+    def _save_after_error(self) -> None:
+        assert self._position is not None
+        self.policy.restore_generators()
+        if self._unlogged is not None:
+            finite = {k: v for k, v in self._unlogged.items() if math.isfinite(v)}
+            self._position["unmeasured"] = finite
+        self._save()
+        self.checkpoints.wait(self.comm)
 
-        together(self.comm, lambda: prepare() if self.is_main else None)
-        self.policy.save_hf(new)
-        together(self.comm, lambda: replace() if self.is_main else None)
+    def _describe_failure(self, why: str | None) -> str:
+        reached = self._reached
+        during = "in the evaluation after" if self._unlogged is not None else "after"
+        newest = max(self.checkpoints.steps(), default=0)
+        if newest == reached:
+            return (
+                f"failed {during} step {reached}, which is saved; once the cause is removed, the "
+                "same command continues from there"
+            )
+        lost = f"{reached - newest} step{'s' if reached - newest > 1 else ''} will be trained again"
+        saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        return f"failed {during} step {reached}, which could not be saved ({why}); {saved}: {lost}"
+
+    def _describe_interrupt(self) -> str:
+        if self._reached >= self.total_steps:
+            return "finishing the run; again to abort"
+        return f"finishing step {self._reached + 1}, then saving; again to abort"
+
+    def _weight_versions(self) -> list[int]:
+        return [group.weight_version for group in (self.policy, *self.companions.values())]
 
     def _find(self) -> Path | None:
         if not self.is_main:
@@ -347,6 +446,13 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints.clean()
         write_text(self.folder / "config.yaml", to_yaml(self.config))
+        logged = last_step(self.folder / METRICS)
+        if logged > step:
+            from_where = f"the checkpoint is of step {step}" if step else "there is no checkpoint"
+            self.log.say(
+                f"{self.folder} has figures up to step {logged}, but {from_where}: steps "
+                f"{step + 1} to {logged} are trained again"
+            )
         self.log.open(step)
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""The end of a rank together with torchrun, its launcher."""
+"""What a rank has to do with torchrun, its launcher: it ends with it, and speaks once."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 
 from engine_api.parent_watchdog import end_with_parent
 
 _CONNECT_S = 10.0
+_SAY_S = 5.0
 
 
 def end_with_torchrun() -> None:
@@ -37,3 +39,20 @@ def end_with_torchrun() -> None:
         # This does not show that torchrun has ended. The rendezvous has its own deadline, and a
         # more detailed error.
         return
+
+
+def is_first_to_say(text: str) -> bool:
+    """Return whether no other rank has asked this for ``text`` before, since torchrun's last start.
+
+    The ranks count in the store of their rendezvous. Without a store, each rank is the first.
+    """
+    from engine_api.stores import reach_store
+
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    key = f"engine_trainer/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
+    size = int(os.environ["WORLD_SIZE"])
+    try:
+        store = reach_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, _SAY_S)
+        return store.add(key, 1) == 1
+    except RuntimeError:
+        return True

@@ -269,6 +269,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if _step_of(line) < math.inf]
 
 
+def last_step(path: Path) -> int:
+    """Return the step of the last row of a ``metrics.jsonl``; 0 without a row."""
+    rows = read_metrics(path) if path.is_file() else []
+    return int(rows[-1]["step"]) if rows else 0
+
+
 def _step_of(row: str) -> float:
     try:
         return float(json.loads(row)["step"])

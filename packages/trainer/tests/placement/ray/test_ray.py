@@ -75,6 +75,7 @@ def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path,
     assert row["time/generate"] > 0
 
 
+@pytest.mark.nightly
 def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model, tmp_path, plan):
     sections = {"algorithm": PPO, "run": {"steps": 2}}
     train_on_ray(on_ray(sums_model, tmp_path / "alone", **sections))
@@ -93,6 +94,7 @@ def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model,
     assert all(row["critic/updates"] == 2 for row in result_of(tmp_path / "out")[1])
 
 
+@pytest.mark.nightly
 def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(
     sums_model, tmp_path, plan, alone
 ):

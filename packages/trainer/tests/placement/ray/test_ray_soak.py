@@ -81,6 +81,7 @@ class Reaper(threading.Thread):
         return sorted(found)
 
 
+@pytest.mark.nightly
 def test_random_kills(sums_model, tmp_path, monkeypatch):
     let_workers_import_helpers(monkeypatch)
     monkeypatch.setenv("RAY_FAULTS", str(tmp_path / "none"))

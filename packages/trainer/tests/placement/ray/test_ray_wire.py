@@ -143,6 +143,7 @@ def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_pat
     assert result_of(out) == result_of(beside(2))
 
 
+@pytest.mark.nightly
 def test_a_replica_that_hangs_in_a_sync_is_lost_within_the_deadline(model, tmp_path, plan):
     plan.write_text(json.dumps([fault("rollout-0", "take", 2, "hang")]))
     with pytest.raises(WorkerLost, match=r"(?s)rollout-0 \(receive\).*no response within 60 s"):

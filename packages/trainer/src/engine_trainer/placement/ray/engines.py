@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 
 from engine_api.batch import Batch
 from engine_api.losses import LossFn
@@ -91,9 +92,17 @@ class RayEngines:
         self._version = info.step
         return info
 
-    def save_hf(self, directory: Path) -> None:
+    def save_hf(self, directory: Path, *, dtype: torch.dtype) -> None:
         """See ``EngineGroup``."""
-        self.call_all("save_hf", directory)
+        self.call_all("save_hf", directory, dtype)
+
+    def keep_generators(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("keep_generators")
+
+    def restore_generators(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("restore_generators")
 
     def close(self) -> None:
         """See ``EngineGroup``."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm
 from engine_api.config import EngineConfig
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, RankFailure
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.ray import cluster
-from engine_trainer.placement.ray.calls import Pool, attempt, finish
+from engine_trainer.placement.ray.calls import Pool, WorkerLost, attempt, finish
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.ray.meter import Meter
 from engine_trainer.placement.ray.rollouts import Colocated, Separate
@@ -98,6 +98,12 @@ class OnRay:
                 )
         self._connect(spec, self._policy.pool, self._rollout_pool)
         return Separate(self._rollout_pool, self._policy, timers)
+
+    def why_unusable(self, error: BaseException) -> str | None:
+        """See ``Launcher``."""
+        if isinstance(error, WorkerLost | RankFailure):
+            return "a worker is lost, or in the middle of a call"
+        return None
 
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from engine_api.batch import Batch
@@ -152,9 +153,17 @@ class EngineWorker(Worker):
         """See ``Engine.load_checkpoint``."""
         return self._engines[number].load_checkpoint(directory)
 
-    def save_hf(self, number: int, directory: Path) -> None:
+    def save_hf(self, number: int, directory: Path, dtype: torch.dtype) -> None:
         """See ``Engine.save_hf``."""
-        self._engines[number].save_hf(directory)
+        self._engines[number].save_hf(directory, dtype=dtype)
+
+    def keep_generators(self, number: int) -> None:
+        """See ``EngineGroup.keep_generators``."""
+        self._engines[number].keep_generators()
+
+    def restore_generators(self, number: int) -> None:
+        """See ``EngineGroup.restore_generators``."""
+        self._engines[number].restore_generators()
 
     def close_engine(self, number: int) -> None:
         """See ``Engine.close``."""

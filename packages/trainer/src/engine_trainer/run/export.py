@@ -1,0 +1,112 @@
+"""``engine-train export``: the model or the adapter of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine_api.checkpoint import locate
+from engine_api.config import Parallelism
+from engine_api.errors import CheckpointMissing, ConfigError
+from engine_api.manifest import MANIFEST
+from engine_trainer.config import Config
+from engine_trainer.config.loading import load_config
+from engine_trainer.data import load_tokenizer
+from engine_trainer.placement.spmd import Spmd
+from engine_trainer.run.checkpoints import BEST, read_extra
+from engine_trainer.run.model_folder import export_dtype, write_adapter, write_model
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that ``path`` names.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints or a run's folder, whose latest checkpoint is
+            meant, or the file ``checkpoints/best``.
+
+    Raises ``CheckpointMissing`` if there is none.
+    """
+    if path.name == BEST and path.is_file():
+        path = path.parent / Path(path.read_text(encoding="utf-8").strip()).name
+    elif (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    found = locate(path)
+    if not (found / MANIFEST).is_file():
+        raise CheckpointMissing(
+            "there is no checkpoint",
+            where=str(path),
+            remedy="name a run's folder, or one of its checkpoints/step-…",
+        )
+    return found
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    directory: Path,
+    configs: Mapping[str, type[Config]],
+    *,
+    dtype: str | None = None,
+    adapter: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Write the model of a checkpoint to ``directory``, and return the checkpoint.
+
+    The run's ``config.yaml`` says which engine reads the checkpoint. The engine has all ranks that
+    call this, sharded over them unless ``overrides`` name other sizes.
+
+    Args:
+        checkpoint: see ``find_checkpoint``.
+        directory: a new or empty folder.
+        configs: class of the configuration by the kind of the run.
+        dtype: name of the dtype of the written weights; None is ``run.hf_dtype``, or the dtype of
+            the computation.
+        adapter: True writes the adapter alone, as PEFT reads it.
+        overrides: ``key.sub=value`` for the run's configuration.
+
+    Raises ``ConfigError`` for a folder that is not empty, a run without ``config.yaml``, or a run
+    without an adapter; ``CheckpointError`` for the checkpoint.
+    """
+    found = find_checkpoint(checkpoint)
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError("DIR", f"{directory} is not empty", remedy="name a new folder")
+    kind = str(read_extra(found)["kind"])
+    file = found.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            "CHECKPOINT",
+            f"there is no {file}",
+            why="it says which model and engine the checkpoint belongs to",
+            remedy="copy the run's config.yaml to this place",
+        )
+    config = load_config(configs[kind], file, overrides)
+    section = replace(config.engine, optimizer=None)
+    if not any(override.startswith("engine.parallelism") for override in overrides):
+        section = replace(section, parallelism=Parallelism())
+    lora = section.lora
+    if adapter and lora is None:
+        raise ConfigError(
+            "--adapter", "the run has no adapter", remedy="leave --adapter out for the whole model"
+        )
+    tokenizer = load_tokenizer(config.data, section.model)
+    launcher = Spmd(timeout_s=config.run.timeout_s)
+    try:
+        device, _ = launcher.resolve(section)
+        policy = launcher.engines(section, section.build(seed=0, total_steps=1), device)
+        policy.load_checkpoint(found)
+        chosen = export_dtype(dtype or config.run.hf_dtype, section.precision)
+        if adapter:
+            assert lora is not None
+            write_adapter(
+                policy.engine,
+                launcher.comm,
+                directory,
+                lora=lora,
+                base=section.model.path,
+                dtype=chosen,
+            )
+        else:
+            write_model(policy, launcher.comm, directory, tokenizer.tokenizer, dtype=chosen)
+    finally:
+        launcher.close()
+    return found
