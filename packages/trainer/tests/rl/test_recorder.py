@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 from rl_runs import configure, start, tree
-from rollout_rows import rows_of_step, without_clocks
+from rollout_rows import rollouts_of, rows_of_step, without_clocks
 from waiting import DEADLINE_S
 
 from engine_api.comm import SingleComm
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, EngineError
 from engine_trainer.config.sections import RunSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Group, ScoredCompletion
@@ -23,7 +25,13 @@ from engine_trainer.rl.experience import Experience
 from engine_trainer.rl.kept_tokens import KeptTokens
 from engine_trainer.rl.recorder import Recorder
 from engine_trainer.telemetry.logs import Timers, read_metrics
-from engine_trainer.telemetry.rollouts import SCHEMA, files_of, path_of, read_rollouts
+from engine_trainer.telemetry.rollouts import (
+    SCHEMA,
+    RolloutFiles,
+    files_of,
+    path_of,
+    read_rollouts,
+)
 
 PER_TOKEN = (
     "token_texts",
@@ -195,6 +203,65 @@ def test_the_files_of_a_checkpoints_steps_are_on_the_disk_before_it(
     monkeypatch.setattr(Checkpoints, "save", note)
     train(configure(sums_model, tmp_path, run={"steps": 3, "save_every": 1}))
     assert there == [(1, True), (2, True), (3, True)]
+
+
+def test_a_file_that_cannot_be_written_ends_the_run_with_its_step_saved(
+    train, sums_model, tmp_path, monkeypatch
+):
+    """The error is raised before a further step changes the weights, so that none is lost."""
+    write = RolloutFiles._write
+
+    def fail(self, step, build):
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, step, build)
+
+    config = configure(sums_model, tmp_path, run={"steps": 4, "save_every": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutFiles, "_write", fail)
+        with pytest.raises(EngineError, match="No space left"):
+            train(config)
+    assert [path.name for path in files_of(tmp_path / "rollouts")] == ["step-000001.parquet"]
+    train(config)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    resumed = [int(path.stem[5:]) for path in files_of(tmp_path / "rollouts")]
+    assert resumed == [1, 3, 4]
+
+
+def test_an_evaluation_that_fails_loses_and_doubles_no_rows(
+    train, sums_model, tmp_path, monkeypatch
+):
+    from engine_trainer.sampling.evaluate import Evaluator
+
+    measure = Evaluator.measure
+
+    def fail(self, step):
+        if step == 2:
+            raise ValueError("the evaluation fails")
+        return measure(self, step)
+
+    config = configure(
+        sums_model,
+        tmp_path / "failed",
+        run={"steps": 3, "rollouts": "all"},
+        eval={"source": str(sums_model / "test.jsonl"), "every": 2},
+    )
+    whole = replace(config, run=replace(config.run, output_dir=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "measure", fail)
+        with pytest.raises(ValueError, match="evaluation fails"):
+            train(config)
+    second = path_of(tmp_path / "failed" / "rollouts", 2).read_bytes()
+    train(config)
+    assert path_of(tmp_path / "failed" / "rollouts", 2).read_bytes() == second
+    train(whole)
+    assert rollouts_of(tmp_path / "failed") == rollouts_of(tmp_path / "whole")
+    assert len(rollouts_of(tmp_path / "whole")) == 3 * 32
 
 
 def test_none_keeps_nothing_and_changes_nothing(train, sums_model, tmp_path):

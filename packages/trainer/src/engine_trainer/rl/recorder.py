@@ -69,7 +69,11 @@ class Recorder:
 
         A number of them is taken from groups in equal distances, because the first groups of an
         asynchronous step are those with the shortest completions.
+
+        Raises ``EngineError`` where the file of the step before could not be written: here no
+        weight has changed since that step, which can still be saved.
         """
+        self.settle()
         groups = experience.generated or experience.groups
         places = {id(group): place for place, group in enumerate(experience.groups)}
         wanted = self._config.run.rollouts
@@ -94,27 +98,20 @@ class Recorder:
         return [c.learned for c in self._chosen if c.learned is not None]
 
     def record(self, step: int, kept: KeptTokens) -> None:
-        """Write the chosen completions of ``step`` in the background.
-
-        Raises ``EngineError`` where the file of the step before could not be written.
-        """
-        if self._config.run.rollouts == "none":
-            return
+        """Write the chosen completions of ``step`` in the background."""
         chosen = self._chosen
         self._chosen = []
-        seconds = self._run.timers.running()
-
-        def write() -> None:
-            if self._active and chosen:
-                now = time.time()
-                self._files.write(step, lambda: self._table(step, now, chosen, kept, seconds))
-
-        with self._run.timers.phase("rollouts"):
-            together(self._run.comm, write)
+        if self._active and chosen:
+            now = time.time()
+            seconds = self._run.timers.running()
+            self._files.write(step, lambda: self._table(step, now, chosen, kept, seconds))
 
     def settle(self) -> None:
         """Wait until the newest file is on the disk. Raises ``EngineError``."""
-        together(self._run.comm, lambda: self._files.wait() if self._active else None)
+        if self._config.run.rollouts == "none":
+            return
+        with self._run.timers.phase("rollouts"):
+            together(self._run.comm, lambda: self._files.wait() if self._active else None)
 
     def close(self) -> None:
         """End the thread that writes, after an error too; called by each process alone."""
