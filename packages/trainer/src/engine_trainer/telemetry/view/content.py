@@ -87,20 +87,34 @@ def read_content(run: Path, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) ->
             remedy="name the output_dir of a run of rl with run.rollouts other than none, or with "
             "an evaluation",
         )
-    tables = [read_rollouts(path, ["step", "group", "reward", "tokens"]) for path in files]
-    lengths = [_column(pc.list_value_length(table["tokens"]), np.int64) for table in tables]
-    groups = [_column(table["group"], np.int64) for table in tables]
-    chosen = _choose(groups, lengths, rows, tokens)
+    parts = [_overview(path) for path in files]
+    groups = [numbers for _, numbers in parts]
+    overviews = [overview for overview, _ in parts]
+    chosen = _choose(groups, [overview.lengths for overview in overviews], rows, tokens)
     return Content(
         overview=Overview(
-            steps=_joined([_column(t["step"], np.int64) for t in tables], np.int64),
-            rewards=_joined([_column(t["reward"], np.float64) for t in tables], np.float64),
-            lengths=_joined(lengths, np.int64),
+            steps=_joined([overview.steps for overview in overviews], np.int64),
+            rewards=_joined([overview.rewards for overview in overviews], np.float64),
+            lengths=_joined([overview.lengths for overview in overviews], np.int64),
         ),
         chosen={files[f]: numbers for f, numbers in chosen.items()},
         rows=sum(int(np.isin(groups[f], numbers).sum()) for f, numbers in chosen.items()),
         evaluations=evaluations,
     )
+
+
+def _overview(path: Path) -> tuple[Overview, NDArray[np.int64]]:
+    """Return the overview of one file, and the number of the group of each of its completions.
+
+    The tokens themselves are dropped: those of a long run may not fit into memory.
+    """
+    table = read_rollouts(path, ["step", "group", "reward", "tokens"])
+    overview = Overview(
+        steps=_column(table["step"], np.int64),
+        rewards=_column(table["reward"], np.float64),
+        lengths=_column(pc.list_value_length(table["tokens"]), np.int64),
+    )
+    return overview, _column(table["group"], np.int64)
 
 
 def _choose(
