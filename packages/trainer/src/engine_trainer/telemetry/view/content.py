@@ -64,7 +64,7 @@ class Content:
         """Yield each step with its groups as JSON for the page's script."""
         for path, numbers in self.chosen.items():
             table = read_rollouts(path)
-            table = table.filter(pc.is_in(table["group"], pa.array(numbers, type=pa.int32())))
+            table = table.filter(pa.array(np.isin(_column(table["group"], np.int64), numbers)))
             groups = _groups(table)
             yield table["step"][0].as_py(), groups
 
@@ -112,7 +112,7 @@ def _overview(path: Path) -> tuple[Overview, NDArray[np.int64]]:
     overview = Overview(
         steps=_column(table["step"], np.int64),
         rewards=_column(table["reward"], np.float64),
-        lengths=_column(pc.list_value_length(table["tokens"]), np.int64),
+        lengths=_column(pc.call_function("list_value_length", [table["tokens"]]), np.int64),
     )
     return overview, _column(table["group"], np.int64)
 
