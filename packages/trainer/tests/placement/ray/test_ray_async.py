@@ -296,7 +296,6 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
     assert len(pending) <= 8  # a step ahead: what is begun by then is not too old when it is taken
     kept = rollouts_of(out)
     assert sum(r["learned"] for r in kept) == 6 * 8 * 4
-    assert any(len(set(r["weight_versions"])) > 1 for r in kept)
     stale = sum(not m for r in kept if r["learned"] for m in r["loss_mask"])
     assert stale == sum(r["rollout/stale_tokens"] for r in rows)
 
@@ -316,6 +315,7 @@ def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     # A single sync comes in the middle of a completion by chance; if none of forty does, that is a
     # defect.
     assert any(r["rollout/continued"] > 0 for r in rows)
+    assert any(len(set(r["weight_versions"])) > 1 for r in rollouts_of(out))
     rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.1
     assert sum(rewards[-5:]) / 5 > 0.6
