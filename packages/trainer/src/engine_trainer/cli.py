@@ -119,6 +119,13 @@ def _print_schema(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _view(options: argparse.Namespace) -> int:
+    from engine_trainer.telemetry.view import write_view
+
+    print(write_view(options.folder, options.output))
+    return DONE
+
+
 def _recipes(options: argparse.Namespace) -> int:
     if options.action == "copy":
         copied = copy_recipe(options.name, options.folder)
@@ -355,6 +362,11 @@ def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help=f"one of {', '.join(CONFIGS)}")
 
 
+def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="output_dir of a run, which may be running")
+    parser.add_argument("--output", type=Path, help="file to write, by default FOLDER/view.html")
+
+
 def _add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(dest="action", metavar="copy")
@@ -406,6 +418,11 @@ COMMANDS = {
         run=_export,
         add_arguments=_add_export_arguments,
         takes_overrides=True,
+    ),
+    "view": Command(
+        summary="write a page with the completions and evaluations of a run, for a browser",
+        run=_view,
+        add_arguments=_add_view_arguments,
     ),
     "recipes": Command(
         summary="list the configurations that come with the package, or copy some",

@@ -92,9 +92,8 @@ def board(monkeypatch) -> list[dict]:
     """What wandb, which needs a service, is given."""
     given: list[dict] = []
     run = SimpleNamespace(id="abc", log=lambda *a, **k: None, finish=lambda: None)
-    monkeypatch.setitem(
-        sys.modules, "wandb", SimpleNamespace(init=lambda **kw: given.append(kw) or run)
-    )
+    package = SimpleNamespace(init=lambda **kw: given.append(kw) or run, Table=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", package)
     return given
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rollout_rows import rollouts_of
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
@@ -103,9 +104,9 @@ def rows_of(out: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if not CLOCKS.match(k)} for r in rows]
 
 
-def result_of(out: Path) -> tuple[bytes, list[dict]]:
-    """All that two runs which are equal must have in common."""
-    return (out / "hf" / "model.safetensors").read_bytes(), rows_of(out)
+def result_of(out: Path) -> tuple[bytes, list[dict], list[dict]]:
+    """All that two runs which are equal must have in common: model, metrics and completions."""
+    return (out / "hf" / "model.safetensors").read_bytes(), rows_of(out), rollouts_of(out)
 
 
 def start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 
@@ -41,6 +42,25 @@ def run(sums_model, tmp_path):
         return out, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     return train
+
+
+def test_each_evaluation_shows_the_same_problems(run, sums_model, capsys):
+    evaluation = {"source": str(sums_model / "test.jsonl")}
+    out, _ = run({**evaluation, "sets": {"few": {**evaluation, "max_problems": 3}}})
+    text = capsys.readouterr().out
+    sets = {"eval": [0, 6, 13], "eval/few": [0, 1, 2]}
+    for (name, numbers), step in product(sets.items(), (0, 1)):
+        _, _, after = text.partition(f"samples of {name} after step {step}:\n")
+        lines = after.split("samples of ")[0].splitlines()
+        shown = [int(line.split()[1].rstrip(":")) for line in lines if line.startswith("  problem")]
+        assert shown == numbers, (name, step)
+        path = out / "eval" / name.removeprefix("eval").strip("/") / f"step-{step:06d}.jsonl"
+        problem = [json.loads(line) for line in path.read_text().splitlines()][numbers[1]]
+        assert f"    question   {problem['question']}" in lines
+        first = problem["completions"][0]["text"].strip("\n")
+        assert any(line == f"    completion {first}" for line in lines)
+    run({**evaluation}, run={"show_samples": 0, "resume": "never", "output_dir": f"{out}-2"})
+    assert "samples of" not in capsys.readouterr().out
 
 
 def test_several_held_out_sets_by_name_with_votes(run, sums_model):

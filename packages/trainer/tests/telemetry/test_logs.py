@@ -115,6 +115,29 @@ def test_wandb_is_used_when_installed_and_asked_for_when_not(tmp_path, monkeypat
     assert calls[3]["id"] == "abc"  # the second part of a run goes on in the same wandb run
 
 
+def test_trackio_goes_on_in_the_run_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(
+        ConfigError, match=r"(?s)not installed.*engine-trainer\[trackio\]"
+    ) as caught:
+        RunLog(tmp_path, section(trackio="p"), active=True, total_steps=5)
+    assert caught.value.field == "run.trackio"
+    given, logged = [], []
+    run = SimpleNamespace(
+        name="calm-sea", log=lambda m, step: logged.append((step, m)), finish=lambda: None
+    )
+    package = SimpleNamespace(init=lambda **kw: given.append(kw) or run)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    for done in (0, 1, 0):
+        log = RunLog(tmp_path, section(trackio="p"), active=True, total_steps=5, config={"a": 1})
+        log.open(done)
+        log.write(done + 1, {"x": 2.0})
+        log.close()
+    assert [kw["name"] for kw in given] == [None, "calm-sea", None]
+    assert given[0] == {"project": "p", "resume": "allow", "config": {"a": 1}, "name": None}
+    assert logged == [(1, {"x": 2.0}), (2, {"x": 2.0}), (1, {"x": 2.0})]
+
+
 def test_the_bar_shows_the_figures_that_matter(tmp_path, capsys):
     log = RunLog(tmp_path, section(progress=True), active=True, total_steps=5)
     log.open(2)

@@ -473,8 +473,30 @@ class RunSection:
     """
 
     wandb: str | None = None
-    """Project on Weights & Biases that metrics and configuration are sent to. Null sends
+    """Project on Weights & Biases that metrics, samples of evaluations and configuration are sent
+    to. Null sends nothing.
+    """
+
+    trackio: str | None = None
+    """Project of trackio that metrics, samples of evaluations and configuration are logged to.
+    trackio keeps them on this machine, unless its environment variables name a server. Null logs
     nothing.
+    """
+
+    rollouts: int | Literal["all", "none"] = 64
+    """Completions of each step that ``rl`` keeps in ``output_dir/rollouts``, one Parquet file per
+    step, with the numbers that were used for each token: ``all``, ``none``, or a number of at
+    least 1.
+
+    A number keeps whole groups from all parts of the step, the last of which may be cut. A token
+    takes about 30 bytes before compression. The default keeps 64 completions, which are a few
+    megabytes per step where completions have thousands of tokens. Other tasks keep none.
+    """
+
+    show_samples: int = 3
+    """Number of completions of each evaluation that are shown in the terminal, shortened, and whole
+    in TensorBoard, Weights & Biases and trackio. All evaluations show the same problems. 0 shows
+    none.
     """
 
     progress: bool = True
@@ -499,7 +521,7 @@ class RunSection:
     """
 
     def __post_init__(self) -> None:
-        refuse("run", [*_wrong_length(self), *_wrong_best(self)])
+        refuse("run", [*_wrong_length(self), *_wrong_best(self), _wrong_rollouts(self)])
         require(
             "run",
             self,
@@ -509,6 +531,7 @@ class RunSection:
                 "save_every": AT_LEAST_0,
                 "keep": AT_LEAST_0,
                 "patience": AT_LEAST_1,
+                "show_samples": AT_LEAST_0,
                 "timeout_s": FINITE_ABOVE_0,
             },
         )
@@ -537,6 +560,17 @@ class RunSection:
         if self.steps is not None:
             return self.steps
         return max(1, int((self.epochs or 0) * samples) // batch_size)
+
+
+def _wrong_rollouts(section: RunSection) -> Refusal:
+    """Return the refusal of a number of completions below 1."""
+    return (
+        isinstance(section.rollouts, int) and section.rollouts < 1,
+        "rollouts",
+        f"expected all, none or {AT_LEAST_1.words}, got {section.rollouts}",
+        "",
+        "run.rollouts=none keeps no completions",
+    )
 
 
 def _wrong_length(section: RunSection) -> Iterator[Refusal]:

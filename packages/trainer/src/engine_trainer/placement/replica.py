@@ -48,6 +48,8 @@ class ScoredCompletion:
     """Figures of an agent's trajectory."""
     problem: str = ""
     """The error that the agent's function raised, as text; empty without one."""
+    finish_reason: str = ""
+    """The rollout's reason of the end (``FinishReason``), or ``stop`` or the agent's (``End``)."""
 
     @property
     def num_generated(self) -> int:
@@ -201,6 +203,7 @@ class Replica:
                 finished=_finished(c),
                 score=score,
                 weight_versions=c.weight_versions,
+                finish_reason=c.finish_reason,
             )
             for c, text, score in zip(completions, texts, scores, strict=True)
         ]
@@ -270,6 +273,7 @@ def _score_trajectory(trajectory: Trajectory, score: Score) -> ScoredCompletion:
         loss_weights=trajectory.loss_weights,
         figures=figures,
         problem=trajectory.problem,
+        finish_reason="stop" if trajectory.finished else trajectory.end,
     )
 
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from engine_api.batch import Batch
-from engine_api.losses import token_weights
+from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
 from engine_trainer.placement.groups import Trained, agreed
 from engine_trainer.placement.replica import Group, ScoredCompletion
-from engine_trainer.rl.credit import CreditAssignment
+from engine_trainer.rl.credit import CompletionIndex, CreditAssignment
 from engine_trainer.rl.critic import Critic, CriticShards
 from engine_trainer.rl.experience import is_stale, shaped_rewards
+from engine_trainer.rl.kept_tokens import FIELD, KeptTokens, TokenWatch
 from engine_trainer.rl.mismatch import (
     MismatchWatch,
     apply,
@@ -64,6 +65,7 @@ class Learner:
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.kl.coefficient else None
         self.critic = Critic(run, config) if algorithm.critic else None
+        self.kept = KeptTokens([], [], ())
 
     @property
     def state(self) -> dict[str, float]:
@@ -78,25 +80,31 @@ class Learner:
         if self.config.algorithm.kl.target is not None and "kl_coefficient" in state:
             self.credit.kl_coefficient = state["kl_coefficient"]
 
-    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+    def learn(
+        self, groups: Sequence[Group], keep: Sequence[CompletionIndex] = ()
+    ) -> dict[str, float]:
         """Update the engines and return the step's figures, the same on all ranks.
 
-        Without groups nothing is changed.
+        Without groups nothing is changed. ``kept`` then has the numbers that were used for the
+        tokens of the completions ``keep``.
 
         Raises ``BatchError`` where a rank finds a log-prob or a value that is not finite,
         ``RankFailure`` on the other ranks.
         """
+        self.kept = KeptTokens([], [], ())
         if not groups:
             return {"train/updates": 0.0}
         self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
-        mini_batches = self._divide(groups, rewards)
+        documents = self._documents(groups)
+        self.kept = KeptTokens(groups, documents, keep)
+        mini_batches = self._divide(documents, len(groups), rewards)
         partition = Partition(self.policy, [m.documents for m in mini_batches])
         packed = agreed(self._comm, partition.packed)
 
         # Old and reference log-probs.
         with self.timers.phase("log_probs"):
-            shards = self._with_log_probs(packed)
+            shards = self._with_log_probs(self._marked(packed, partition))
 
         # Values.
         critic_shards = self._evaluate_critic(partition, packed, mini_batches)
@@ -110,6 +118,7 @@ class Learner:
 
         # Correction.
         shards, corrected = self._corrected(shards)
+        self._keep(shards)
 
         # Updates.
         if critic_shards:
@@ -182,29 +191,48 @@ class Learner:
         corrects_ahead = correction.reject != "none" or (correction.enabled and self._dropout)
         return not self.loss.on_policy or self.credit.kl_in_reward or corrects_ahead
 
-    def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
-        """Divide whole groups into mini-batches."""
-        # Where the loss has only advantages, a document without one has no gradient. It counts in
-        # the denominator, and is not computed.
-        skip = self.loss.only_advantages and self.credit.zero_stays_zero
-        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
-        documents = [
+    def _documents(self, groups: Sequence[Group]) -> list[TrainingDocument]:
+        """Return the training documents of all completions."""
+        return [
             _document(
                 g, i, group, completion, self.config.algorithm.overlong.filter, self.oldest_version
             )
             for g, group in enumerate(groups)
             for i, completion in enumerate(group.completions)
         ]
-        count = min(self.config.algorithm.mini_batches, len(groups))
+
+    def _divide(
+        self, documents: Sequence[TrainingDocument], groups: int, rewards: torch.Tensor
+    ) -> list[_MiniBatch]:
+        """Divide whole groups into mini-batches."""
+        # Where the loss has only advantages, a document without one has no gradient. It counts in
+        # the denominator, and is not computed.
+        skip = self.loss.only_advantages and self.credit.zero_stays_zero
+        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
+        count = min(self.config.algorithm.mini_batches, groups)
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
-            chosen = [d for d in documents if d.group * count // len(groups) == k]
+            chosen = [d for d in documents if d.group * count // groups == k]
             live = [d for d in chosen if d.counted and known[d.index] != 0]
             counts = [d.counted for d in chosen]
             whole = denominator(self.config.algorithm.aggregation, counts, self._aggregation_length)
             tokens = sum(d.counted for d in live)
             mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
         return mini_batches
+
+    def _marked(self, shards: Sequence[Batch], partition: Partition) -> list[Batch]:
+        """Return the shards with the places of their kept tokens, where any are kept."""
+        if not self.kept:
+            return list(shards)
+        return self._with_fields(
+            shards, **{FIELD: [self.kept.places(shard) for shard in partition.shards]}
+        )
+
+    def _keep(self, shards: Sequence[Batch]) -> None:
+        """Note the numbers of the kept tokens on all processes of the loop."""
+        if self.kept:
+            for row in self.policy.gather([self.kept.read(shard) for shard in shards]):
+                self.kept.note(row)
 
     def _with_log_probs(self, shards: Sequence[Batch]) -> list[Batch]:
         """Return the shards with ``old_log_probs`` and ``ref_log_probs``, where they are read."""
@@ -305,18 +333,12 @@ class Learner:
         # The weights are those of the rollout only before the first update.
         section = self.config.algorithm.correction
         first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
-        for _ in range(self.config.algorithm.epochs):
+        for epoch in range(self.config.algorithm.epochs):
             for mini, part in zip(mini_batches, parts, strict=True):
                 # Without documents no token has a gradient, on any rank.
                 if mini.documents:
-                    trained.append(
-                        self.policy.train(
-                            part,
-                            self.loss if trained else first,
-                            denominator=mini.denominator,
-                            temperature=self.temperature,
-                        )
-                    )
+                    loss = self.loss if trained else first
+                    trained.append(self._train(mini, part, loss, watched=epoch == 0))
         figures = _figures([t.output for t in trained])
         if trained and not self._engine_knows:
             sums = trained[0].output.metrics
@@ -324,6 +346,24 @@ class Learner:
                 sums, section
             )
         return figures
+
+    def _train(
+        self, mini: _MiniBatch, part: Sequence[Batch], loss: LossFn, *, watched: bool
+    ) -> Trained:
+        """Apply one update, and with ``watched`` note what its forward pass gives kept tokens."""
+        watched = watched and bool(self.kept)
+        result = self.policy.train(
+            part,
+            TokenWatch(loss) if watched else loss,
+            denominator=mini.denominator,
+            temperature=self.temperature,
+        )
+        if not watched:
+            return result
+        for row in result.observed:
+            self.kept.note(row["tokens"], replace=False)
+        inner = [row["inner"] for row in result.observed if row["inner"] is not None]
+        return replace(result, observed=inner)
 
 
 def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:

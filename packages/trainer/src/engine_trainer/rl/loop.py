@@ -23,6 +23,7 @@ from engine_trainer.placement.groups import Launcher
 from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect
 from engine_trainer.rl.learner import Learner
+from engine_trainer.rl.recorder import Recorder
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
 from engine_trainer.run.run import Outcome, Run, world_size
 from engine_trainer.sampling.evaluate import Evaluator
@@ -69,6 +70,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
+        recorder = Recorder(run, config, tokenizer)
         evaluator = Evaluator(run, sampler, heldout)
         speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
@@ -76,16 +78,23 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         sampler.failures.restore(state.get("failures", {}))
         learner.rest()
         done = state["step"]
+        recorder.open(done)
         if done == 0 or "unmeasured" in state:
             figures = state.get("unmeasured", train.figures()) | evaluator.measure(done)
             if figures:
                 run.log_start(done, figures)
         # Closed after an error, too: a thread that generates must not go on with ended workers.
-        with closing(_source(run, config, sampler, learner, train, order, state)) as source:
+        with (
+            closing(recorder),
+            closing(_source(run, config, sampler, learner, train, order, state)) as source,
+        ):
             for step in run.steps(done):
                 experience = source.take(step)
                 sampler.failures.count(experience.generated)
-                metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
+                keep = recorder.choose(experience)
+                metrics = experience.metrics | sampler.synced
+                metrics |= learner.learn(experience.groups, keep)
+                recorder.record(step, learner.kept)
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
                 }
@@ -97,6 +106,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                     source.settle()
                     metrics |= evaluator.measure(step)
                 run.end_step(step, metrics, state | {"failures": sampler.failures.state}, show=SHOW)
+            recorder.settle()
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

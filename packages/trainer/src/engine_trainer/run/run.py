@@ -7,6 +7,7 @@
       metrics.jsonl           one row a step
       tensorboard/
       checkpoints/            step-000120, latest; critic/step-000120
+      rollouts/               completions of RL, step-000120.parquet
       eval/                   completions to the held-out problems
       evaluation/             those of engine-train eval; evaluation.json
       report.html  plots/     at the end
@@ -121,6 +122,8 @@ class Run:
         checkpoints: the checkpoints of the run.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
+        before_save: called on all processes of the loop together before a checkpoint is saved, to
+            complete files of its steps that are still being written.
     """
 
     policy: EngineGroup
@@ -155,6 +158,7 @@ class Run:
         )
         self.companions: dict[str, EngineGroup] = {}
         self.interrupted = False
+        self.before_save: list[Callable[[], None]] = []
         self._interrupt = Interrupt(self._describe_interrupt if self.is_main else None)
         self._lock = FolderLock(self.folder)
 
@@ -376,6 +380,8 @@ class Run:
             or is_best
             or (run.save_every and step % run.save_every == 0)
         ):
+            for complete in self.before_save:
+                complete()
             self._save()
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")

@@ -21,6 +21,7 @@ from engine_trainer.rewards import failure_figures
 from engine_trainer.run.run import EVALUATION, Evaluated, Run
 from engine_trainer.sampling.pass_at_k import Vote, figures_at_k
 from engine_trainer.sampling.sampler import Group, Sampler
+from engine_trainer.telemetry.samples import ShownSample, spread
 
 Metrics = dict[str, float]
 
@@ -28,7 +29,8 @@ Metrics = dict[str, float]
 class Evaluator:
     """Measurements of the policy on every held-out set.
 
-    The completions are kept in ``output_dir/eval`` (``folder``). The same seed draws with the same
+    The completions are kept in ``output_dir/eval`` (``folder``), and ``run.show_samples`` of each
+    set are shown. The same seed draws with the same
     random numbers whatever the weights, so that two evaluations differ by what was learned more
     than by chance.
     """
@@ -73,6 +75,8 @@ class Evaluator:
         path = self.run.folder / self.folder / heldout.name / f"step-{step:06d}.jsonl"
         comm = self.sampler.comm
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)
+        name = f"eval/{heldout.name}" if heldout.name else "eval"
+        self.run.log.show_samples(name, step, samples_of(groups, self.run.config.run.show_samples))
         return summary(groups)
 
 
@@ -166,6 +170,27 @@ def summary(groups: Sequence[Group]) -> Metrics:
             for g in groups
         ]
     )
+
+
+def samples_of(groups: Sequence[Group], count: int) -> list[ShownSample]:
+    """Return the first completion of at most ``count`` problems, in equal distances."""
+    samples: list[ShownSample] = []
+    for problem in spread(len(groups), count):
+        group = groups[problem]
+        first = group.completions[0]
+        samples.append(
+            ShownSample(
+                problem=problem,
+                question=group.prompt.text,
+                answer=group.prompt.answer,
+                completion=first.text,
+                reward=first.score.total,
+                correct=first.score.correct,
+                tokens=len(first.tokens),
+                finished=first.finished,
+            )
+        )
+    return samples
 
 
 def write_completions(path: Path, groups: Sequence[Group]) -> None:

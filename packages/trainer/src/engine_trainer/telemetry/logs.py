@@ -1,4 +1,4 @@
-"""Logs of a running run (``metrics.jsonl``, TensorBoard, wandb, the progress bar) and its clocks.
+"""Logs of a running run (``metrics.jsonl``, TensorBoard, trackers, the progress bar), its clocks.
 
 Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``time/generate``,
 ``perf/mfu``.
@@ -6,6 +6,7 @@ Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``ti
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -13,7 +14,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -21,6 +24,13 @@ from tqdm import tqdm
 from engine_api.errors import ConfigError
 from engine_api.folders import write_text
 from engine_trainer.config.sections import RunSection
+from engine_trainer.telemetry.samples import (
+    COLUMNS,
+    ShownSample,
+    code_block,
+    markdown,
+    terminal_text,
+)
 
 METRICS = "metrics.jsonl"
 Metrics = Mapping[str, float]
@@ -66,11 +76,36 @@ class Timers:
         with self._lock:
             return self._spent.pop(name, 0.0)
 
+    def running(self) -> dict[str, float]:
+        """Return the seconds by phase since the last ``take``, and leave the clocks as they are."""
+        with self._lock:
+            return dict(self._seconds)
+
     def take(self) -> dict[str, float]:
         """Return ``time/<phase>`` in seconds since the last ``take``, and reset these clocks."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in taken.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tracker:
+    """A run on Weights & Biases, or on trackio, which has the same functions."""
+
+    name: str
+    """Name of the package, ``wandb`` or ``trackio``."""
+    module: ModuleType
+    run: Any
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def table(self, samples: Sequence[ShownSample], step: int) -> Any:
+        """Return a table of samples; trackio takes a text for Markdown."""
+        rows = [sample.row(step) for sample in samples]
+        if self.name == "trackio":
+            rows = [[code_block(v) if isinstance(v, str) else v for v in row] for row in rows]
+        return self.module.Table(columns=list(COLUMNS), data=rows)
 
 
 class RunLog:
@@ -94,11 +129,14 @@ class RunLog:
         self._config = dict(config or {})
         self._bar: Any = None
         self._board: Any = None
-        self._wandb: Any = None
+        self._trackers: list[_Tracker] = []
         self._file: Any = None
-        if section.wandb is not None:
-            # A missing wandb is an error on every rank now, not after the model is loaded.
-            _import_wandb()
+        # A missing package is an error on every rank now, not after the model is loaded.
+        self._projects = [
+            (name, _import(name), project)
+            for name, project in (("wandb", section.wandb), ("trackio", section.trackio))
+            if project is not None
+        ]
 
     def open(self, step: int) -> None:
         """Open the logs to continue after ``step``.
@@ -116,8 +154,8 @@ class RunLog:
             self._board = SummaryWriter(
                 str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0
             )
-        if self.section.wandb is not None:
-            self._wandb = self._start_wandb(self.section.wandb, step)
+        for name, module, project in self._projects:
+            self._trackers.append(self._start(name, module, project, step))
         if self.section.progress:
             # A log file keeps every refresh, so that one in ten seconds is enough there.
             interval = 0.1 if sys.stderr.isatty() else 10.0
@@ -143,8 +181,21 @@ class RunLog:
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+
+    def show_samples(self, name: str, step: int, samples: Sequence[ShownSample]) -> None:
+        """Print completions of the evaluation ``name``, and add them to TensorBoard and trackers.
+
+        Their name there is ``samples/<name>``.
+        """
+        if not samples:
+            return
+        self.say(terminal_text(name, step, samples))
+        if self._board is not None:
+            self._board.add_text(f"samples/{name}", markdown(samples), step)
+        for tracker in self._trackers:
+            tracker.log({f"samples/{name}": tracker.table(samples, step)}, step)
 
     def progress(self, step: int, metrics: Metrics, show: Sequence[str]) -> None:
         """Move the bar to ``step``; ``show`` names the figures that are shown next to it."""
@@ -163,24 +214,34 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close all logs; a second call does nothing."""
-        bar, board, run, file = self._bar, self._board, self._wandb, self._file
-        self._bar = self._board = self._wandb = self._file = None
-        for part in (bar, board, file):
+        parts = (self._bar, self._board, self._file)
+        trackers = self._trackers
+        self._bar = self._board = self._file = None
+        self._trackers = []
+        for part in parts:
             if part is not None:
                 part.close()
-        if run is not None:
-            run.finish()
+        for tracker in trackers:
+            tracker.run.finish()
 
-    def _start_wandb(self, project: str, step: int) -> Any:
-        note = self.folder / "wandb.id"
-        # A run that starts again from step 0 is a new run on wandb, too, because wandb drops rows
-        # of steps that it already has.
-        name = note.read_text().strip() if step and note.is_file() else None
-        run = _import_wandb().init(
-            project=project, dir=str(self.folder), id=name, resume="allow", config=self._config
-        )
-        write_text(note, run.id)
-        return run
+    def _start(self, name: str, module: ModuleType, project: str, step: int) -> _Tracker:
+        known = {"project": project, "resume": "allow", "config": self._config}
+        # A run that starts again from step 0 is a new run there, too, because wandb drops rows of
+        # steps that it already has.
+        if name == "trackio":
+            # trackio finds a run by its name.
+            note = self.folder / "trackio.name"
+            run = module.init(**known, name=_noted(note, step))
+            write_text(note, run.name)
+        else:
+            note = self.folder / "wandb.id"
+            run = module.init(**known, dir=str(self.folder), id=_noted(note, step))
+            write_text(note, run.id)
+        return _Tracker(name=name, module=module, run=run)
+
+
+def _noted(note: Path, step: int) -> str | None:
+    return note.read_text().strip() if step and note.is_file() else None
 
 
 def truncate(path: Path, step: int) -> int:
@@ -221,13 +282,12 @@ def _step_of(row: str) -> float:
         return math.inf  # a kill cut the row off
 
 
-def _import_wandb() -> Any:
+def _import(name: str) -> ModuleType:
     try:
-        import wandb
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            "run.wandb",
-            "wandb is not installed",
-            remedy="pip install 'engine-trainer[wandb]', or run.wandb: null",
+            f"run.{name}",
+            f"{name} is not installed",
+            remedy=f"pip install 'engine-trainer[{name}]', or run.{name}: null",
         ) from error
-    return wandb

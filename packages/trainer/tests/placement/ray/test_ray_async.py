@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ray_runs import configure, local_cluster, on_ray, rows_of
+from rollout_rows import rollouts_of
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
@@ -252,6 +253,14 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
     assert max(behind) == 1
     assert all(r["rollout/stale_tokens"] == 0 for r in first[1:])
     assert [r["step"] for r in first if "eval/accuracy" in r] == [0, 2, 4]
+    kept = rollouts_of(tmp_path / "a")
+    assert kept == rollouts_of(tmp_path / "b")
+    # The version of a step's tokens is that of the step before.
+    updates = [int(r["train/updates"]) for r in first[1:]]
+    versions = [
+        {v for r in kept if r["step"] == s for v in r["weight_versions"]} for s in (1, 2, 3, 4)
+    ]
+    assert versions == [{0}, {0}, {updates[0]}, {sum(updates[:2])}]
 
 
 @pytest.mark.slow
@@ -264,7 +273,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
     sections = {
         "overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
         "rollout": {"max_new_tokens": 8, "batch_size": 16},
-        "run": {"steps": 6, "save_every": 3},
+        "run": {"steps": 6, "save_every": 3, "rollouts": "all"},
     }
     out = tmp_path / "out"
     # After the checkpoint of step 3 its unfinished prompts are drawn again.
@@ -285,6 +294,10 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
     pending = state.get("pending", [])  # left out where nothing is under way
     assert state["position"] - len(pending) == 6 * 8 + dropped
     assert len(pending) <= 8  # a step ahead: what is begun by then is not too old when it is taken
+    kept = rollouts_of(out)
+    assert sum(r["learned"] for r in kept) == 6 * 8 * 4
+    stale = sum(not m for r in kept if r["learned"] for m in r["loss_mask"])
+    assert stale == sum(r["rollout/stale_tokens"] for r in rows)
 
 
 @pytest.mark.slow
@@ -302,6 +315,7 @@ def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     # A single sync comes in the middle of a completion by chance; if none of forty does, that is a
     # defect.
     assert any(r["rollout/continued"] > 0 for r in rows)
+    assert any(len(set(r["weight_versions"])) > 1 for r in rollouts_of(out))
     rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.1
     assert sum(rewards[-5:]) / 5 > 0.6
