@@ -58,8 +58,8 @@ def test_a_broken_line_is_two_and_named(broken, capsys):
     assert "rows.jsonl:21: the line is not JSON" in capsys.readouterr().err
 
 
-def test_a_missing_plug_in_is_one_and_names_the_installation(sft_file, capsys):
-    assert main(["sft", str(sft_file), "engine.backend=bigramm"]) == 1
+def test_an_unknown_plug_in_is_wrong_input(sft_file, capsys):
+    assert main(["sft", str(sft_file), "engine.backend=bigramm"]) == 2
     assert "did you mean" in capsys.readouterr().err
 
 

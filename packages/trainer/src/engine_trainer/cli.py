@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine_api.config import near_matches
 from engine_api.devices import torch_version
-from engine_api.errors import ConfigError, EngineError, RankFailure
+from engine_api.errors import ConfigError, EngineError, PluginNotFound, RankFailure
 from engine_api.heartbeat import raised_by_all
 from engine_api.plugin import CONTRACT
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[options.command].run(options)
     except EngineError as error:
         _report(error, debug=getattr(options, "debug", False))
-        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
+        return USAGE if isinstance(error, ConfigError | DataError | PluginNotFound) else FAILED
 
 
 def _run_task(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.placement.groups import divide
 from engine_trainer.telemetry.logs import RunLog, Timers, read_metrics, truncate
+from engine_trainer.telemetry.report import summary
 from engine_trainer.telemetry.throughput import Throughput
 
 
@@ -138,18 +139,51 @@ def test_trackio_goes_on_in_the_run_of_the_same_name(tmp_path, monkeypatch):
     assert logged == [(1, {"x": 2.0}), (2, {"x": 2.0}), (1, {"x": 2.0})]
 
 
-def test_the_bar_shows_the_figures_that_matter(tmp_path, capsys):
+SHOWN = {"train/loss": 0.12345, "eval/accuracy": 0.5, "other": 1.0}
+NAMES = ("train/loss", "eval/accuracy", "absent")
+
+
+def test_the_bar_shows_the_figures_that_matter_and_the_phase(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     log = RunLog(tmp_path, section(progress=True), active=True, total_steps=5)
     log.open(2)
-    log.progress(
-        3,
-        {"train/loss": 0.12345, "eval/accuracy": 0.5, "other": 1.0},
-        ("train/loss", "eval/accuracy", "absent"),
-    )
+    with Timers(log.show_phase).phase("generate"):
+        pass
+    log.progress(3, SHOWN, NAMES)
     log.close()
     err = capsys.readouterr().err
     assert "3/5" in err
+    assert "generate" in err
     assert "loss=0.1235, eval/accuracy=0.5" in err
+
+
+def test_without_a_terminal_there_are_lines(tmp_path, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("engine_trainer.telemetry.logs.time.monotonic", lambda: now[0])
+    log = RunLog(tmp_path, section(progress=True), active=True, total_steps=5)
+    log.open(0)
+    for step in range(1, 6):
+        now[0] += 4.0
+        log.progress(step, SHOWN, NAMES)
+    log.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step 1 of 5", "step 4 of 5", "step 5 of 5"]
+    assert lines[0] == "step 1 of 5, 0:00:04, loss 0.1235, eval/accuracy 0.5"
+
+
+def test_the_time_of_an_interruption_does_not_count(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("engine_trainer.telemetry.logs.time.monotonic", lambda: now[0])
+    for done, step in ((0, 1), (1, 2)):
+        log = RunLog(tmp_path, section(), active=True, total_steps=5)
+        log.open(done)
+        now[0] += 90.0
+        log.write(step, {"a": 1.0})
+        log.close()
+        now[0] += 5000.0  # the machine is off
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["perf/elapsed_s"] for row in rows] == [90.0, 180.0]
+    assert "2 steps, 0:03:00" in summary(tmp_path)
 
 
 def test_flop_formula_against_a_model_counted_by_hand():

@@ -14,7 +14,8 @@ def folder(tmp_path):
     rows += [
         {
             "step": s,
-            "time": 100.0 + 61 * s,
+            "time": 5000.0 + 61 * s,
+            "perf/elapsed_s": 61.0 * s,
             "train/loss": 3.0 / s,
             "train/lr": None if s == 2 else 0.1,
             "time/train": 1.0,

@@ -500,7 +500,9 @@ class RunSection:
     """
 
     progress: bool = True
-    """True shows a progress bar in the terminal."""
+    """True shows a progress bar in the terminal, with the current phase. Where standard error is no
+    terminal, it prints a line every ten seconds instead.
+    """
 
     report: bool = True
     """True writes ``plots`` and ``report.html`` to ``output_dir`` when the run ends."""

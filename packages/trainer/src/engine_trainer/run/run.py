@@ -136,7 +136,6 @@ class Run:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
-        self.timers = Timers()
         self.log = RunLog(
             self.folder,
             config.run,
@@ -144,6 +143,7 @@ class Run:
             total_steps=total_steps,
             config=to_plain(config),
         )
+        self.timers = Timers(self.log.show_phase)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that is complete
         # The loop's state after that step, and its figures until they are logged.

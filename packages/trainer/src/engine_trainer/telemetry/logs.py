@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,10 @@ from engine_trainer.telemetry.samples import (
 )
 
 METRICS = "metrics.jsonl"
+# The figure with the seconds that the run took so far, without interruptions.
+ELAPSED = "perf/elapsed_s"
+# Seconds between two lines about the progress where there is no terminal.
+LINE_S = 10.0
 Metrics = Mapping[str, float]
 
 
@@ -40,9 +44,13 @@ class Timers:
     """Seconds by phase, as in ``with timers.phase("generate"): …``.
 
     The times of phases with the same name add up.
+
+    Args:
+        show: function that is called with the name of each phase that begins; None for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        self._show = show
         self._seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._spent: dict[str, float] = {}
@@ -51,6 +59,8 @@ class Timers:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's wall time under ``name``."""
+        if self._show is not None:
+            self._show(name)
         begin = time.perf_counter()
         try:
             yield
@@ -131,6 +141,8 @@ class RunLog:
         self._board: Any = None
         self._trackers: list[_Tracker] = []
         self._file: Any = None
+        self._begin = 0.0  # of the monotonic clock, such that the run's time is counted from it
+        self._told = -math.inf  # when the last line about the progress was printed
         # A missing package is an error on every rank now, not after the model is loaded.
         self._projects = [
             (name, _import(name), project)
@@ -147,6 +159,8 @@ class RunLog:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         truncate(self.folder / METRICS, step)
+        rows = read_metrics(self.folder / METRICS) if (self.folder / METRICS).is_file() else []
+        self._begin = time.monotonic() - max((row.get(ELAPSED, 0.0) for row in rows), default=0.0)
         self._file = (self.folder / METRICS).open("a", encoding="utf-8")
         if self.section.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -156,25 +170,19 @@ class RunLog:
             )
         for name, module, project in self._projects:
             self._trackers.append(self._start(name, module, project, step))
-        if self.section.progress:
-            # A log file keeps every refresh, so that one in ten seconds is enough there.
-            interval = 0.1 if sys.stderr.isatty() else 10.0
-            self._bar = tqdm(
-                total=self.total_steps,
-                initial=step,
-                unit="step",
-                dynamic_ncols=True,
-                mininterval=interval,
-            )
+        if self.section.progress and sys.stderr.isatty():
+            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write one row ``{"step": …, "time": unix seconds, name: value, …}``.
 
-        A value that is not finite is written as null.
+        A value that is not finite is written as null. The row also has the seconds that the run
+        took so far (``ELAPSED``).
         """
         if self._file is None:
             return
         row = {"step": step, "time": round(time.time(), 3)}
+        row[ELAPSED] = round(time.monotonic() - self._begin, 3)
         row |= {name: float(v) if math.isfinite(v) else None for name, v in metrics.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -198,14 +206,30 @@ class RunLog:
             tracker.log({f"samples/{name}": tracker.table(samples, step)}, step)
 
     def progress(self, step: int, metrics: Metrics, show: Sequence[str]) -> None:
-        """Move the bar to ``step``; ``show`` names the figures that are shown next to it."""
-        if self._bar is None:
+        """Move the bar to ``step``, or without a terminal print a line every ten seconds.
+
+        ``show`` names the figures that are shown.
+        """
+        if self._file is None or not self.section.progress:
             return
         figures = {
             name.removeprefix("train/"): f"{metrics[name]:.4g}" for name in show if name in metrics
         }
-        self._bar.set_postfix(figures, refresh=False)
-        self._bar.update(step - self._bar.n)
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if step == self.total_steps or now - self._told >= LINE_S:
+            self._told = now
+            shown = "".join(f", {name} {value}" for name, value in figures.items())
+            took = format_seconds(now - self._begin)
+            sys.stderr.write(f"step {step} of {self.total_steps}, {took}{shown}\n")
+
+    def show_phase(self, name: str) -> None:
+        """Show in the bar what the run does."""
+        if self._bar is not None:
+            self._bar.set_description_str(name)
 
     def say(self, text: str) -> None:
         """Print a line to the terminal without breaking the progress bar."""
@@ -242,6 +266,12 @@ class RunLog:
 
 def _noted(note: Path, step: int) -> str | None:
     return note.read_text().strip() if step and note.is_file() else None
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds, such as 0:01:12."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def truncate(path: Path, step: int) -> int:

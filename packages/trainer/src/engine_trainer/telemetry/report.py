@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from engine_trainer.errors import DataError
-from engine_trainer.telemetry.logs import METRICS, read_metrics
+from engine_trainer.telemetry.logs import ELAPSED, METRICS, format_seconds, read_metrics
 
 # The most important metrics come first, where a run has them (* stands for any text). All
 # metrics are in the plots of their groups.
@@ -65,7 +65,7 @@ def load_series(path: Path) -> dict[str, Series]:
     series: dict[str, Series] = {}
     for row in read_metrics(path):
         for name, value in row.items():
-            if name not in ("step", "time") and value is not None:
+            if name not in ("step", "time", ELAPSED) and value is not None:
                 one = series.setdefault(name, Series(name=name))
                 one.steps.append(int(row["step"]))
                 one.values.append(float(value))
@@ -128,15 +128,8 @@ def _phases(series: Mapping[str, Series]) -> list[Series]:
 
 
 def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the wall time from the first row to the last.
-
-    It is only an upper bound, because the gap of an interruption counts.
-    """
-    times = [float(r["time"]) for r in rows if "time" in r]
-    if len(times) < 2:
-        return ""
-    seconds = int(times[-1] - times[0])
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    """Return the time that the run took, without interruptions."""
+    return format_seconds(rows[-1][ELAPSED]) if rows and ELAPSED in rows[-1] else ""
 
 
 def _best(series: Series) -> float:
