@@ -102,7 +102,10 @@ class SFTDataset:
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
             documents += tokenize_documents(examples[start : start + CHUNK], tokenizer)
-        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
+        dataset = SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
+        if not name:
+            _warn_of_endless_turns(dataset.documents, tokenizer)
+        return dataset
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -113,6 +116,21 @@ class SFTDataset:
 
     def __getitem__(self, index: int) -> Document:
         return self.documents[index]
+
+
+def _warn_of_endless_turns(documents: Sequence[Document], tokenizer: ChatTokenizer) -> None:
+    """Warn if no document learns a token that ends a completion."""
+    stops = list(tokenizer.stop_token_ids)
+    if documents and not any(
+        np.isin(d.input_ids[d.loss_weight > 0], stops).any() for d in documents
+    ):
+        names = tokenizer.tokenizer.convert_ids_to_tokens(stops)
+        log.warning(
+            "no row teaches the model to stop: none of the learned tokens is %s; raise "
+            "data.max_length if rows are truncated, or end the assistant's turns with one of these "
+            "tokens in the chat template (data.chat_template)",
+            " or ".join(map(str, names)),
+        )
 
 
 class PromptDataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from engine_trainer.rl.partition import Partition, TrainingDocument
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.hf_models import draws_dropout
+
+log = logging.getLogger("engine_trainer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +342,9 @@ class Learner:
                 if mini.documents:
                     loss = self.loss if trained else first
                     trained.append(self._train(mini, part, loss, watched=epoch == 0))
+        for reason in dict.fromkeys(t.output.skipped for t in trained if t.output.skipped):
+            # Rank 0 shows this level, and the reason is the same on all ranks.
+            log.info("an update was skipped: %s; weights and optimizer are as before", reason)
         figures = _figures([t.output for t in trained])
         if trained and not self._engine_knows:
             sums = trained[0].output.metrics

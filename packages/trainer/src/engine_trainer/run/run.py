@@ -52,6 +52,7 @@ from engine_trainer.run.checkpoints import (
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
 from engine_trainer.run.model_folder import export_dtype, write_model
+from engine_trainer.telemetry.learning import LearningWatch
 from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.report import write_report
 
@@ -150,6 +151,7 @@ class Run:
         self._position: dict[str, Any] | None = None
         self._unlogged: Mapping[str, float] | None = None
         self._versions: list[int] = []  # of the engines' weights, after that step
+        self._watch = LearningWatch()
         self._best = BestStep(config.run.keep_best, config.run.patience)
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
@@ -371,6 +373,8 @@ class Run:
         measured = any(name.startswith("eval/") for name in metrics)
         if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
+        for line in self._watch.note(step, metrics):
+            self.log.say(line)
         self._unlogged = None
         self.log.progress(step, metrics, show)
         if (
