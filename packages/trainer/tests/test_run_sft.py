@@ -300,7 +300,7 @@ def test_a_step_that_is_not_finite_is_skipped_said_and_logged_as_null(
 def test_an_engine_that_cannot_export_is_refused_before_it_trains(sft_file, bigram_class):
     EngineRegistry.register(backend="poor", device="cpu")(bigram_class)
     try:
-        with pytest.raises(UnsupportedCapability):
+        with pytest.raises(UnsupportedCapability, match=r"run\.save_hf=false"):
             run(sft_file, "engine.backend=poor")
         assert run(sft_file, "engine.backend=poor", "run.save_hf=false").step == 6
     finally:

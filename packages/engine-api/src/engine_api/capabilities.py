@@ -72,13 +72,20 @@ def refuse_undeclared(config: EngineConfig, declared: Iterable[str], engine: str
 
 
 def unsupported(
-    capability: Capability, engine: str, declared: Iterable[str]
+    capability: Capability,
+    engine: str,
+    declared: Iterable[str],
+    *,
+    off: str = "turn it off in the configuration",
 ) -> UnsupportedCapability:
-    """Return the error for an undeclared capability, with a list of the declared ones."""
+    """Return the error for an undeclared capability, with a list of the declared ones.
+
+    ``off`` says how to do without the capability.
+    """
     return UnsupportedCapability(
         capability,
         where=engine,
         why=f"it declares only: {', '.join(sorted(declared)) or 'nothing'}",
-        remedy="turn it off in the configuration, or name a backend that declares it "
+        remedy=f"{off}, or name a backend that declares it "
         f"(`python -m engine_api list --capability {capability}`)",
     )

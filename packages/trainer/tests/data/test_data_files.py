@@ -269,7 +269,7 @@ def test_files_that_are_absent_empty_foreign_or_cut_short(tmp_path, jsonl):
 
 def test_bad_utf8_is_a_broken_line(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"a": "\xff"}\n')
-    with pytest.raises(DataError, match="not JSON") as caught:
+    with pytest.raises(DataError, match="not UTF-8") as caught:
         read_rows(str(tmp_path / "x.jsonl"))
     assert caught.value.row == 1
 

@@ -265,7 +265,15 @@ def _by_column(header: list[str], fields: list[str], path: Path, number: int) ->
 def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
         value = loads(line)
-    # Bad UTF-8, and an integer with more digits than Python converts, are ValueErrors too.
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the line is not UTF-8",
+            file=file,
+            row=number,
+            why=str(error),
+            remedy=f"convert the file: iconv -f LATIN1 -t UTF-8 {file} (if it is Latin-1)",
+        ) from error
+    # An integer with more digits than Python converts is a ValueError too.
     except ValueError as error:
         raise DataError(
             "the line is not JSON",

@@ -233,7 +233,9 @@ class Run:
             )
         self.device, capabilities = self.launcher.resolve(section)
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
-            raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
+            raise unsupported(
+                Capability.SAVE_HF, section.backend, capabilities, off="set run.save_hf=false"
+            )
         self.policy = self.launcher.engines(section, self.engine_config, self.device)
         return self.policy
 
