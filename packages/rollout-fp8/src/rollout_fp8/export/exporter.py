@@ -391,8 +391,8 @@ def collect(
     quantize nothing.
 
     Raises:
-            RolloutError: a name comes twice, a tensor has a dtype that is not cast, or there is no
-                tensor at all.
+        RolloutError: a name comes twice, a tensor has a dtype that is not cast, or there is no
+            tensor at all.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in export:

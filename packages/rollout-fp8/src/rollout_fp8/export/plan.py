@@ -142,13 +142,13 @@ def make_plan(
 
     Args:
         sources: in the order of the export, with the boxes of all ranks.
-            dtype: dtype of the weights that are not quantized.
+        dtype: dtype of the weights that are not quantized.
         bucket_bytes: a bucket's size over all ranks; one larger tensor makes a larger bucket.
         num_slots: buffers that are filled in turn.
 
     Raises:
-            RolloutError: the boxes of a tensor do not cover it exactly once, or a name comes twice
-                or in a dtype that is not cast.
+        RolloutError: the boxes of a tensor do not cover it exactly once, or a name comes twice
+            or in a dtype that is not cast.
     """
     assert sources and num_slots >= 1, "nothing to plan"
     names = Counter(source.name for source in sources)

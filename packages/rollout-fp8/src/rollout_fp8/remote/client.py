@@ -58,7 +58,7 @@ class RemoteRollout:
     Raises:
         RolloutError: the server does not start, or does not answer.
         ConfigError: the server at ``url`` was made with other arguments.
-            EngineError: the rollout's own constructor raised it.
+        EngineError: the rollout's own constructor raised it.
     """
 
     def __init__(

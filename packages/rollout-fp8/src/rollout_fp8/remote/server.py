@@ -5,15 +5,20 @@ usage: ``python -m rollout_fp8.remote.server --name vllm --device cuda --config 
 It has a small HTTP API, JSON both ways. Every request carries a token made of the run's secret
 (``ROLLOUT_FP8_KEY``, see ``transports.channel``):
 
-========================  =============================================
-========================================== GET /health               –
-pid, weight_version, name, arguments POST /generate            prompts, sampling
-completions POST /submit              prompt, sampling                               id POST /result
-id, wait_s                                     done, completions POST /abort               id
-– POST /update_weights      address, version, timeout_s, adapter           a ``SyncResult`` POST
-/sleep, /wake_up     weights, kv_cache                              – POST /shutdown            –
-– ========================  =============================================
-==========================================
+================  ======================================  ========================================
+request           arguments                               reply
+================  ======================================  ========================================
+GET /health       none                                    pid, weight_version, name, arguments
+POST /generate    prompts, sampling                       completions
+POST /submit      prompt, sampling                        id
+POST /result      id, wait_s                              done, completions
+POST /abort       id                                      none
+POST              address, version, timeout_s, adapter    a ``SyncResult``
+/update_weights
+POST /sleep,      weights, kv_cache                       none
+/wake_up
+POST /shutdown    none                                    none
+================  ======================================  ========================================
 
 An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401
 (the token), 404, 408 (nothing within ``wait_s``), 422 (an error of the contract) or 500. Several

@@ -61,20 +61,20 @@ class SglangRollout:
         resolution: from the registry; the server takes the process's current GPU, and the next ones
             under tensor parallelism.
         model: a folder or hub id with a ``config.json``.
-            pad_token_id: unused, because SGLang pads nothing.
-            eos_token_ids: ids that end every completion, in addition to
-                ``SamplingParams.stop_token_ids``; those of the model's folder do not.
-            batch_size: completions that are generated at the same time.
-            dtype: dtype of weights and computation.
-            quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
-                ``none``.
+        pad_token_id: unused, because SGLang pads nothing.
+        eos_token_ids: ids that end every completion, in addition to
+            ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        batch_size: completions that are generated at the same time.
+        dtype: dtype of weights and computation.
+        quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
+            ``none``.
         options: see ``SglangOptions``.
 
     Raises:
-            ConfigError: an argument or option is wrong.
-            PluginUnavailable: SGLang is not installed, or its version was not tested.
-            RolloutError: SGLang does not start: too little memory, no FP8 kernels, a model that it
-                does not know.
+        ConfigError: an argument or option is wrong.
+        PluginUnavailable: SGLang is not installed, or its version was not tested.
+        RolloutError: SGLang does not start: too little memory, no FP8 kernels, a model that it
+            does not know.
     """
 
     def __init__(

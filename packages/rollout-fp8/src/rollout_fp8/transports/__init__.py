@@ -15,7 +15,7 @@ Each receiver, for each sync::
 
     with receive_weights(address, rank=1, device=device) as stream:
         receiver.sync(stream, phases)
-        stream.answer = receiver.served().tolist()
+        stream.answer = receiver.served().tolist(), stream.seconds()
 
 Whatever fails on either side is an error on all of them within the timeout. Connections are
 authenticated with a secret (see ``channel``). Messages are data (``engine_api.codec``); a process

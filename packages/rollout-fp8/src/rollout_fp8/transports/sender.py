@@ -30,8 +30,8 @@ class Delivery:
 
     Attributes:
         answers: ``RemoteStream.answer`` of each receiver, by rank.
-            checksums: the stream's checksums.
-            seconds: the stream's seconds.
+        checksums: the stream's checksums.
+        seconds: the stream's seconds.
     """
 
     answers: list[Any]
@@ -89,9 +89,9 @@ class Sender:
         a receiver's process is gone).
 
         Raises:
-                RolloutError: the stream's own error, or ``PeerError`` with the message of every
-                    receiver that failed. All receivers fail then. The stream may be left
-                    unfinished: the caller runs it to its end.
+            RolloutError: the stream's own error, or ``PeerError`` with the message of every
+                receiver that failed. All receivers fail then. The stream may be left
+                unfinished: the caller runs it to its end.
         """
         try:
             session = self._ready(stream, watch)

@@ -21,7 +21,7 @@ class SentWorkers:
             ``collective_rpc``. ``rollout_fp8_pull(address)`` does ``with receive_weights(address,
             rank=…, device=…) as stream``, installs the stream, and sets ``stream.answer`` to its
             checksums and seconds.
-            sender: sender for as many receivers as there are workers.
+        sender: sender for as many receivers as there are workers.
     """
 
     def __init__(self, call: Callable[..., Any], sender: Sender) -> None:

@@ -59,23 +59,23 @@ class VllmRollout:
     Args:
         resolution: from the registry; its device is used.
         model: a folder or hub id with a ``config.json``.
-            pad_token_id: unused, because vLLM pads nothing.
-            eos_token_ids: ids that end every completion, in addition to
-                ``SamplingParams.stop_token_ids``; those of the model's folder do not.
-            batch_size: completions that are generated at the same time.
-            dtype: dtype of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
-            quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
-                ``none``.
-            lora: serve the base weights and the adapter that this configuration puts on the model;
-                syncs must then come from an exporter with the same configuration. None: merged
-                weights.
+        pad_token_id: unused, because vLLM pads nothing.
+        eos_token_ids: ids that end every completion, in addition to
+            ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        batch_size: completions that are generated at the same time.
+        dtype: dtype of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
+        quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
+            ``none``.
+        lora: serve the base weights and the adapter that this configuration puts on the model;
+            syncs must then come from an exporter with the same configuration. None: merged
+            weights.
         options: see ``VllmOptions``.
 
     Raises:
-            ConfigError: an argument or option is wrong.
-            PluginUnavailable: vLLM is not installed, or its version was not tested.
-            RolloutError: vLLM does not start: too little memory, no FP8 kernels, a model that it
-                does not know.
+        ConfigError: an argument or option is wrong.
+        PluginUnavailable: vLLM is not installed, or its version was not tested.
+        RolloutError: vLLM does not start: too little memory, no FP8 kernels, a model that it
+            does not know.
     """
 
     def __init__(
