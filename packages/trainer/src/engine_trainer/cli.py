@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import platform
 import sys
 import traceback
@@ -73,12 +74,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # This comes before anything slow: until here a rank would outlive its launcher.
     end_with_torchrun()
-    options = _parse(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parse(arguments)
     try:
+        if getattr(options, "ranks", None) is not None and "RANK" not in os.environ:
+            return _run_ranks(arguments, options.ranks)
         return COMMANDS[options.command].run(options)
     except EngineError as error:
         _report(error, debug=getattr(options, "debug", False))
         return USAGE if isinstance(error, ConfigError | DataError | PluginNotFound) else FAILED
+
+
+def _run_ranks(arguments: Sequence[str], ranks: int) -> int:
+    if ranks < 1:
+        raise ConfigError("--ranks", f"expected 1 or more, got {ranks}")
+    # The import stands here because it loads torch.
+    from engine_trainer.run.local_ranks import run_ranks
+
+    return run_ranks(arguments, ranks)
 
 
 def _run_task(options: argparse.Namespace) -> int:
@@ -300,6 +313,16 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the whole configuration, with the meaning and the allowed values of each key, "
         "and stop",
     )
+    _add_ranks(parser)
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="run as N processes of this machine, one for each GPU; torchrun does it for several",
+    )
 
 
 def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -345,6 +368,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="write the LoRA adapter alone, as PEFT reads it"
     )
+    _add_ranks(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 

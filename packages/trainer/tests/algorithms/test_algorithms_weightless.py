@@ -33,6 +33,7 @@ from engine_trainer.config import CorrectionSection
 from engine_trainer.config.algorithm import AlgorithmSection, CriticSection, KLSection
 from engine_trainer.preferences.loop import document_sums
 from engine_trainer.rl.credit import CreditAssignment
+from engine_trainer.rl.kept_tokens import FIELD, TokenWatch
 from engine_trainer.rl.mismatch import MismatchWatch
 from engine_trainer.sft import heldout_loss
 
@@ -76,7 +77,9 @@ def batch_of(numbers: dict[str, torch.Tensor]) -> Batch:
         fields={"mask": MASK, "loss_weight": MASK * 0.5},
     )
     return batch.with_computed(
-        **{name: value for name, value in numbers.items() if name not in OUTPUTS}
+        **{name: value for name, value in numbers.items() if name not in OUTPUTS},
+        # Every second token with weight is kept.
+        **{FIELD: torch.where((MASK > 0) & (torch.arange(len(MASK)) % 2 == 0), 0, -1)},
     )
 
 
@@ -91,6 +94,7 @@ LOSSES = {
     "dual clip": PolicyLoss(dual_clip=1.5),
     "entropy": PolicyLoss(entropy_coef=0.1),
     "watched": MismatchWatch(PolicyLoss(on_policy=True, entropy=True)),
+    "kept": TokenWatch(PolicyLoss(corrected=True)),
     "watched and corrected": MismatchWatch(PolicyLoss(corrected=True, kl_coef=0.1), CORRECTION),
     **{
         f"{kind} with all terms": PolicyLoss(

@@ -79,10 +79,10 @@ def killed_in_step(step: int, monkeypatch) -> None:
     calls = iter(range(1, 1000))
     real = Learner.learn
 
-    def learn(self, groups):
+    def learn(self, groups, *others):
         if next(calls) == step:
             raise OSError("killed")
-        return real(self, groups)
+        return real(self, groups, *others)
 
     monkeypatch.setattr(Learner, "learn", learn)
 
