@@ -284,6 +284,7 @@ def test_a_json_file_that_is_no_list_of_rows(tmp_path, text, row, said):
         (b'prompt,response\na,"b\n', 1, "the row is not CSV"),
         (b"prompt,response\na,b\n\xff,c\n", 2, "the row is not CSV"),
         (b"\xff\n", None, "the header is not CSV"),
+        (b"prompt,response\ra,b\r", None, "(?s)the header is not CSV.*with a line feed"),
     ],
 )
 def test_a_broken_row_of_csv_is_named(tmp_path, data, row, said):

@@ -91,6 +91,10 @@ def test_a_row_in_full_and_a_row_that_is_refused(file, capsys):
     assert re.search(r"… 3,5\d\d more characters: --row shows all", out)
     main(["data", path, free, "--row", "3"])
     assert "refused: the response is empty, nothing to learn" in capsys.readouterr().out
+    assert main(["data", path, free, "--rows", "-1"]) == 2
+    assert "--rows: expected a number of at least 0, got -1" in capsys.readouterr().err
+    assert main(["data", path, free, "--rows", "0"]) == 2
+    assert "row 1 " not in capsys.readouterr().out
     assert main(["data", path, free, "--row", "4"]) == 2
     assert "--row: expected a number from 1 to 3, got 4" in capsys.readouterr().err
 
@@ -132,10 +136,18 @@ def test_pairs_share_their_prompt_and_a_reward_model_scores_one_token(file, caps
     path = file(row, **sections[task])
     assert main(["data", path]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{task}: 1 rows of ")
+    assert out.startswith(f"{task}: 1 row of ")
     learned = {"dpo": "  + yes<|eos|>\n", "rm": "yes\n  + <|eos|>\n"}[task]
     assert f"<|assistant|>{'' if task == 'rm' else chr(10)}{learned}" in out
-    assert "rejected\n… 5 tokens as above\n" in out
+    # Each document has a size of its own: the longer one says nothing of what both learn.
+    sizes = {
+        "dpo": ["chosen   9 tokens, 4 learned", "rejected   9 tokens, 4 learned"],
+        "rm": ["chosen   9 tokens", "rejected   9 tokens"],
+    }
+    assert [line for line in out.splitlines() if line.startswith(("chosen", "rejected"))] == sizes[
+        task
+    ]
+    assert "\n… 5 tokens as above\n" in out
     if task == "rm":
         assert "the context has 60, of which 1 is for the score" in out
 

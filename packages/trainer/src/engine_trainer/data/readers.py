@@ -227,7 +227,8 @@ def _csv(path: Path) -> Iterator[Row]:
             file=str(path),
             row=number + 1 if header else None,
             why=str(error),
-            remedy="write UTF-8 with commas, and double each quote inside of quotes",
+            remedy="write UTF-8 with commas, end each row with a line feed, "
+            "and double each quote inside of quotes",
         ) from error
     finally:
         csv.field_size_limit(former)

@@ -58,9 +58,15 @@ def show(preview: Preview, *, rows: int, row: int | None, width: int, color: boo
         color: use ANSI colors. The marks at the margin are the same with and without.
 
     Raises:
-        ConfigError: there is no row of the number ``row``.
+        ConfigError: ``rows`` is negative, or there is no row of the number ``row``.
     """
     style = Style(width=max(NARROWEST, width), color=color)
+    if rows < 0:
+        raise ConfigError(
+            "--rows",
+            f"expected a number of at least 0, got {rows}",
+            remedy="give the number of rows to show; 0 shows the lengths and the summary alone",
+        )
     if row is not None and not 1 <= row <= len(preview.rows):
         raise ConfigError(
             "--row",
@@ -84,7 +90,7 @@ def _header(preview: Preview, style: Style) -> Iterator[str]:
     name = getattr(preview.tokenizer.tokenizer, "name_or_path", "")
     template = "with" if preview.tokenizer.has_template else "without"
     yield from _text(
-        f"{preview.task}: {len(preview.rows):,} rows of {files[0]}{more}", style, "bold"
+        f"{preview.task}: {_count(len(preview.rows), 'row')} of {files[0]}{more}", style, "bold"
     )
     yield from _text(f"tokenizer {name}, {template} a chat template", style)
     if preview.bound.tokens is not None:
@@ -97,10 +103,8 @@ def _header(preview: Preview, style: Style) -> Iterator[str]:
 
 def _row(preview: Preview, number: int, style: Style, *, whole: bool) -> Iterator[str]:
     row = preview.rows[number - 1]
-    sizes = ""
-    if row.parts:
-        sizes = f"   {_count(row.length, 'token')}"
-        sizes += f", {row.learned:,} learned" if preview.task in ("sft", "dpo") else ""
+    # The two documents of a pair each say their own size.
+    sizes = _size(preview, row.length, row.learned) if len(row.parts) == 1 else ""
     yield ""
     yield from _text(f"row {number}   {_place(row)}{sizes}", style, "bold")
     if row.fate != "kept":
@@ -111,12 +115,19 @@ def _row(preview: Preview, number: int, style: Style, *, whole: bool) -> Iterato
     before: Part | None = None
     for part in row.parts:
         if len(row.parts) > 1:
-            yield from _text(part.title, style, "bold")
+            size = _size(preview, len(part.tokens), sum(part.learned))
+            yield from _text(part.title + size, style, "bold")
         yield from _tokens(preview, part, before, style, whole=whole)
         before = part
     if preview.task == "rl" and row.parts:
         answer = "no answer" if row.answer is None else f"answer: {row.answer}"
         yield from _text(answer.replace("\n", "⏎"), style)
+
+
+def _size(preview: Preview, tokens: int, learned: int) -> str:
+    """Return the words of a size, behind blanks."""
+    more = f", {learned:,} learned" if preview.task in ("sft", "dpo") else ""
+    return f"   {_count(tokens, 'token')}{more}"
 
 
 def _tokens(
