@@ -121,7 +121,7 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     assert rows[-1]["eval/reward"] > 0.8
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm-server"])
+@pytest.mark.parametrize("name", [pytest.param("vllm", marks=pytest.mark.nightly), "vllm-server"])
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, name):
     """Use as many replicas as engine ranks.
 

@@ -15,7 +15,16 @@ pytestmark = [pytest.mark.distributed]
 
 @pytest.mark.parametrize(
     ("one", "dtype"),
-    [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes],
+    [
+        pytest.param(
+            one,
+            dtype,
+            id=f"{one.id}-{dtype}",
+            marks=pytest.mark.nightly if dtype != one.dtypes[0] else (),
+        )
+        for one in CASES
+        for dtype in one.dtypes
+    ],
 )
 def test_case(one: Case, dtype: str, root: Path) -> None:
     target = Target(

@@ -127,7 +127,7 @@ def test_two_ranks(root: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_processes_of_its_own(root: Path, count: int) -> None:
     model, _ = models(root)
     sampling = peers.SAMPLED

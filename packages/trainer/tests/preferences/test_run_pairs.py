@@ -407,7 +407,7 @@ def test_the_commands(models, pairs, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["dpo", "rm"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("rm", marks=pytest.mark.nightly)])
 def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
     """Three pairs a step on two ranks, and one: a rank may have none."""
     for ranks in (1, 2):

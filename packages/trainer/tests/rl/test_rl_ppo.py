@@ -532,7 +532,10 @@ def test_two_ranks_agree_with_one(sums_model, tmp_path):
     agree(tmp_path / "2", tmp_path / "1")
 
 
-OTHER_SIZES = [({}, {"ulysses": 2}), ({"ulysses": 2}, {"ulysses": 1})]
+OTHER_SIZES = [
+    ({}, {"ulysses": 2}),
+    pytest.param({"ulysses": 2}, {"ulysses": 1}, marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.slow
@@ -551,6 +554,7 @@ def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(
     agree(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_on_ray_it_is_bit_for_bit_what_it_is_under_torchrun(sums_model, tmp_path, monkeypatch):

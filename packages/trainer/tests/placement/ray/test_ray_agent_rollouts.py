@@ -351,6 +351,7 @@ def cluster(tmp_path):
         yield plan
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_model, tmp_path):

@@ -97,7 +97,9 @@ def wire_bytes(out: Path) -> float:
     return rows[-1].get("sync/wire_bytes", 0.0)
 
 
-@pytest.mark.parametrize(("engines", "rollouts"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("engines", "rollouts"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.nightly)]
+)
 def test_apart_it_ends_as_beside_the_engine_bit_for_bit(beside, apart, caplog, engines, rollouts):
     caplog.set_level(logging.INFO, logger="engine_trainer")
     out = apart(engines, rollouts)
@@ -124,6 +126,7 @@ def fault(worker: str, method: str, nth: int, do: str = "kill") -> dict:
     return {"worker": worker, "method": method, "nth": nth, "when": "before", "do": do}
 
 
+@pytest.mark.nightly
 def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_path, plan, beside):
     """Kill the engine in the first sync, a replica there, and the other replica in the second.
 
