@@ -36,6 +36,7 @@ from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
 from engine_trainer.run.torchrun import end_with_torchrun, is_news
 from engine_trainer.telemetry.logs import METRICS, last_step
+from engine_trainer.utils.cores import set_threads
 from engine_trainer.utils.terminal import escape
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -178,6 +179,10 @@ def _run(options: argparse.Namespace, config: Config) -> int:
             schema = json.loads(schema_text(task))
             print(explain(to_plain(config), schema), end="")
         return DONE
+    # Ray gives each worker the cores that were asked for it.
+    on_ray = isinstance(config, RLConfig) and config.launcher == "ray"
+    if not on_ray and (line := set_threads()) and global_rank() == 0:
+        logging.getLogger("engine_trainer").info(line)
     if options.command == "eval":
         assert isinstance(config, RLConfig | SFTConfig)
         _evaluate(config)

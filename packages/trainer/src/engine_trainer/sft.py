@@ -116,7 +116,7 @@ def evaluate_sft(config: SFTConfig) -> Metrics:
     only = replace(
         config,
         engine=replace(config.engine, optimizer=None),
-        run=replace(config.run, save_hf=False),
+        run=replace(config.run, save_hf=False, push_to_hub=None),
     )
     with Run(only, kind="eval", total_steps=1) as run:
         run.start()

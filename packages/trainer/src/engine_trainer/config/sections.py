@@ -452,6 +452,14 @@ class RunSection:
     for ``float8``. ``engine-train export`` writes a checkpoint in any of them.
     """
 
+    push_to_hub: str | None = None
+    """Repository on the Hugging Face Hub, ``owner/name``, that ``output_dir/hf`` is pushed to after
+    the last step. Null pushes nothing.
+
+    It is created before the first step, private, where there is none. The token is that of
+    ``HF_TOKEN`` or of ``hf auth login``.
+    """
+
     keep_best: str | None = None
     """Figure of the evaluations, such as ``eval/accuracy``, whose best step keeps its checkpoint.
     Null keeps none.
@@ -604,6 +612,13 @@ def _wrong_best(section: RunSection) -> Iterator[Refusal]:
         f"expected a figure of an evaluation, got {metric!r}",
         "",
         "name one that begins with eval/, such as eval/accuracy or eval/loss",
+    )
+    yield (
+        section.push_to_hub is not None and not section.save_hf,
+        "push_to_hub",
+        f"{section.push_to_hub!r}, but run.save_hf is false",
+        "it is the folder output_dir/hf that is pushed",
+        "set run.save_hf: true, or run.push_to_hub: null",
     )
     yield (
         section.patience is not None and metric is None,

@@ -63,8 +63,6 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    # Without a number of threads every rank would use all cores.
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     own = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -75,7 +73,7 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subpro
     }
     return subprocess.Popen(
         [sys.executable, "-m", "engine_trainer", *arguments],
-        env=threads | os.environ | _VARIABLES | own,
+        env=os.environ | _VARIABLES | own,
     )
 
 

@@ -49,6 +49,7 @@ from engine_trainer.run.checkpoints import (
     fingerprint,
     read_extra,
 )
+from engine_trainer.run.hub import create_repository, push_folder
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
 from engine_trainer.run.model_folder import export_dtype, write_model
@@ -236,6 +237,8 @@ class Run:
             raise unsupported(
                 Capability.SAVE_HF, section.backend, capabilities, off="set run.save_hf=false"
             )
+        if (name := self.config.run.push_to_hub) is not None:
+            together(self.comm, lambda: create_repository(name) if self.is_main else None)
         self.policy = self.launcher.engines(section, self.engine_config, self.device)
         return self.policy
 
@@ -406,14 +409,16 @@ class Run:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
-        the run is not interrupted. ``convert`` changes the folder before it takes that name.
+        the run is not interrupted. ``run.push_to_hub`` receives that folder. ``convert`` changes
+        the folder before it takes that name.
         """
         self.checkpoints.wait(self.comm)
         step = self._reached
         if self._best.step is not None:
             best = self.folder / "checkpoints" / BEST
             self.log.say(f"best {self._best}; engine-train export {best} DIR writes its model")
-        if (step == self.total_steps or self._best.is_over) and self.config.run.save_hf:
+        is_over = step == self.total_steps or self._best.is_over
+        if is_over and self.config.run.save_hf:
             dtype = export_dtype(self.config.run.hf_dtype, self.config.engine.precision)
             write_model(
                 self.policy,
@@ -426,6 +431,9 @@ class Run:
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)
+        # This comes last: it may fail, and everything else is written then.
+        if is_over and (name := self.config.run.push_to_hub) is not None:
+            together(self.comm, lambda: self._push(name, step) if self.is_main else None)
         return Outcome(folder=self.folder, step=step, total_steps=self.total_steps)
 
     def pack_local(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
@@ -492,6 +500,10 @@ class Run:
         lost = f"{reached - newest} step{'s' if reached - newest > 1 else ''} will be trained again"
         saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
         return f"failed {during} step {reached}, which could not be saved ({why}); {saved}: {lost}"
+
+    def _push(self, name: str, step: int) -> None:
+        address = push_folder(self.folder / "hf", name, f"{self.kind}, step {step}")
+        log.info("the model is pushed: %s", address)
 
     def _describe_interrupt(self) -> str:
         if self._reached >= self.total_steps:

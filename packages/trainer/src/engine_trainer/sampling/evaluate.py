@@ -109,7 +109,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
     only = replace(
         config,
         engine=replace(config.engine, optimizer=None),
-        run=replace(config.run, save_hf=False),
+        run=replace(config.run, save_hf=False, push_to_hub=None),
     )
     with Run(only, kind="eval", total_steps=1) as run:
         run.start()
