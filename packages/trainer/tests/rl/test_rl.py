@@ -20,7 +20,7 @@ from engine_trainer.rl.experience import Experience, collect, round_seed, shaped
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.sampling.sampler import Group, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers, read_metrics
-from engine_trainer.telemetry.report import HEADLINES
+from engine_trainer.telemetry.metrics import HEADLINES
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 # Torch 2.13 renames a collective under FSDP.

@@ -1,0 +1,107 @@
+"""The environment that a run keeps: what it says, and that it says no secret."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from engine_trainer.errors import DataError
+from engine_trainer.telemetry.environment import (
+    FILE,
+    command_line,
+    commit,
+    describe_start,
+    read_starts,
+    record,
+    versions,
+)
+
+
+def start(after: int = 0):
+    return describe_start(
+        task="rl",
+        after=after,
+        steps=40,
+        ranks=2,
+        launcher="none",
+        backend="fsdp2",
+        device="cpu",
+        model="model",
+    )
+
+
+def test_a_start_has_versions_hardware_and_command(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["/venv/bin/engine-train", "rl", "a b.yaml", "run.steps=40"])
+    monkeypatch.chdir(tmp_path)
+    found = start()
+    assert found.command == "engine-train rl 'a b.yaml' run.steps=40"
+    assert {"python", "torch", "engine-trainer", "engine-fsdp"} <= found.versions.keys()
+    assert found.versions == versions()
+    assert any("core" in part for part in found.hardware)
+    assert found.date.endswith("+00:00")
+
+
+def test_a_resumed_run_adds_a_start_and_a_new_run_begins_the_file(tmp_path):
+    record(tmp_path, start())
+    record(tmp_path, start(after=20))
+    assert [row.after for row in read_starts(tmp_path)] == [0, 20]
+    record(tmp_path, start())
+    assert [row.after for row in read_starts(tmp_path)] == [0]
+
+
+def test_a_file_that_is_none_of_starts_is_named(tmp_path):
+    assert read_starts(tmp_path) == []
+    (tmp_path / FILE).write_text('[{"task": "rl"}]')
+    with pytest.raises(DataError, match="does not describe"):
+        read_starts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("reward.kwargs.api_key=s3cret", "reward.kwargs.api_key=***"),
+        ("reward.kwargs={apiKey: s3cret, url: u}", "'reward.kwargs={apiKey: ***, url: u}'"),
+        ("reward.kwargs=[{token: s3cret}]", "'reward.kwargs=[{token: ***}]'"),
+        ("--password=s3cret", "'--password=***'"),
+        ("rollout.options.url=http://me:s3cret@host/x", "'rollout.options.url=http://***@host/x'"),
+        ("data.eos_token=<end>", "'data.eos_token=<end>'"),
+        ("run.steps=40", "run.steps=40"),
+        ("data.prompt_template={prompt}: x", "'data.prompt_template={prompt}: x'"),
+    ],
+)
+def test_the_command_line_has_no_secret(argument, shown):
+    words = command_line(["/x/engine_trainer/__main__.py", "rl", argument])
+    # Quotes do not matter, and shells differ in the characters that need them.
+    assert words.replace("'", "").replace('"', "") == f"engine-train rl {shown}".replace("'", "")
+
+
+def test_an_option_of_a_script_and_its_secret(tmp_path):
+    assert command_line(["run.py", "--api-key", "s3cret", "--seed", "1"]) == (
+        "python run.py --api-key '***' --seed 1"
+    )
+
+
+def test_the_commit_and_whether_the_files_are_those_of_it(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = commit(tmp_path)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "new").write_text("1")
+    assert commit(tmp_path) == clean
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == f"{clean} with changes"
+    # Without git nothing is known, which is no error.
+    monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) is None
