@@ -30,7 +30,7 @@ from engine_trainer.telemetry.report import write_report
 from engine_trainer.telemetry.report.curves import curve, scale_of
 from engine_trainer.telemetry.series import Series
 
-PAIRS = ["Loss", "Accuracy", "Margin", "Chosen and rejected", "Gradient norm", "Learning rate"]
+PAIRS = ["Loss", "Accuracy", "Margin", "Rewards of pairs", "Gradient norm", "Learning rate"]
 START = Start(
     task="rl",
     after=0,
@@ -90,7 +90,7 @@ def everything(task: str) -> list[dict]:
                 "Response length",
                 "Entropy",
                 "Gradient norm",
-                "Mismatch of rollout and engine",
+                "Rollout mismatch",
             ],
         ),
         ("dpo", PAIRS),
@@ -132,7 +132,7 @@ def test_flat_metrics_are_folded_named_and_replaced_by_the_next_curve(tmp_path):
     page = write_report(tmp_path, "rl")
     assert titles(first_curves(page))[3:] == [
         "Gradient norm",
-        "Explained variance of the critic",
+        "Critic's explained variance",
         "Groups without a signal",
     ]
     flat = {
@@ -384,6 +384,13 @@ def test_long_lines_keep_their_extremes_and_all_scales_hold_their_values():
     scale = scale_of(values)
     assert {round(scale.place(x) * 300, 1) for x in (9.0, 1.0, -9.0)} == set(heights)
     assert figure.count("<rect") <= 301
+
+
+def test_labels_of_a_narrow_scale_differ(tmp_path):
+    write_metrics(tmp_path, [{"step": s, "train/loss": 1.0 + s * 1e-5} for s in (1, 2, 3, 4)])
+    (figure,) = first_curves(write_report(tmp_path, "sft")).all("figure")
+    labels = [span.text for span in figure.all("div", "ticks")[0].all("span")]
+    assert labels == ["1.00001", "1.00002", "1.00003", "1.00004"]
 
 
 @pytest.mark.parametrize(

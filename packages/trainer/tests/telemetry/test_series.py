@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 from run_folders import write_metrics
 
+import engine_trainer
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.metrics import CURVES_OF, MEANINGS, explain
 from engine_trainer.telemetry.series import Series, load_series, summary
@@ -53,6 +58,8 @@ def test_a_step_counts_once_with_its_later_value(tmp_path):
         ([0.0, 0.0], True),
         ([1e-13, 5e-13], True),
         ([1.0, 1.0 + 1e-13], True),
+        ([1.0000003, 1.0000004], True),
+        ([1.0, 1.0001], False),
         ([3e-4, 3e-4], True),
         ([1e-7, 2e-7], False),
         ([0.0, 1.0], False),
@@ -113,6 +120,20 @@ def test_a_meaning_is_one_sentence():
 )
 def test_a_metric_with_a_name_of_its_own_has_the_meaning_of_its_kind(name, same):
     assert explain(name) == (MEANINGS.get(same) or explain(same)) != ""
+
+
+def test_each_metric_that_the_code_names_has_a_meaning():
+    groups = "|".join(sorted({name.partition("/")[0] for name in MEANINGS}))
+    named = re.compile(rf"({groups})/[a-z_]+[a-z0-9]")
+    found = {
+        node.value
+        for path in Path(engine_trainer.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if named.fullmatch(node.value)
+    }
+    assert len(found) > 50
+    assert [name for name in sorted(found) if not explain(name)] == []
 
 
 def test_each_curve_has_metrics_with_a_meaning_and_each_task_has_six_or_more():

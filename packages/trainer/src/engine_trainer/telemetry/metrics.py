@@ -30,7 +30,7 @@ _PAIRS = (
     _LOSS,
     Curve(title="Accuracy", metrics=("train/accuracy", "eval/accuracy")),
     Curve(title="Margin", metrics=("train/margin", "eval/margin")),
-    Curve(title="Chosen and rejected", metrics=("train/chosen", "train/rejected")),
+    Curve(title="Rewards of pairs", metrics=("train/chosen", "train/rejected")),
     _GRADIENT,
     _RATE,
     _SPEED,
@@ -53,8 +53,8 @@ CURVES_OF: Mapping[str, tuple[Curve, ...]] = {
         Curve(title="Response length", metrics=("rollout/response_length", "eval/response_length")),
         Curve(title="Entropy", metrics=("train/entropy",)),
         _GRADIENT,
-        Curve(title="Mismatch of rollout and engine", metrics=("mismatch/kl_k3",)),
-        Curve(title="Explained variance of the critic", metrics=("critic/explained_variance",)),
+        Curve(title="Rollout mismatch", metrics=("mismatch/kl_k3",)),
+        Curve(title="Critic's explained variance", metrics=("critic/explained_variance",)),
         Curve(title="Groups without a signal", metrics=("rollout/uninformative_groups",)),
         Curve(title="Completions cut off", metrics=("rollout/truncated",)),
         Curve(title="Generated tokens per second", metrics=("perf/generated_tokens_per_s",)),
@@ -197,6 +197,8 @@ MEANINGS: Mapping[str, str] = {
     "eval/accuracy_stderr": "Standard error of the held-out accuracy; smaller changes are noise.",
     "eval/loss": "Mean loss on the held-out rows; a rise while the training loss falls is "
     "overfitting.",
+    "eval/perplexity": "Exponential of the held-out loss: the number of equally likely tokens that "
+    "the model hesitates between.",
     "eval/margin": "Mean difference between the rewards of the chosen and of the rejected answers "
     "of the held-out pairs.",
     "eval/chosen": "Mean reward of the chosen answers of the held-out pairs.",

@@ -12,8 +12,10 @@ from engine_trainer.errors import DataError
 from engine_trainer.telemetry.logs import ELAPSED, METRICS, format_seconds, read_metrics
 from engine_trainer.telemetry.metrics import HEADLINES, LESS_IS_BETTER, matching
 
-NOISE = 1e-9
-"""Values up to this size, and differences of this share of the values, are rounding noise."""
+TINY = 1e-9
+"""Values up to this size are rounding noise."""
+ROUNDING = 1e-6
+"""Differences up to this share of the values are rounding noise of float32."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +40,7 @@ class Series:
             return False
         low, high = min(self.values), max(self.values)
         largest = max(abs(low), abs(high))
-        return largest <= NOISE or high - low <= NOISE * largest
+        return largest <= TINY or high - low <= ROUNDING * largest
 
     @property
     def best(self) -> float:

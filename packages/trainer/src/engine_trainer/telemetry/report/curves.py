@@ -56,7 +56,8 @@ def scale_of(values: Sequence[float]) -> Scale:
         margin = abs(low) / 2 or 1.0
         low, high = low - margin, high + margin
     step = _round_step((high - low) / _TICKS)
-    first, last = math.floor(low / step), math.ceil(high / step)
+    # A value that is a tick but for rounding needs no further tick.
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(step * number for number in range(first, last + 1))
     return Scale(low=ticks[0], high=ticks[-1], ticks=ticks, is_logarithmic=False)
 
@@ -149,13 +150,23 @@ def _short_name(line: Series, lines: Sequence[Series]) -> str:
 
 
 def _labels(scale: Scale) -> str:
+    texts = _distinct(scale.ticks)
     spans = "".join(
-        f'<span style="top:{scale.place(tick) * 100:.2f}%">{_number(tick)}</span>'
-        for tick in scale.ticks
+        f'<span style="top:{scale.place(tick) * 100:.2f}%">{text}</span>'
+        for tick, text in zip(scale.ticks, texts, strict=True)
     )
     # The widest label gives the column its width.
-    widest = max((_number(tick) for tick in scale.ticks), key=len)
-    return f'<div class="ticks"><i aria-hidden="true">{widest}</i>{spans}</div>'
+    return f'<div class="ticks"><i aria-hidden="true">{max(texts, key=len)}</i>{spans}</div>'
+
+
+def _distinct(ticks: Sequence[float]) -> list[str]:
+    """Return the texts of ticks, with as many digits as it takes to tell them apart."""
+    digits = 3
+    texts = [_number(tick) for tick in ticks]
+    while len(set(texts)) < len(texts):
+        digits += 1
+        texts = [f"{tick:.{digits}g}" for tick in ticks]
+    return texts
 
 
 def _grid(scale: Scale) -> str:
@@ -254,6 +265,6 @@ def _number(value: float) -> str:
     if 1e4 <= size < 1e12:
         power, unit = next((p, u) for p, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if size >= p)
         return f"{value / power:.3g}{unit}"
-    text = f"{value:.3g}"
+    text = f"{value:.0f}" if size >= 1e3 else f"{value:.3g}"
     mantissa, e, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if e else text

@@ -35,7 +35,10 @@
 
     svg.addEventListener("pointermove", follow);
     svg.addEventListener("pointerdown", follow);
-    svg.addEventListener("pointerleave", rest);
+    // A finger leaves as soon as it is lifted: its value stays.
+    svg.addEventListener("pointerleave", (event) => {
+      if (event.pointerType !== "touch") rest();
+    });
     svg.addEventListener("blur", rest);
     svg.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

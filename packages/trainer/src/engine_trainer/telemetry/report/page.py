@@ -90,7 +90,7 @@ def read_run(run: Path, task: str) -> Recorded:
     rows = read_metrics(run / METRICS)
     config = run / "config.yaml"
     return Recorded(
-        name=run.resolve().name,
+        name="/".join(run.resolve().parts[-2:]),
         task=task,
         steps=count_steps(rows),
         duration=duration(rows),
@@ -127,10 +127,9 @@ def _header(recorded: Recorded) -> str:
         last = recorded.starts[-1]
         parts.append(f"{last.backend} on {_counted(last.ranks, 'rank')} ({last.device})")
         parts.append(recorded.starts[0].date[:10])
-    return (
-        f"<header><h1>{html.escape(recorded.name)}</h1>"
-        f"<p>{html.escape(' · '.join(parts))}</p></header>"
-    )
+    # A part stays on a line where it fits.
+    shown = " · ".join(f"<span>{html.escape(part)}</span>" for part in parts)
+    return f"<header><h1>{html.escape(recorded.name)}</h1><p>{shown}</p></header>"
 
 
 def _setting(configuration: str) -> list[str]:
@@ -217,7 +216,8 @@ def _flat_value(one: Series) -> str:
     if not one.values:
         return "never finite"
     low, high = min(one.values), max(one.values)
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    texts = dict.fromkeys((f"{low:.4g}", f"{high:.4g}"))
+    return f"{low:.10g}" if low == high else " to ".join(texts)
 
 
 def _numbers(series: Mapping[str, Series]) -> str:
@@ -339,7 +339,7 @@ def _environment(recorded: Recorded) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
     entries = [
         ("command", last.command),
-        ("started", last.date.replace("T", " ")),
+        ("started", _time(last)),
         ("commit", last.commit or "not known: the run was not started in a git repository"),
         ("engine", f"{last.backend} on {last.device}, {_counted(last.ranks, 'rank')}"),
         (f"hardware{where}", ", ".join(last.hardware)),
@@ -356,8 +356,8 @@ def _starts(starts: Sequence[Start]) -> str:
     if len(starts) == 1:
         return ""
     rows = "".join(
-        f"<tr><td>{html.escape(one.date.replace('T', ' '))}</td><td>{one.after}</td>"
-        f'<td>{one.ranks}</td><td class="text">{html.escape(one.commit or "")}</td>'
+        f"<tr><td>{html.escape(_time(one))}</td><td>{one.after}</td>"
+        f'<td>{one.ranks}</td><td class="text">{html.escape(_short_commit(one))}</td>'
         f'<td class="text">{html.escape(_changed_versions(one, starts[-1]))}</td>'
         f'<td class="text command">{html.escape(one.command)}</td></tr>'
         for one in starts
@@ -368,6 +368,15 @@ def _starts(starts: Sequence[Start]) -> str:
         '<th>ranks</th><th class="text">commit</th><th class="text">other versions</th>'
         f'<th class="text">command</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
+
+
+def _time(start: Start) -> str:
+    return start.date.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _short_commit(start: Start) -> str:
+    commit, _, rest = (start.commit or "").partition(" ")
+    return f"{commit[:10]} {rest}".strip()
 
 
 def _changed_versions(one: Start, last: Start) -> str:
