@@ -51,7 +51,7 @@ def test_it_learns(folder, tmp_path):
     assert [r["step"] for r in rows if "eval/reward" in r] == [0, 10, 20, 25]
     assert all(r["mismatch/max"] < 1e-4 for r in rows[1:])
     assert all(r["train/ratio"] == pytest.approx(1.0) for r in rows[1:])
-    assert [name for name in rows[-1] if not explain(name)] == ["step", "time"]
+    assert [name for name in rows[-1] if not explain(name)] == ["step"]
     assert {name for name in HEADLINES if name.startswith(("mismatch/", "train/"))} <= set(rows[-1])
     problems = [
         json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()

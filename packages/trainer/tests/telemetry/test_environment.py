@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from engine_trainer.config.secrets import Referred
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.environment import (
     FILE,
@@ -18,7 +19,7 @@ from engine_trainer.telemetry.environment import (
 )
 
 
-def start(after: int = 0):
+def start(after: int = 0, model: str = "model"):
     return describe_start(
         task="rl",
         after=after,
@@ -27,7 +28,7 @@ def start(after: int = 0):
         launcher="none",
         backend="fsdp2",
         device="cpu",
-        model="model",
+        model=model,
     )
 
 
@@ -40,6 +41,19 @@ def test_a_start_has_versions_hardware_and_command(monkeypatch, tmp_path):
     assert found.versions == versions()
     assert any("core" in part for part in found.hardware)
     assert found.date.endswith("+00:00")
+
+
+def test_a_model_from_the_environment_is_written_as_its_reference(tmp_path):
+    record(tmp_path, start(model=Referred("/home/me/model", "${oc.env:MODEL}")))
+    assert read_starts(tmp_path)[0].model == "${oc.env:MODEL}"
+    assert "/home/me" not in (tmp_path / FILE).read_text()
+
+
+def test_a_file_of_another_version_is_replaced_with_a_warning(tmp_path, caplog):
+    (tmp_path / FILE).write_text("[{}]")
+    record(tmp_path, start(after=3))
+    assert [row.after for row in read_starts(tmp_path)] == [3]
+    assert "earlier starts are not known" in caplog.text
 
 
 def test_a_resumed_run_adds_a_start_and_a_new_run_begins_the_file(tmp_path):

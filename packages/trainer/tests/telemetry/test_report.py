@@ -30,7 +30,7 @@ from engine_trainer.telemetry.report import write_report
 from engine_trainer.telemetry.report.curves import curve, scale_of
 from engine_trainer.telemetry.series import Series
 
-PAIRS = ["Loss", "Accuracy", "Margin", "Rewards of pairs", "Gradient norm", "Learning rate"]
+PAIRS = ["Loss", "Accuracy", "Margin", "Rewards", "Gradient norm", "Learning rate"]
 START = Start(
     task="rl",
     after=0,

@@ -541,13 +541,13 @@ class Run:
 
     def _describe_start(self, step: int) -> Start:
         config = self.config
-        on_ray = isinstance(config, RLConfig) and config.launcher == "ray"
+        ray = config.ray if isinstance(config, RLConfig) and config.launcher == "ray" else None
         return describe_start(
             task=self.kind,
             after=step,
             steps=self.total_steps,
-            ranks=config.ray.engines if on_ray else world_size(),
-            launcher="ray" if on_ray else "none",
+            ranks=world_size() if ray is None else ray.engines,
+            launcher="none" if ray is None else "ray",
             backend=config.engine.backend,
             device=self.device,
             model=config.engine.model.path,

@@ -206,6 +206,8 @@ def versions() -> dict[str, str]:
 
 
 def _devices(device: str) -> list[str]:
+    if not device_of(device).probe().ok:
+        return []  # a controller may have no device while its workers have some
     module = device_of(device).module
     names = [str(module.get_device_name(i)) for i in range(module.device_count())]
     return [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]

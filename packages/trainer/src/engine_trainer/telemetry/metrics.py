@@ -30,7 +30,7 @@ _PAIRS = (
     _LOSS,
     Curve(title="Accuracy", metrics=("train/accuracy", "eval/accuracy")),
     Curve(title="Margin", metrics=("train/margin", "eval/margin")),
-    Curve(title="Rewards of pairs", metrics=("train/chosen", "train/rejected")),
+    Curve(title="Rewards", metrics=("train/chosen", "train/rejected")),
     _GRADIENT,
     _RATE,
     _SPEED,

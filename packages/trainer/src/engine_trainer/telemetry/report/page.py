@@ -201,14 +201,15 @@ def _others(recorded: Recorded, names: Sequence[str]) -> str:
 def _flat(flat: Sequence[Series]) -> str:
     if not flat:
         return ""
-    rows = "".join(
-        f'<tr><th scope="row">{_term(one.name)}</th><td>{html.escape(_flat_value(one))}</td></tr>'
+    entries = "".join(
+        f"<dt>{html.escape(one.name)} <b>{html.escape(_flat_value(one))}</b></dt>"
+        f"<dd>{html.escape(explain(one.name))}</dd>"
         for one in flat
     )
     return (
         f"<details><summary>Flat metrics ({len(flat)})</summary>"
         "<p>They have the same value at every step, up to rounding.</p>"
-        f'<div class="table" tabindex="0"><table>{rows}</table></div></details>'
+        f'<dl class="flat">{entries}</dl></details>'
     )
 
 
