@@ -24,7 +24,7 @@ from run_folders import (
 
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.environment import Start, record
-from engine_trainer.telemetry.metrics import CURVES_OF, MEANINGS
+from engine_trainer.telemetry.metrics import CURVES_OF, MEANINGS, explain
 from engine_trainer.telemetry.plots import write_plots
 from engine_trainer.telemetry.report import write_report
 from engine_trainer.telemetry.report.curves import curve, scale_of
@@ -135,9 +135,9 @@ def test_flat_metrics_are_folded_named_and_replaced_by_the_next_curve(tmp_path):
         "Critic's explained variance",
         "Groups without a signal",
     ]
-    flat = {
-        r.all("th")[0].text: r.all("td")[0].text for r in folded(page)["Flat metrics"].all("tr")
-    }
+    (entries,) = folded(page)["Flat metrics"].all("dl")
+    flat = {str(e.children[0]).strip(): e.all("b")[0].text for e in entries.all("dt")}
+    assert [e.text for e in entries.all("dd")] == [explain(name) for name in flat]
     assert flat == {
         "mismatch/kl_k3": "1e-13 to 3e-13",
         "sync/audited": "1",
