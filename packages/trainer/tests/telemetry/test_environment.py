@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
@@ -118,4 +119,20 @@ def test_the_commit_and_whether_the_files_are_those_of_it(tmp_path, monkeypatch)
     assert commit(tmp_path) == f"{clean} with changes"
     # Without git nothing is known, which is no error.
     monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) is None
+
+
+def test_outside_of_a_repository_the_commit_is_that_of_the_installation(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    note = tmp_path / "engine_trainer-0.1.0.dist-info"
+    note.mkdir()
+    (note / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-trainer\nVersion: 0.1.0\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert commit(tmp_path) is None
+    url = {"url": "file:///x", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}
+    (note / "direct_url.json").write_text(json.dumps(url))
+    assert commit(tmp_path) == "0123abc of engine-trainer"
+    (note / "METADATA").unlink()
+    note.joinpath("direct_url.json").unlink()
+    note.rmdir()
     assert commit(tmp_path) is None

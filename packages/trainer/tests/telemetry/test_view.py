@@ -13,6 +13,7 @@ from run_folders import HOSTILE, data_of, parsed, row, write_evaluation, write_r
 from engine_trainer.cli import main
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.pages.charts import histogram_over_steps
+from engine_trainer.telemetry.pages.evaluations import evaluation_files, forget_evaluations
 from engine_trainer.telemetry.view import write_view
 from engine_trainer.telemetry.view.content import read_content
 
@@ -126,6 +127,21 @@ def test_problems_over_evaluations_in_each_set(tmp_path):
     assert "Held-out problems of hard" in text
     assert re.findall(r"<th>step (\d+)</th>", hard) == ["20"]
     assert "kept no completions" in text
+
+
+def test_a_run_forgets_the_evaluations_that_it_will_measure_again(tmp_path):
+    for step in (0, 20, 40):
+        write_evaluation(tmp_path / "eval", step, [[True]])
+        write_evaluation(tmp_path / "eval" / "hard", step, [[True]])
+    (tmp_path / "eval" / "notes.txt").write_text("mine")
+    forget_evaluations(tmp_path, 20)
+    assert {name: [*files] for name, files in evaluation_files(tmp_path).items()} == {
+        "": [0, 20],
+        "hard": [0, 20],
+    }
+    forget_evaluations(tmp_path, 0)
+    assert evaluation_files(tmp_path) == {}
+    assert (tmp_path / "eval" / "notes.txt").is_file()
 
 
 def test_many_evaluations_are_thinned_and_the_last_one_stays(tmp_path):

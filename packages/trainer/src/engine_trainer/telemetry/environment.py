@@ -243,7 +243,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _installed_commit() -> str | None:
     """Return the commit in the note that pip leaves for an installation from a repository."""
-    note = importlib.metadata.distribution("engine-trainer").read_text("direct_url.json")
+    installed = next(iter(importlib.metadata.distributions(name="engine-trainer")), None)
+    note = installed.read_text("direct_url.json") if installed is not None else None
     found = json.loads(note).get("vcs_info", {}).get("commit_id") if note else None
     return f"{found} of engine-trainer" if found else None
 
