@@ -59,6 +59,7 @@ GENERATORS = (
     "matrix",
     "cases",
     "configuration",
+    "metrics",
     "reports",
     "mutants",
     "scaling",

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, Precision
 from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
-from engine_trainer.telemetry.report import Series, load_series
+from engine_trainer.telemetry.series import Series, load_series
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "fp8_reproduction"
 sys.path[:0] = [str(RECIPE), str(RECIPE.parent / "quickstart")]

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from engine_trainer.telemetry.report import Series, load_series
+from engine_trainer.telemetry.series import Series, load_series
 
 WAYS = {
     "bf16": "bf16 rollout",

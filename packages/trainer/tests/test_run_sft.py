@@ -18,7 +18,9 @@ from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
 from engine_trainer.errors import DataError
 from engine_trainer.sft import train_sft
+from engine_trainer.telemetry.environment import read_starts
 from engine_trainer.telemetry.logs import read_metrics
+from engine_trainer.telemetry.metrics import explain
 
 
 def run(file, *overrides):
@@ -49,6 +51,7 @@ def test_it_learns_and_leaves_a_whole_folder(sft_file):
     assert {p.name for p in outcome.folder.iterdir()} == {
         ".lock",
         "config.yaml",
+        "environment.json",
         "metrics.jsonl",
         "tensorboard",
         "checkpoints",
@@ -68,6 +71,28 @@ def test_it_learns_and_leaves_a_whole_folder(sft_file):
     assert row["train/tokens"] > row["train/learned_tokens"] == 8 * 5
     assert row["time/train"] > 0
     assert "perf/mfu" not in row
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    unexplained = {name for one in rows for name in one if not explain(name)}
+    assert unexplained == {"step", "time"}
+    (start,) = read_starts(outcome.folder)
+    assert (start.task, start.after, start.steps, start.ranks) == ("sft", 0, 30, 1)
+    assert (start.backend, start.device) == ("bigram", "cpu")
+
+
+def test_a_damaged_file_costs_the_report_and_not_the_run(sft_file, caplog):
+    folder = sft_file.parent / "out"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts" / "step-000001.parquet").write_text("cut off")
+    (folder / "eval").mkdir()
+    stale = folder / "eval" / "step-000099.jsonl"
+    stale.write_text("of an earlier run")
+    outcome = run(sft_file, f"run.output_dir={folder}", "run.steps=1", "run.report=true")
+    assert outcome.step == 1
+    assert (outcome.folder / "hf").is_dir()
+    assert "there is no new report" in caplog.text
+    assert "not a Parquet file" in caplog.text
+    # A new run forgets the evaluations of an earlier one.
+    assert not stale.exists()
 
 
 def test_the_schedule_ends_with_the_run(sft_file):

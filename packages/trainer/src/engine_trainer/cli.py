@@ -256,7 +256,7 @@ def _aborted(task: str, config: Config | None) -> str:
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:
-    from engine_trainer.telemetry.report import summary
+    from engine_trainer.telemetry.series import summary
 
     print(summary(outcome.folder))
     if report:

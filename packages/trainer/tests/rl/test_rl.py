@@ -20,7 +20,7 @@ from engine_trainer.rl.experience import Experience, collect, round_seed, shaped
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.sampling.sampler import Group, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers, read_metrics
-from engine_trainer.telemetry.report import HEADLINES
+from engine_trainer.telemetry.metrics import HEADLINES, explain
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 # Torch 2.13 renames a collective under FSDP.
@@ -51,6 +51,7 @@ def test_it_learns(folder, tmp_path):
     assert [r["step"] for r in rows if "eval/reward" in r] == [0, 10, 20, 25]
     assert all(r["mismatch/max"] < 1e-4 for r in rows[1:])
     assert all(r["train/ratio"] == pytest.approx(1.0) for r in rows[1:])
+    assert [name for name in rows[-1] if not explain(name)] == ["step"]
     assert {name for name in HEADLINES if name.startswith(("mismatch/", "train/"))} <= set(rows[-1])
     problems = [
         json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()

@@ -14,7 +14,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.placement.groups import divide
 from engine_trainer.telemetry.logs import RunLog, Timers, read_metrics, truncate
-from engine_trainer.telemetry.report import summary
+from engine_trainer.telemetry.series import summary
 from engine_trainer.telemetry.throughput import Throughput
 
 

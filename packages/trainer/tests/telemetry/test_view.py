@@ -4,126 +4,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from run_folders import HOSTILE, data_of, parsed, row, write_evaluation, write_rollouts
 
 from engine_trainer.cli import main
 from engine_trainer.errors import DataError
-from engine_trainer.telemetry.rollouts import SCHEMA, column, path_of
+from engine_trainer.telemetry.pages.charts import histogram_over_steps
+from engine_trainer.telemetry.pages.evaluations import evaluation_files, forget_evaluations
 from engine_trainer.telemetry.view import write_view
-from engine_trainer.telemetry.view.charts import histogram_over_steps
 from engine_trainer.telemetry.view.content import read_content
-
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "</script><img src=x onerror=alert(2)>",
-    "<!--<script>",
-    "]]>&lt;b>&amp;\u2028",
-    "</ScRiPt ><svg/onload=alert(3)>",
-    "'\"><b onclick=alert(4)>",
-)
-
-
-class Parser(HTMLParser):
-    """The elements of a page as a browser finds them, and the contents of its scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data):
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-        else:
-            self.text += data
-
-
-def parsed(page: Path) -> Parser:
-    parser = Parser()
-    parser.feed(page.read_text(encoding="utf-8"))
-    return parser
-
-
-def data_of(page: Path) -> dict[str, object]:
-    """The embedded JSON of a page by the name of its element."""
-    parser = parsed(page)
-    scripts = [attributes for tag, attributes in parser.elements if tag == "script"]
-    return {
-        str(attributes["id"]): json.loads(text)
-        for attributes, text in zip(scripts, parser.scripts, strict=True)
-        if attributes.get("type") == "application/json"
-    }
-
-
-def row(step: int, group: int, sample: int, **values) -> dict:
-    text = str(values.get("text", "abc"))
-    n = len(text)
-    floats = np.linspace(-1.0, 1.0, n, dtype=np.float32)
-    return {
-        "step": step,
-        "group": group,
-        "sample": sample,
-        "time": 1.0,
-        "problem": f"train.jsonl:{group + 1}",
-        "question": "q",
-        "prompt": "p",
-        "prompt_tokens": [1],
-        "answer": None,
-        "text": text,
-        "tokens": list(range(n)),
-        "token_texts": list(text),
-        "loss_mask": [True] * (n - 1) + [False],
-        "rollout_log_probs": floats,
-        "old_log_probs": floats,
-        "ref_log_probs": None,
-        "entropy": floats,
-        "advantages": np.full(n, 0.5, dtype=np.float32),
-        "weight_versions": [step] * n,
-        "reward": float(sample),
-        "shaped_reward": float(sample),
-        "reward_parts": [("exact", float(sample))],
-        "correct": False,
-        "found_answer": None,
-        "finish_reason": "stop",
-        "tool_calls": [],
-        "error": "",
-        "learned": True,
-        "seconds": [("train", 1.0)],
-    } | values
-
-
-def write_rollouts(run: Path, rows: list[dict]) -> None:
-    folder = run / "rollouts"
-    folder.mkdir(parents=True, exist_ok=True)
-    for step in sorted({r["step"] for r in rows}):
-        mine = [r for r in rows if r["step"] == step]
-        arrays = [column(name, [r[name] for r in mine]) for name in SCHEMA.names]
-        pq.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), path_of(folder, step))
-
-
-def write_evaluation(folder: Path, step: int, verdicts: list[list[bool]], **values) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"problem": i, "question": f"question {i}", "answer": "1"}
-        | {"completions": [{"text": "", "correct": c} for c in some]}
-        | values
-        for i, some in enumerate(verdicts)
-    ]
-    (folder / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
 def test_the_page_has_each_token_with_its_numbers(tmp_path):
@@ -235,6 +127,21 @@ def test_problems_over_evaluations_in_each_set(tmp_path):
     assert "Held-out problems of hard" in text
     assert re.findall(r"<th>step (\d+)</th>", hard) == ["20"]
     assert "kept no completions" in text
+
+
+def test_a_run_forgets_the_evaluations_that_it_will_measure_again(tmp_path):
+    for step in (0, 20, 40):
+        write_evaluation(tmp_path / "eval", step, [[True]])
+        write_evaluation(tmp_path / "eval" / "hard", step, [[True]])
+    (tmp_path / "eval" / "notes.txt").write_text("mine")
+    forget_evaluations(tmp_path, 20)
+    assert {name: [*files] for name, files in evaluation_files(tmp_path).items()} == {
+        "": [0, 20],
+        "hard": [0, 20],
+    }
+    forget_evaluations(tmp_path, 0)
+    assert evaluation_files(tmp_path) == {}
+    assert (tmp_path / "eval" / "notes.txt").is_file()
 
 
 def test_many_evaluations_are_thinned_and_the_last_one_stays(tmp_path):

@@ -513,7 +513,9 @@ class RunSection:
     """
 
     report: bool = True
-    """True writes ``plots`` and ``report.html`` to ``output_dir`` when the run ends."""
+    """True writes ``plots`` and ``report.html`` to ``output_dir`` when the run ends. The report is
+    one page with curves, samples, held-out problems, the environment and the configuration.
+    """
 
     profile_steps: Sequence[int] = field(default_factory=list[int])
     """Numbers of the steps, from 1, to record with torch's profiler. Each process writes its trace

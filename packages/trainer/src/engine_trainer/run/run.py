@@ -4,6 +4,7 @@
 
     output_dir/
       config.yaml             what ran, defaults included
+      environment.json        versions, hardware, commit and command of each start
       metrics.jsonl           one row a step
       tensorboard/
       checkpoints/            step-000120, latest; critic/step-000120
@@ -37,6 +38,7 @@ from engine_api.folders import write_text
 from engine_api.generators import seed_all
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
+from engine_trainer.errors import DataError
 from engine_trainer.placement import loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
@@ -53,8 +55,11 @@ from engine_trainer.run.hub import create_repository, push_folder
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
 from engine_trainer.run.model_folder import export_dtype, write_model
+from engine_trainer.telemetry.environment import Start, describe_start, record
 from engine_trainer.telemetry.learning import LearningWatch
 from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
+from engine_trainer.telemetry.pages.evaluations import forget_evaluations
+from engine_trainer.telemetry.plots import write_plots
 from engine_trainer.telemetry.report import write_report
 
 log = logging.getLogger("engine_trainer")
@@ -430,7 +435,7 @@ class Run:
             )
         self.log.close()
         if self.is_main and self.config.run.report:
-            write_report(self.folder)
+            self._write_report()
         # This comes last: it may fail, and everything else is written then.
         if is_over and (name := self.config.run.push_to_hub) is not None:
             together(self.comm, lambda: self._push(name, step) if self.is_main else None)
@@ -513,6 +518,14 @@ class Run:
     def _weight_versions(self) -> list[int]:
         return [group.weight_version for group in (self.policy, *self.companions.values())]
 
+    def _write_report(self) -> None:
+        # The model is trained and saved: a damaged file of the run is told, and is no failure.
+        try:
+            write_plots(self.folder)
+            write_report(self.folder, self.kind)
+        except DataError as error:
+            log.warning("there is no new report: %s", error)
+
     def _find(self) -> Path | None:
         if not self.is_main:
             return None
@@ -535,6 +548,22 @@ class Run:
                 f"{step + 1} to {logged} are trained again"
             )
         self.log.open(step)
+        forget_evaluations(self.folder, step)
+        record(self.folder, self._describe_start(step))
+
+    def _describe_start(self, step: int) -> Start:
+        config = self.config
+        ray = config.ray if isinstance(config, RLConfig) and config.launcher == "ray" else None
+        return describe_start(
+            task=self.kind,
+            after=step,
+            steps=self.total_steps,
+            ranks=world_size() if ray is None else ray.engines,
+            launcher="none" if ray is None else "ray",
+            backend=config.engine.backend,
+            device=self.device,
+            model=config.engine.model.path,
+        )
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"kind": self.kind, **fingerprint(self.config)}

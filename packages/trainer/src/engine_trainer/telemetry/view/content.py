@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from engine_trainer.errors import DataError
+from engine_trainer.telemetry.pages.evaluations import FOLDER as EVALUATIONS
+from engine_trainer.telemetry.pages.evaluations import Problem, evaluation_files, read_problems
 from engine_trainer.telemetry.rollouts import FOLDER, files_of, read_rollouts
 from engine_trainer.telemetry.samples import spread
 
@@ -22,8 +22,6 @@ MOST_ROWS = 10_000
 """Largest number of completions on a page."""
 MOST_TOKENS = 4_000_000
 """Largest number of their tokens, which make a page of about 200 MB."""
-EVALUATIONS = "eval"
-_STEP = re.compile(r"step-(\d+)\.jsonl")
 _DIGITS = 4
 _PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
 
@@ -35,17 +33,6 @@ class Overview:
     steps: NDArray[np.int64]
     rewards: NDArray[np.float64]
     lengths: NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A held-out problem with the fraction of correct completions at each evaluation."""
-
-    number: int
-    question: str
-    answer: str | None
-    correct: dict[int, float] = field(default_factory=dict[int, float])
-    """Fractions by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +66,7 @@ def read_content(run: Path, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) ->
     cannot be read.
     """
     files = files_of(run / FOLDER)
-    evaluations = _evaluations(run / EVALUATIONS)
+    evaluations = {name: read_problems(of_set) for name, of_set in evaluation_files(run).items()}
     if not files and not evaluations:
         raise DataError(
             f"expected {FOLDER}/ or {EVALUATIONS}/ with files of a run, got neither",
@@ -92,15 +79,19 @@ def read_content(run: Path, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) ->
     overviews = [overview for overview, _ in parts]
     chosen = _choose(groups, [overview.lengths for overview in overviews], rows, tokens)
     return Content(
-        overview=Overview(
-            steps=_joined([overview.steps for overview in overviews], np.int64),
-            rewards=_joined([overview.rewards for overview in overviews], np.float64),
-            lengths=_joined([overview.lengths for overview in overviews], np.int64),
-        ),
+        overview=_join(overviews),
         chosen={files[f]: numbers for f, numbers in chosen.items()},
         rows=sum(int(np.isin(groups[f], numbers).sum()) for f, numbers in chosen.items()),
         evaluations=evaluations,
     )
+
+
+def read_overview(run: Path) -> Overview:
+    """Return the overview of the completions that ``run`` has kept; empty where it kept none.
+
+    Raises ``DataError`` where one of its files cannot be read.
+    """
+    return _join([_overview(path)[0] for path in files_of(run / FOLDER)])
 
 
 def _overview(path: Path) -> tuple[Overview, NDArray[np.int64]]:
@@ -115,6 +106,14 @@ def _overview(path: Path) -> tuple[Overview, NDArray[np.int64]]:
         lengths=_column(pc.call_function("list_value_length", [table["tokens"]]), np.int64),
     )
     return overview, _column(table["group"], np.int64)
+
+
+def _join(overviews: Sequence[Overview]) -> Overview:
+    return Overview(
+        steps=_joined([overview.steps for overview in overviews], np.int64),
+        rewards=_joined([overview.rewards for overview in overviews], np.float64),
+        lengths=_joined([overview.lengths for overview in overviews], np.int64),
+    )
 
 
 def _choose(
@@ -196,40 +195,3 @@ def _column(column: Any, dtype: Any) -> NDArray[Any]:
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *arrays])
-
-
-def _evaluations(folder: Path) -> dict[str, list[Problem]]:
-    """Return the problems of each held-out set, which has its files in a folder of its own."""
-    if not folder.is_dir():
-        return {}
-    places = {"": folder} | {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
-    found = {name: _problems(place) for name, place in places.items()}
-    return {name: problems for name, problems in found.items() if problems}
-
-
-def _problems(folder: Path) -> list[Problem]:
-    problems: dict[int, Problem] = {}
-    for path in sorted(folder.iterdir()):
-        match = _STEP.fullmatch(path.name)
-        if match is None:
-            continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                problem = problems.setdefault(
-                    int(row["problem"]),
-                    Problem(
-                        number=int(row["problem"]), question=row["question"], answer=row["answer"]
-                    ),
-                )
-                verdicts = [bool(c["correct"]) for c in row["completions"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    "it is not a row of an evaluation",
-                    file=str(path),
-                    row=number,
-                    why=f"{type(error).__name__}: {error}",
-                    remedy="remove the file",
-                ) from error
-            problem.correct[int(match[1])] = sum(verdicts) / max(1, len(verdicts))
-    return [problems[number] for number in sorted(problems)]

@@ -7,25 +7,17 @@ run other than its own.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from engine_api.folders import write_text
-from engine_trainer.telemetry.samples import spread
-from engine_trainer.telemetry.view.charts import histogram_over_steps
-from engine_trainer.telemetry.view.content import Content, Problem, read_content
+from engine_trainer.telemetry.pages.charts import histogram_over_steps
+from engine_trainer.telemetry.pages.document import document, resource, write_page
+from engine_trainer.telemetry.pages.evaluations import problem_table
+from engine_trainer.telemetry.view.content import Content, read_content
 
 NAME = "view.html"
-MOST_PROBLEMS = 1000
-MOST_EVALUATIONS = 25
-"""Columns of the table of problems: these evaluations, in equal distances, and the last one."""
-LONGEST = 160
-"""Largest number of characters of a question in the table."""
 
 
 def write_view(run: Path, output: Path | None = None) -> Path:
@@ -36,26 +28,18 @@ def write_view(run: Path, output: Path | None = None) -> Path:
     Raises ``DataError`` (see ``read_content``).
     """
     path = run / NAME if output is None else output
-    text = page(run.resolve().name, read_content(run))
-    # A question in a file of JSON may have half of a surrogate pair.
-    write_text(path, text.encode("utf-8", "replace").decode("utf-8"))
+    write_page(path, page(run.resolve().name, read_content(run)))
     return path
 
 
 def page(name: str, content: Content) -> str:
     """Return the page of a run as HTML."""
-    script = _resource("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    style = _resource("page.css")
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)}</title><style>{style}</style></head><body>"
+    body = (
         f"<header><h1>{html.escape(name)}</h1>{_counts(content)}</header><main>"
         f"{_charts(content)}{_completions(content)}{_evaluations(content)}</main>"
-        f"<script>{script}</script></body></html>\n"
+    )
+    return document(
+        name, body, style=resource("view", "page.css"), script=resource("view", "page.js")
     )
 
 
@@ -65,10 +49,6 @@ def embed(identifier: str, value: Any) -> str:
     # Outside of its strings JSON has none of these characters, and in them each is an escape.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>'
-
-
-def _resource(name: str) -> str:
-    return files("engine_trainer.telemetry.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _counts(content: Content) -> str:
@@ -119,37 +99,11 @@ def _completions(content: Content) -> str:
 
 
 def _evaluations(content: Content) -> str:
-    return "".join(_table(name, problems) for name, problems in content.evaluations.items())
-
-
-def _table(name: str, problems: list[Problem]) -> str:
-    every = sorted({step for problem in problems for step in problem.correct})
-    steps = [every[i] for i in spread(len(every) - 1, MOST_EVALUATIONS - 1)] + every[-1:]
-    title = f"Held-out problems of {name}" if name else "Held-out problems"
-    head = "".join(f"<th>step {step}</th>" for step in steps)
-    rows = "".join(
-        f'<tr><th scope="row">{problem.number}</th>'
-        f"{''.join(_fraction(problem.correct.get(step)) for step in steps)}"
-        f'<td class="text">{html.escape(_shortened(problem.answer or ""))}</td>'
-        f'<td class="text question">{html.escape(_shortened(problem.question))}</td></tr>'
-        for problem in problems[:MOST_PROBLEMS]
+    titles = {
+        name: f"Held-out problems of {name}" if name else "Held-out problems"
+        for name in content.evaluations
+    }
+    return "".join(
+        f"<section><h2>{html.escape(titles[name])}</h2>{problem_table(problems)}</section>"
+        for name, problems in content.evaluations.items()
     )
-    left = len(problems) - MOST_PROBLEMS
-    more = f"<p>{left} more problems are in the files of the run.</p>" if left > 0 else ""
-    return (
-        f"<section><h2>{html.escape(title)}</h2>"
-        "<p>The fraction of correct completions at each evaluation.</p>"
-        '<div class="table" tabindex="0"><table><thead><tr><th>#</th>'
-        f'{head}<th class="text">answer</th><th class="text">question</th></tr>'
-        f"</thead><tbody>{rows}</tbody></table></div>{more}</section>"
-    )
-
-
-def _fraction(value: float | None) -> str:
-    if value is None:
-        return "<td></td>"
-    return f'<td class="f{round(value * 10)}">{value:.0%}</td>'
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
