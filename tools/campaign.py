@@ -19,94 +19,59 @@ at the front of ``sys.path``. It needs Linux, and neither network nor GPU.
 from __future__ import annotations
 
 import argparse
-import compileall
 import gc
 import hashlib
 import importlib
 import json
 import os
 import pkgutil
-import py_compile
-import resource
-import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import TimeoutExpired
-from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any
 
 # torch reads it when it is imported: without threads a process of it can be forked.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
-from campaign_record import KILLED, record, summary  # noqa: E402
-from matrix import ROOT  # noqa: E402
-from mutate import Mutation, option_defaults, sampled, sites  # noqa: E402
+import torch
+from campaign_lanes import (
+    Child,
+    Copy,
+    Engine,
+    Forking,
+    Lanes,
+    Tracer,
+    check_threads,
+    executed_lines,
+    imports,
+)
+from campaign_record import KILLED, record, summary
+from mutate import Mutation, declared_defaults, option_defaults, sampled, sites
 
-import engine_api.config  # noqa: E402
-from engine_api.devices import SIMULATED_CUDA  # noqa: E402
-from engine_api.registry import EngineRegistry  # noqa: E402
-from engine_conformance._rank_worker import main as run_rank  # noqa: E402
-from engine_conformance.cases import load_cases, run_case  # noqa: E402
-from engine_conformance.cli import offer  # noqa: E402
-from engine_conformance.environment import suite  # noqa: E402
-from engine_conformance.errors import CannotRun  # noqa: E402
-from engine_conformance.plan import Item, Selection, make_plan  # noqa: E402
-from engine_conformance.ranks import close_pools, launched_by  # noqa: E402
-from engine_conformance.results import BAD, Outcome  # noqa: E402
+import engine_api.config
+from engine_api.devices import SIMULATED_CUDA
+from engine_conformance.cases import load_cases, run_case
+from engine_conformance.cli import offer
+from engine_conformance.environment import suite
+from engine_conformance.errors import CannotRun
+from engine_conformance.plan import Item, Selection, make_plan
+from engine_conformance.ranks import close_pools, launched_by
+from engine_conformance.results import BAD, Outcome
 
 # Seconds of a call's deadline: a case asks for 120 s, or more.
 CASE_DEADLINE_S = 120.0
 # A call may take so many times as long as it took on the unchanged engine, and at least so long.
 SLOWER = 10.0
 AT_LEAST_S = 30.0
-# Memory that a rank may take in addition to what it has at its start.
-MEMORY_BYTES = 6 << 30
 TIERS = ("quick", "full")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """An engine whose source is changed.
-
-    Attributes:
-        backend: its name in the registry.
-        source: the folder that its package is in, below the root of the repository.
-        package: the name of its package.
-        shim: whether it needs a simulated CUDA.
-    """
-
-    backend: str
-    source: str
-    package: str
-    shim: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the package."""
-        return ROOT / self.source / self.package
-
-    def files(self) -> dict[str, str]:
-        """Return the texts of its modules, by path below ``source``."""
-        return {
-            str(path.relative_to(self.folder.parent)): path.read_text()
-            for path in sorted(self.folder.rglob("*.py"))
-        }
-
-    def is_module(self, name: str) -> bool:
-        """Return whether a module belongs to the package."""
-        return name == self.package or name.startswith(f"{self.package}.")
+# Verdicts after which the next stage may still kill a changed engine, from the least.
+UNDECIDED = ("not-executed", "survived", "suite-error")
 
 
 ENGINES = {
@@ -132,191 +97,10 @@ def mutations_of(engine: Engine) -> list[Mutation]:
         for one in vars(engine_api.config).values()
         if isinstance(one, type) and is_dataclass(one)
     ]
+    files = engine.files()
     defaults = option_defaults(*classes)
-    return [one for name, text in engine.files().items() for one in sites(text, name, defaults)]
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-class ForkedRank:
-    """The process of a rank that was forked from this one, as `subprocess.Popen` has it."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code, negative for a signal.
-
-        Raises:
-            TimeoutExpired: if it has not ended in time.
-        """
-        end = time.monotonic() + (timeout if timeout is not None else float("inf"))
-        while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() >= end:
-                raise TimeoutExpired("rank", timeout or 0.0)
-            else:
-                time.sleep(0.002)
-        return self.returncode
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.returncode is None:
-            os.kill(self.pid, sig)
-
-    def kill(self) -> None:
-        """Send SIGKILL, unless the process has ended."""
-        self.send_signal(signal.SIGKILL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forking:
-    """A launcher of ranks (`engine_conformance.ranks.launched_by`) that forks this process.
-
-    Attributes:
-        cpu_s: seconds of computation after which a rank is ended.
-        tracer: notes the lines that a rank executes, or None.
-    """
-
-    cpu_s: int
-    tracer: Tracer | None = None
-
-    def __call__(
-        self, descriptor: int, log: IO[bytes], environment: Mapping[str, str]
-    ) -> ForkedRank:
-        """Start a rank."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        return ForkedRank(pid) if pid else self._be_rank(descriptor, log, environment)
-
-    def _be_rank(
-        self, descriptor: int, log: IO[bytes], environment: Mapping[str, str]
-    ) -> NoReturn:
-        code = 1
-        try:
-            for number in (1, 2):
-                os.dup2(log.fileno(), number)
-            # Pipes of other ranks: a rank would not notice that its own end is gone.
-            kept = {0, 1, 2, descriptor, self.tracer.descriptor if self.tracer else descriptor}
-            for number in map(int, os.listdir("/proc/self/fd")):
-                if number not in kept:
-                    with suppress(OSError):
-                        os.close(number)
-            os.environ.clear()
-            os.environ.update(environment)
-            limit(self.cpu_s)
-            if self.tracer:
-                self.tracer.start()
-            run_rank(descriptor)
-            code = 0
-        # The boundary of a process: its traceback is in the report of the pool.
-        except BaseException:  # noqa: BLE001
-            traceback.print_exc()
-        finally:
-            # Nothing of the process that it was forked from may run at its end.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-
-def limit(cpu_s: int) -> None:
-    """Limit the computation and the memory of this process."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    size = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-
-
-class Tracer:
-    """A record of the lines of a package that this process and its ranks execute."""
-
-    def __init__(self, folder: Path, into: Path) -> None:
-        self._prefix = f"{folder}{os.sep}"
-        self._cut = len(str(folder.parent)) + 1
-        self._left: dict[Any, set[int]] = {}
-        self.descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def start(self) -> None:
-        """Trace this thread and those that it starts."""
-        threading.settrace(self._call)
-        sys.settrace(self._call)
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(self._prefix):
-            return None
-        if code not in self._left:
-            self._left[code] = {line for _, _, line in code.co_lines() if line}
-        self._note(frame)
-        return self._line if self._left[code] else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            self._note(frame)
-        return self._line
-
-    def _note(self, frame: FrameType) -> None:
-        left = self._left[frame.f_code]
-        line = frame.f_lineno
-        if line in left:
-            left.discard(line)
-            # Unbuffered: a rank may be killed at any time.
-            text = f"{frame.f_code.co_filename[self._cut :]}:{line}\n"
-            os.write(self.descriptor, text.encode())
-
-
-def executed_lines(path: Path) -> dict[str, list[int]]:
-    """Return the lines that a `Tracer` has written, by file."""
-    lines: dict[str, set[int]] = {}
-    for row in path.read_text().splitlines() if path.exists() else ():
-        file, _, line = row.rpartition(":")
-        lines.setdefault(file, set()).add(int(line))
-    return {file: sorted(found) for file, found in sorted(lines.items())}
-
-
-# --- the engine's copies --------------------------------------------------------------------------
-
-
-class Copy:
-    """A copy of an engine's package, of which one file can be changed."""
-
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self.engine = engine
-        self.folder = folder
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(engine.folder, folder / engine.package, ignore=ignored)
-        compileall.compile_dir(folder, quiet=1)
-
-    @contextmanager
-    def changed(self, mutation: Mutation) -> Iterator[None]:
-        """Change the file inside the context."""
-        source = self.engine.files()[mutation.file]
-        self.write(mutation.file, mutation.apply(source))
-        try:
-            yield
-        finally:
-            self.write(mutation.file, source)
-
-    def write(self, file: str, text: str) -> None:
-        """Write a file and compile it."""
-        path = self.folder / file
-        path.write_text(text)
-        # By its hash: two versions may have one size and be of one second.
-        mode = py_compile.PycInvalidationMode.CHECKED_HASH
-        py_compile.compile(str(path), doraise=True, invalidation_mode=mode)
-
-    def use(self) -> None:
-        """Let this process import the copy, also if it has imported the package before."""
-        sys.path.insert(0, str(self.folder))
-        for name in [name for name in sys.modules if self.engine.is_module(name)]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-        EngineRegistry.refresh()
+    defaults["options"] = {k: v for text in files.values() for k, v in declared_defaults(text)}
+    return [one for name, text in files.items() for one in sites(text, name, defaults)]
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -331,19 +115,6 @@ class Stage:
 
     def __str__(self) -> str:
         return f"{self.tier}, world {self.world}"
-
-    def selection(self, engine: Engine) -> Selection:
-        """Return the stage's cases for `make_plan`, with those of the quick tier."""
-        return Selection(name=engine.backend, worlds=(self.world,), quick=self.tier == "quick")
-
-    def items(self, engine: Engine, root: Path) -> dict[str, Item]:
-        """Return the stage's cases in their settings, by name."""
-        found = make_plan(self.selection(engine), root)
-        return {
-            f"{item.case.id} {item.target.model_type} {item.target.world}": item
-            for item in found
-            if item.case.quick == (self.tier == "quick") and not item.absent
-        }
 
 
 @dataclass(kw_only=True, slots=True)
@@ -362,12 +133,25 @@ class Known:
     lines: Mapping[str, Sequence[int]] | None = None
     kills: int = 0
 
+    @property
+    def passes(self) -> bool:
+        """True if the unchanged engine passes the case."""
+        return self.status in ("passed", "refused")
+
     def executes(self, mutation: Mutation) -> bool:
         """Return whether the case executes the changed place, or might."""
         if self.lines is None:
             return True
         first, last = mutation.lines
         return any(first <= line <= last for line in self.lines.get(mutation.file, ()))
+
+
+def _joined(
+    first: Mapping[str, Sequence[int]], second: Mapping[str, Sequence[int]]
+) -> dict[str, list[int]]:
+    return {
+        file: sorted({*first.get(file, ()), *second.get(file, ())}) for file in {*first, *second}
+    }
 
 
 def patient(item: Item, seconds: float) -> Item:
@@ -379,19 +163,6 @@ def patient(item: Item, seconds: float) -> Item:
 # --- the run --------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, slots=True)
-class Child:
-    """A process that runs cases, with the time at which it is ended."""
-
-    pid: int
-    pipe: Connection
-    copy: int
-    task: Any
-    began: float
-    end: float
-    running: str = ""
-
-
 @dataclass(kw_only=True)
 class Campaign:
     """A campaign on one engine.
@@ -401,28 +172,26 @@ class Campaign:
         work: folder for copies, models and coverage.
         lanes: number of changed engines that run at the same time.
         deadline: time of `time.monotonic` after which none is started.
+        cases: globs of the cases that run; empty means all.
     """
 
     engine: Engine
     work: Path
     lanes: int = 1
     deadline: float = float("inf")
+    cases: tuple[str, ...] = ()
     known: dict[str, Known] = field(default_factory=dict[str, Known])
     names: dict[Stage, list[str]] = field(default_factory=dict[Stage, list[str]])
-    _copies: list[Copy] = field(default_factory=list[Copy])
 
     def __post_init__(self) -> None:
+        self._lanes = Lanes(self.engine, self.work, self.lanes)
         self.root = self.work / "root"
-        self.root.mkdir(parents=True)
-        scratch = self.work / "tmp"
-        scratch.mkdir()
-        tempfile.tempdir = os.environ["TMPDIR"] = str(scratch)
+        tempfile.tempdir = os.environ["TMPDIR"] = str(self.work / "tmp")
         if self.engine.shim:
             os.environ[SIMULATED_CUDA] = "1"
-        self._copies = [Copy(self.engine, self.work / f"copy{i}") for i in range(self.lanes)]
-        self._copies[0].use()
+        self._lanes.copies[0].use()
         offer(f"{self.engine.package}.plugin:PLUGIN", self.work / "site")
-        self._copies[0].use()
+        self._lanes.copies[0].use()
         torch.set_num_threads(1)
         load_cases()
         self._preload()
@@ -441,88 +210,115 @@ class Campaign:
             names = [name for name in sys.modules if name not in before]
             listing.write_text(json.dumps(names))
 
-        self._run([("modules", None)], lambda _task, _copy: look, lambda *_: None, seconds=300.0)
+        self._lanes.run([""], lambda _task, _copy: look, lambda _child: None, seconds=600.0)
         own = ("megatron", "transformer_engine") if self.engine.shim else ()
         for name in json.loads(listing.read_text()):
             if self.engine.is_module(name) or name.partition(".")[0] in own:
                 continue
             with suppress(ImportError):
                 importlib.import_module(name)
-        _check_threads()
+        check_threads()
+
+    def items(self, stage: Stage) -> dict[str, Item]:
+        """Return the cases of a stage in their settings, by name.
+
+        Raises:
+            CannotRun: if the engine, as it is now, cannot be resolved.
+        """
+        selection = Selection(
+            name=self.engine.backend,
+            worlds=(stage.world,),
+            quick=stage.tier == "quick",
+            cases=self.cases,
+        )
+        return {
+            f"{item.case.id} {item.target.model_type} {item.target.world}": item
+            for item in make_plan(selection, self.root)
+            if item.case.quick == (stage.tier == "quick") and not item.absent
+        }
 
     # --- the unchanged engine ------------------------------------------------------------------
 
     def prepare(self, stage: Stage) -> None:
         """Run a stage on the unchanged engine: times, the oracle's results, and lines.
 
-        The oracle's results stay in this process and in all that are forked from it. Cases that do
-        not pass are left out.
+        The oracle's results stay in this process and in all that are forked from it. The lines are
+        kept in a file for the next campaign on the same sources. Cases that do not pass are left
+        out.
         """
-        items = stage.items(self.engine, self.root)
+        items = self.items(stage)
         print(f"{stage}: {len(items)} cases on the unchanged engine", flush=True)
-        with launched_by(Forking(cpu_s=3600)):
-            for name, item in items.items():
-                # They are kept in a cache of the process, and must look at every change.
-                if not item.case.id.startswith("plugin."):
-                    outcome = run_case(item.case, item.target)
-                    self.known[name] = Known(seconds=outcome.seconds, status=outcome.status)
-            close_pools()
+        cache = self.work.parent / f"lines-{self.engine.backend}-{self._digest()}.json"
+        lines: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
+        read = self._lines_of_the_descriptor(stage)
+        for name, item in items.items():
+            if item.case.id.startswith("plugin."):
+                # They keep a result in their process, and must look at every change: they run in a
+                # process of their own, and the descriptor's lines are theirs.
+                self.known[name] = self._alone(stage, name)
+                lines[name] = {}
+                continue
+            path = None if name in lines else self.work / f"lines-{len(lines)}"
+            self.known[name] = known = self._traced(item, path)
+            if path:
+                # A case that did not end well may not have come to all of its lines.
+                lines[name] = executed_lines(path) if known.passes else None
+        close_pools()
+        cache.write_text(json.dumps(lines))
         gc.collect()
         gc.freeze()
-        _check_threads()
-        self._cover(items)
+        check_threads()
         for name in items:
-            if self.known[name].status not in ("passed", "refused"):
-                print(f"  left out: {name} ended as {self.known[name].status}", flush=True)
-        self.names[stage] = [
-            name for name in items if self.known[name].status in ("passed", "refused")
-        ]
+            known = self.known[name]
+            known.lines = None if lines[name] is None else _joined(read, lines[name])
+            if not known.passes:
+                print(f"  left out: {name} ended as {known.status}", flush=True)
+        self.names[stage] = [name for name in items if self.known[name].passes]
 
-    def _cover(self, items: Mapping[str, Item]) -> None:
-        """Find the lines that each case executes, each in processes of its own."""
-        lines = self.work / "lines"
-        lines.mkdir(exist_ok=True)
-        cache = self.work.parent / f"lines-{self.engine.backend}-{self._digest()}.json"
-        kept: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
+    def _traced(self, item: Item, path: Path | None) -> Known:
+        """Run a case, and write the lines that its ranks execute if a file is given.
 
-        def work(task: tuple[str, Item], copy: Copy) -> Callable[[Connection], None]:
-            name, item = task
+        Its ranks are then new, so that they execute everything that the case needs.
+        """
+        if path is None:
+            with launched_by(Forking(cpu_s=3600)):
+                outcome = run_case(item.case, item.target)
+            return Known(seconds=outcome.seconds, status=outcome.status)
+        close_pools()
+        tracer = Tracer(self._lanes.copies[0].folder / self.engine.package, path)
+        with launched_by(Forking(cpu_s=3600, tracer=tracer)):
+            outcome = run_case(item.case, patient(item, AT_LEAST_S).target)
+            close_pools()
+        return Known(seconds=outcome.seconds, status=outcome.status)
 
-            def trace(pipe: Connection) -> None:
-                tracer = Tracer(copy.folder / self.engine.package, lines / name)
-                tracer.start()
-                with launched_by(Forking(cpu_s=3600, tracer=tracer)):
-                    # Under the tracer: the descriptor is read here.
-                    (again,) = (
-                        one
-                        for one in make_plan(
-                            Selection(name=self.engine.backend, worlds=(item.target.world,)),
-                            self.root,
-                        )
-                        if one.case.id == item.case.id
-                        and one.target.model_type == item.target.model_type
-                    )
-                    outcome = run_case(again.case, patient(again, 60.0).target)
-                    sys.settrace(None)
-                    close_pools()
-                pipe.send((outcome.status, outcome.seconds))
+    def _alone(self, stage: Stage, name: str) -> Known:
+        """Run a case that starts processes of its own and no ranks."""
+        found: list[Known] = []
 
-            return trace
+        def look(pipe: Connection) -> None:
+            item = self.items(stage)[name]
+            outcome = run_case(item.case, item.target)
+            pipe.send(Known(seconds=outcome.seconds, status=outcome.status))
 
-        def done(task: tuple[str, Item], told: Sequence[Any], _child: Child) -> None:
-            name, _ = task
-            status, seconds = told[-1] if told else ("timeout", 0.0)
-            # A traced case that did not end well may not have come to all of its lines.
-            well = status in ("passed", "refused")
-            kept[name] = [status, seconds, executed_lines(lines / name) if well else None]
+        def done(child: Child) -> None:
+            found.extend(child.told or [Known(seconds=0.0, status="timeout")])
 
-        tasks = [(name, item) for name, item in items.items() if name not in kept]
-        self._run(tasks, work, done, seconds=1800.0)
-        cache.write_text(json.dumps(kept))
-        for name in items:
-            status, seconds, executed = kept[name]
-            known = self.known.setdefault(name, Known(seconds=seconds, status=status))
-            known.lines = executed
+        self._lanes.run([name], lambda _task, _copy: look, done, seconds=600.0)
+        return found[0]
+
+    def _lines_of_the_descriptor(self, stage: Stage) -> dict[str, list[int]]:
+        """Return the lines that are executed where the engine is found, which all cases need."""
+        path = self.work / f"descriptor-{stage.tier}-{stage.world}"
+
+        def work(_task: str, copy: Copy) -> Callable[[Connection], None]:
+            def look(_pipe: Connection) -> None:
+                Tracer(copy.folder / self.engine.package, path).start()
+                self.items(stage)
+
+            return look
+
+        self._lanes.run([""], work, lambda _child: None, seconds=600.0)
+        return executed_lines(path)
 
     def _digest(self) -> str:
         text = json.dumps([self.engine.files(), suite(), sys.version, torch.__version__])
@@ -541,7 +337,7 @@ class Campaign:
         A result has ``verdict`` and, if a case failed, ``case``, ``status`` and ``message``.
         """
 
-        def work(mutation: Mutation, copy: Copy) -> Callable[[Connection], None]:
+        def work(mutation: Mutation, _copy: Copy) -> Callable[[Connection], None]:
             chosen = self._order(mutation, stage)
 
             def look(pipe: Connection) -> None:
@@ -549,23 +345,30 @@ class Campaign:
 
             return look
 
-        def done(mutation: Mutation, told: Sequence[Any], child: Child) -> None:
-            results = [value for kind, value in told if kind == "result"]
+        def done(child: Child) -> None:
+            messages = dict(child.told)
             seconds = round(time.monotonic() - child.began, 2)
-            if results:
-                result = results[-1]
-            else:
-                # The process of the cases itself ended, or was ended at its deadline.
-                late = time.monotonic() > child.end
-                verdict = "timeout" if late else "suite-error"
-                result = {"verdict": verdict, "case": child.running, "message": "no result"}
+            # The process of the cases itself may have ended, or been ended at its deadline.
+            late = time.monotonic() > child.end
+            lost = {
+                "verdict": "timeout" if late else "suite-error",
+                "case": messages.get("case", ""),
+                "message": "the process of the cases did not end" if late else "it sent no result",
+            }
+            result: dict[str, Any] = messages.get("result", lost)
             if result["verdict"] in KILLED and result["case"] in self.known:
                 self.known[result["case"]].kills += 1
-            listen(mutation, result | {"seconds": seconds})
+            listen(child.task, result | {"seconds": seconds})
 
         slowest = sum(self.known[name].seconds for name in self.names[stage])
-        with_sources = list(mutations)
-        self._run(with_sources, work, done, seconds=120.0 + 2 * SLOWER * slowest, changes=True)
+        self._lanes.run(
+            mutations,
+            work,
+            done,
+            seconds=120.0 + 2 * SLOWER * slowest,
+            deadline=self.deadline,
+            change=True,
+        )
 
     def _order(self, mutation: Mutation, stage: Stage) -> list[str]:
         """Return the stage's cases that execute a change: those that kill most per second first."""
@@ -582,16 +385,16 @@ class Campaign:
     def _look(
         self, mutation: Mutation, stage: Stage, chosen: Sequence[str], pipe: Connection
     ) -> dict[str, Any]:
-        if mutation.imported and not _imports(mutation.file):
+        if mutation.imported and not imports(mutation.file):
             return {"verdict": "invalid", "case": "", "message": "cannot be imported"}
         try:
-            items = stage.items(self.engine, self.root)
+            items = self.items(stage)
         except CannotRun as error:
             return {"verdict": "killed", "case": "plan", "message": str(error)[:300]}
         # Cases that apply to the changed engine alone, as its capabilities are different.
         other = [name for name in items if name not in self.known]
         seconds = sum(self.known[name].seconds for name in chosen)
-        errors: list[str] = []
+        result: dict[str, Any] = {"verdict": "survived", "case": "", "message": ""}
         with launched_by(Forking(cpu_s=int(60 + SLOWER * seconds))):
             for name in (*other, *chosen):
                 if name not in items:
@@ -603,155 +406,22 @@ class Campaign:
                 if outcome.status in BAD:
                     return {"verdict": _verdict(outcome), "case": name} | _told(outcome)
                 if outcome.status == "suite-error":
-                    errors.append(name)
-                    told = {"case": name} | _told(outcome)
-        if errors:
-            return {"verdict": "suite-error"} | told
-        return {"verdict": "survived", "case": "", "message": ""}
-
-    # --- processes -----------------------------------------------------------------------------
-
-    def _run(
-        self,
-        tasks: Iterable[Any],
-        work: Callable[[Any, Copy], Callable[[Connection], None]],
-        done: Callable[[Any, Sequence[Any], Child], None],
-        *,
-        seconds: float,
-        changes: bool = False,
-    ) -> None:
-        """Run each task in a forked process, several at a time, and hand over what it sent."""
-        waiting = list(tasks)[::-1]
-        running: dict[Connection, Child] = {}
-        told: dict[Connection, list[Any]] = {}
-        free = list(range(len(self._copies)))
-        contexts: dict[int, Any] = {}
-        try:
-            while running or waiting:
-                late = changes and time.monotonic() > self.deadline
-                while free and waiting and not late:
-                    task = waiting.pop()
-                    copy = free.pop()
-                    if changes:
-                        contexts[copy] = self._copies[copy].changed(task)
-                        contexts[copy].__enter__()
-                    child = self._fork(copy, task, work(task, self._copies[copy]), seconds)
-                    running[child.pipe] = child
-                    told[child.pipe] = []
-                if not running:
-                    return
-                first = min(child.end for child in running.values())
-                ready = wait(list(running), timeout=max(0.0, first - time.monotonic()))
-                ended = [c for c in running.values() if time.monotonic() > c.end]
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    child = running[pipe]
-                    try:
-                        message = pipe.recv()
-                    except EOFError:
-                        ended.append(child)
-                        continue
-                    told[pipe].append(message)
-                    if message[0] == "case":
-                        child.running = message[1]
-                for child in {id(one): one for one in ended}.values():
-                    _end(child)
-                    del running[child.pipe]
-                    if changes:
-                        contexts.pop(child.copy).__exit__(None, None, None)
-                    free.append(child.copy)
-                    done(child.task, told.pop(child.pipe), child)
-                    self._sweep(running.values())
-        finally:
-            for child in running.values():
-                _end(child)
-
-    def _fork(
-        self, copy: int, task: Any, work: Callable[[Connection], None], seconds: float
-    ) -> Child:
-        ours, theirs = Pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                # Its ranks are of the same group, and end with it.
-                os.setsid()
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                ours.close()
-                log = os.open(self.work / f"output{copy}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                self._copies[copy].use()
-                work(theirs)
-                code = 0
-            # The boundary of a process; its parent finds that it sent no result.
-            except BaseException:  # noqa: BLE001
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        theirs.close()
-        now = time.monotonic()
-        return Child(pid=pid, pipe=ours, copy=copy, task=task, began=now, end=now + seconds)
-
-    def _sweep(self, running: Iterable[Child]) -> None:
-        """Remove the folders that ended processes have left."""
-        oldest = min((child.began for child in running), default=time.monotonic())
-        before = time.time() - (time.monotonic() - oldest) - 1.0
-        for folder in (*self.root.iterdir(), *(self.work / "tmp").iterdir()):
-            with suppress(FileNotFoundError):
-                if folder.name != "models" and folder.stat().st_mtime < before:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end(child: Child) -> None:
-    """End a process with its ranks, and wait for it."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    # In the moment after the fork there is no group yet.
-    with suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGKILL)
-    os.waitpid(child.pid, 0)
-    child.pipe.close()
-
-
-def _imports(file: str) -> bool:
-    """Return whether a module can be imported, tried in a process of its own."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            importlib.import_module(file.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                    result = {"verdict": "suite-error", "case": name} | _told(outcome)
+        return result
 
 
 def _verdict(outcome: Outcome) -> str:
     if outcome.status == "timeout":
         return "timeout"
-    died = outcome.message.startswith("engine_conformance") and "\n--- rank 0 died" in outcome.message
+    died = (
+        outcome.message.startswith("engine_conformance") and "\n--- rank 0 died" in outcome.message
+    )
     return "crash" if died else "killed"
 
 
 def _told(outcome: Outcome) -> dict[str, str]:
     lines = outcome.message.strip().splitlines()
     return {"message": " | ".join([*lines[:2], *lines[-1:]])[:400]}
-
-
-def _check_threads() -> None:
-    """Raise if this process has a second thread, with which it cannot be forked."""
-    count = len(os.listdir("/proc/self/task"))
-    if count != 1:
-        raise RuntimeError(
-            f"the campaign's process has {count} threads, expected 1: a package that it imports "
-            "starts threads, and a process with threads cannot be forked"
-        )
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -792,12 +462,15 @@ class Results:
         """Return the result of a change so far."""
         return self.rows.get(identity(self._engine, mutation), {"verdict": "", "passed": []})
 
-    def add(self, mutation: Mutation, stage: Stage | None, result: Mapping[str, Any]) -> None:
-        """Add the result of a stage, or of none."""
+    def add(self, mutation: Mutation, stage: Stage, result: Mapping[str, Any]) -> None:
+        """Add the result of a stage."""
         before = self.of(mutation)
+        verdict = result["verdict"]
         passed = list(before["passed"])
-        if stage is not None and result["verdict"] == "survived":
+        if verdict in UNDECIDED:
             passed.append(str(stage))
+            # The most that a stage has shown: it runs, and no case fails.
+            verdict = max(verdict, before["verdict"], key=("", *UNDECIDED).index)
         row = {
             "id": identity(self._engine, mutation),
             "file": mutation.file,
@@ -807,10 +480,10 @@ class Results:
             "before": mutation.before,
             "after": mutation.after,
             "source": self._digests[mutation.file],
-            "verdict": result["verdict"],
+            "verdict": verdict,
             "case": result.get("case", ""),
-            "tier": stage.tier if stage else "",
-            "world": stage.world if stage else 0,
+            "tier": stage.tier,
+            "world": stage.world,
             "passed": passed,
             "seconds": round(before.get("seconds", 0.0) + result.get("seconds", 0.0), 2),
             "message": result.get("message", ""),
@@ -837,14 +510,14 @@ def run(
         left = [
             one
             for one in mutations
-            if results.of(one)["verdict"] in ("", "survived", "not-executed", "suite-error")
+            if results.of(one)["verdict"] in ("", *UNDECIDED)
             and str(stage) not in results.of(one)["passed"]
         ]
         executed = [one for one in left if campaign.executed(one, stage)]
         print(f"{stage}: {len(executed)} changed engines", flush=True)
         for one in left:
-            if one not in executed and not results.of(one)["verdict"]:
-                results.add(one, None, {"verdict": "not-executed"})
+            if one not in executed:
+                results.add(one, stage, {"verdict": "not-executed"})
         count = Counter[str]()
 
         def listen(
@@ -871,9 +544,10 @@ def main() -> int:
     engine = ENGINES[options.engine]
     everything = mutations_of(engine)
     if options.only:
-        chosen = [one for one in everything if identity(engine, one) == options.only]
-        if not chosen:
-            raise SystemExit(f"no change is called {options.only}; --list shows all")
+        by_id = {identity(engine, one): one for one in everything}
+        if unknown := [name for name in options.only if name not in by_id]:
+            raise SystemExit(f"no change is called {', '.join(unknown)}; --list shows all")
+        chosen = [by_id[name] for name in options.only]
     else:
         chosen = sampled(everything, options.seed, options.count)
     if options.list:
@@ -885,17 +559,22 @@ def main() -> int:
     out: Path = options.resume or options.out or Path(f"build/campaign/{engine.backend}.jsonl")
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.exists() and not options.resume and not options.only:
+    single = options.only and not (options.out or options.resume)
+    if out.exists() and not options.resume and not single:
         raise SystemExit(f"{out} exists: --resume {out} goes on with it, or name another --out")
     cache = options.work.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=cache) as folder:
-        if options.only:
+        if single:
             out = Path(folder) / "only.jsonl"
         results = Results(out, engine)
         campaign = Campaign(
-            engine=engine, work=Path(folder), lanes=options.lanes, deadline=deadline
+            engine=engine,
+            work=Path(folder),
+            lanes=options.lanes,
+            deadline=deadline,
+            cases=tuple(filter(None, options.case.split(","))),
         )
         try:
             run(campaign, chosen, stages, results)
@@ -935,7 +614,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=1, help="changed engines at the same time")
     parser.add_argument("--out", type=Path, help="results; default: build/campaign/ENGINE.jsonl")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with these results")
-    parser.add_argument("--only", metavar="ID", help="one change alone")
+    parser.add_argument("--only", metavar="ID", nargs="+", help="these changes alone")
+    parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
     parser.add_argument("--list", action="store_true", help="show the changes and run none")
     parser.add_argument(
         "--record", action="store_true", help="write the results for docs/mutants.md"

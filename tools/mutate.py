@@ -14,9 +14,10 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeGuard
 
-__all__ = ["OPERATORS", "Mutation", "option_defaults", "sampled", "sites"]
+__all__ = ["OPERATORS", "Mutation", "declared_defaults", "option_defaults", "sampled", "sites"]
 
 OPERATORS: Mapping[str, str] = {
     "drop-call": "a statement that is a call is left out",
@@ -27,7 +28,7 @@ OPERATORS: Mapping[str, str] = {
     "constant-option": "an option's default stands in place of a read of the option",
     "dtype": "a dtype is replaced by one that is wider or narrower",
     "negate": "a condition is negated",
-    "keep-state": "state is not reset: an assignment of nothing, `clear` or `zero_grad` is left out",
+    "keep-state": "state is not reset: an assignment of nothing, or `clear`, is left out",
     "ignore-argument": "an argument is not passed on, or its default is used whatever is given",
     "swap-statements": "two statements in sequence change places",
     "rank-zero-alone": "only rank 0 takes part in a collective",
@@ -64,6 +65,7 @@ _NOT_COMMUTATIVE: Mapping[type[ast.operator], str] = {
 # Fields of nodes whose text decides nothing at run time, or only how an object is shown.
 _NOT_MUTATED = ("annotation", "returns", "decorator_list", "bases", "type_params")
 _SHOWN = ("__repr__", "__str__", "__rich_repr__")
+_MODULES = ("torch", "dist", "math", "os", "F")
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 
 
@@ -167,6 +169,19 @@ def option_defaults(*classes: type) -> dict[str, dict[str, str]]:
     return found
 
 
+def declared_defaults(source: str) -> list[tuple[str, str]]:
+    """Return the fields of the options' classes in a source (``…Options``) with their defaults."""
+    return [
+        (field.target.id, ast.unparse(field.value))
+        for one in ast.parse(source).body
+        if isinstance(one, ast.ClassDef) and one.name.endswith("Options")
+        for field in one.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(field.value, ast.Constant)
+    ]
+
+
 def sampled(found: Sequence[Mutation], seed: int, count: int | None = None) -> list[Mutation]:
     """Return the changes in a seeded order whose every prefix is spread over the operators.
 
@@ -188,9 +203,7 @@ def sampled(found: Sequence[Mutation], seed: int, count: int | None = None) -> l
 class _Finder:
     """The changes of one file, gathered on a walk through its syntax tree."""
 
-    def __init__(
-        self, source: str, file: str, defaults: Mapping[str, Mapping[str, str]]
-    ) -> None:
+    def __init__(self, source: str, file: str, defaults: Mapping[str, Mapping[str, str]]) -> None:
         self.found: list[Mutation] = []
         self._data = source.encode()
         self._file = file
@@ -246,47 +259,51 @@ class _Finder:
 
     def block(self, body: Sequence[ast.stmt]) -> None:
         """Walk through the statements of a block."""
-        for first, second in zip(body, body[1:], strict=False):
+        for first, second in pairwise(body):
             self._swap_statements(first, second)
         for one in body:
             self._statement(one)
 
     def _statement(self, node: ast.stmt) -> None:
+        if _is_left_out(node):
+            return
         self._lines = _own_lines(node)
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert)) or _is_text(node):
-            return
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("__"):
-            return
         if isinstance(node, ast.Raise):
             if node.exc is not None:
                 self._add("drop-raise", node, "pass")
             return
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            if node.name not in _SHOWN:
-                self._definition(node)
+            self._definition(node)
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if _LOGS.search(ast.unparse(node.value.func)):
-                return
             self._call_statement(node, node.value)
-        self._resets(node)
+        if isinstance(node, (ast.If, ast.While)):
+            self._negate(node.test)
+        if isinstance(node, ast.For):
+            self._loop(node.iter)
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            last = f"{self._text(node.target)} = {self._text(node.value)}"
+            self._add("loop-edge", node, last)
+        if self._is_reset(node):
+            self._add("keep-state", node, "pass")
+        self._parts(node)
+
+    def _parts(self, node: ast.stmt) -> None:
+        """Walk through the expressions and the blocks of a statement."""
         lines = self._lines
         for name, value in ast.iter_fields(node):
             if name in _NOT_MUTATED:
                 continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.stmt):
-                    continue
-                self._lines = lines
-                if isinstance(child, ast.AST):
+            children = value if isinstance(value, list) else [value]
+            self.block([child for child in children if isinstance(child, ast.stmt)])
+            self._lines = lines
+            for child in children:
+                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt):
                     self._expression(child)
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                self.block(value)
-        self._lines = lines
+                    self._lines = lines
 
     def _definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        self._lines = _own_lines(node)
         if isinstance(node, ast.FunctionDef):
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
@@ -318,7 +335,11 @@ class _Finder:
             self._scope.pop()
             return
         children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("cast", "TypeVar", "isinstance"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "cast",
+            "TypeVar",
+            "isinstance",
+        ):
             children = node.args[1:] if ast.unparse(node.func) == "cast" else node.args[:1]
         for child in children:
             self._expression(child)
@@ -355,24 +376,16 @@ class _Finder:
         if _COLLECTIVE.search(name):
             self._add("rank-zero-alone", node, f"({self._text(node)}) if {_RANK_ZERO} else None")
 
-    def _resets(self, node: ast.stmt) -> None:
-        if isinstance(node, (ast.If, ast.While)):
-            self._negate(node.test)
-        if isinstance(node, ast.For):
-            self._loop(node.iter)
+    def _is_reset(self, node: ast.stmt) -> bool:
+        """Return whether a statement, outside of a constructor, makes state empty."""
         functions = [one.name for one in self._scope if isinstance(one, ast.FunctionDef)]
         if not functions or functions[-1] in ("__init__", "__post_init__"):
-            return
+            return False
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if _RESETS.match(_last_name(node.value.func)):
-                self._add("keep-state", node, "pass")
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            last = f"{self._text(node.target)} = {self._text(node.value)}"
-            self._add("loop-edge", node, last)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if not isinstance(target, ast.Name) and _is_nothing(node.value):
-                self._add("keep-state", node, "pass")
+            return bool(_RESETS.match(_last_name(node.value.func)))
+        if isinstance(node, ast.Assign):
+            return not isinstance(node.targets[0], ast.Name) and _is_nothing(node.value)
+        return False
 
     def _binary(self, node: ast.BinOp) -> None:
         sign = _NOT_COMMUTATIVE.get(type(node.op))
@@ -462,7 +475,9 @@ class _Finder:
         self._lines = _own_lines(body[0])
         positional = [*node.args.posonlyargs, *node.args.args]
         pairs = list(zip(positional[::-1], node.args.defaults[::-1], strict=False))
-        pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d]
+        pairs += [
+            (a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d
+        ]
         at = self._start(body[0])
         for argument, default in pairs:
             line = f"{argument.arg} = {ast.unparse(default)}\n{' ' * body[0].col_offset}"
@@ -473,17 +488,32 @@ class _Finder:
             return
         if not self._scope or _is_text(first) or _is_text(second):
             return
-        if not (_acts(first) and _acts(second)):
-            return
         # A name that the second reads, and only the first has set, would be an error at once.
-        if _names(first, ast.Store) & _names(second, ast.Load) and not isinstance(
-            first, ast.AugAssign
+        stored = {one.id for one in ast.walk(first) if _is_stored(one)}
+        if stored & _names(second) and not isinstance(first, ast.AugAssign):
+            return
+        both = all(_COLLECTIVE.search(ast.unparse(one)) for one in (first, second))
+        if not (
+            both or _meet(_touched(first), _names(second)) or _meet(_touched(second), _names(first))
         ):
             return
         self._lines = (first.lineno, second.end_lineno or second.lineno)
         between = self._data[self._end(first) : self._start(second)].decode()
         text = f"{self._text(second)}{between}{self._text(first)}"
         self._add("swap-statements", first, text, last=second)
+
+
+def _is_left_out(node: ast.stmt) -> bool:
+    """Return whether a statement decides nothing, or only what is logged or shown."""
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert)) or _is_text(node):
+        return True
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]).startswith("__")
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return bool(_LOGS.search(ast.unparse(node.value.func)))
+    return isinstance(node, ast.FunctionDef) and node.name in _SHOWN
 
 
 def _own_lines(node: ast.stmt) -> tuple[int, int]:
@@ -497,22 +527,46 @@ def _own_lines(node: ast.stmt) -> tuple[int, int]:
     return node.lineno, max(node.lineno, last)
 
 
-def _acts(node: ast.stmt) -> bool:
-    """Return whether a statement does more than to give a local name a value."""
-    if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        stored = any(not isinstance(target, ast.Name) for target in targets)
-        return stored or any(isinstance(one, ast.Call) for one in ast.walk(node))
-    return True
+def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
-def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    """Return the names and ``self`` attributes that a statement reads, or sets."""
-    return {
-        ast.unparse(one)
-        for one in ast.walk(node)
-        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, context)
-    }
+def _names(node: ast.AST) -> set[str]:
+    """Return the dotted names in a statement, each as long as it goes, without modules'."""
+    if isinstance(node, (ast.Name, ast.Attribute)) and (name := _dotted(node)):
+        return set() if name.partition(".")[0] in _MODULES else {name}
+    return {name for child in ast.iter_child_nodes(node) for name in _names(child)}
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return the text of a name with dots, or "" for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{before}.{node.attr}" if before and isinstance(node, ast.Attribute) else ""
+
+
+def _touched(node: ast.stmt) -> set[str]:
+    """Return the names of the objects that a statement sets, or may change."""
+    touched: set[str] = set()
+    for one in ast.walk(node):
+        named = isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))
+        if named and not isinstance(one.ctx, ast.Load):
+            touched |= _names(one.value if isinstance(one, ast.Subscript) else one)
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
+            touched |= _names(one.func.value)
+        if isinstance(one, ast.keyword) and one.arg == "generator":
+            touched |= _names(one.value)
+    if isinstance(node, ast.Expr):
+        touched |= _names(node)
+    return touched
+
+
+def _meet(touched: set[str], names: set[str]) -> bool:
+    """Return whether one of the names is, contains or is a part of a touched object."""
+    return any(
+        f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in touched for b in names
+    )
 
 
 def _is_text(node: ast.stmt) -> bool:
@@ -538,4 +592,3 @@ def _last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
-
