@@ -213,6 +213,8 @@ class _Finder:
             self._starts.append(self._starts[-1] + len(line))
         self._scope: list[ast.AST] = []
         self._lines = (1, 1)
+        # Collectives that are a whole statement.
+        self._guarded: list[ast.Call] = []
 
     # --- text ----------------------------------------------------------------------------------
 
@@ -374,6 +376,7 @@ class _Finder:
         if not _RESETS.match(name):
             self._add("drop-call", node, "pass")
         if _COLLECTIVE.search(name):
+            self._guarded.append(call)
             self._add("rank-zero-alone", node, f"({self._text(node)}) if {_RANK_ZERO} else None")
 
     def _is_reset(self, node: ast.stmt) -> bool:
@@ -422,6 +425,9 @@ class _Finder:
                     self._bound(part.upper, "- 1")
 
     def _bound(self, node: ast.expr, change: str) -> None:
+        if isinstance(node, ast.Constant) or _is_negative(node):
+            # As an integer it has its own changes.
+            return
         self._add("off-by-one", node, f"({self._text(node)}) {change}")
 
     def _attribute(self, node: ast.Attribute) -> None:
@@ -450,7 +456,7 @@ class _Finder:
                 fewer = copy.deepcopy(node)
                 del fewer.keywords[index]
                 self._add("ignore-argument", node, ast.unparse(fewer))
-        if _COLLECTIVE.search(name) and node.args:
+        if _COLLECTIVE.search(name) and node.args and node not in self._guarded:
             alone = self._text(node.args[0])
             if "gather" in name:
                 alone = f"[{alone}]"
@@ -575,6 +581,10 @@ def _is_text(node: ast.stmt) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, (str, type(...)))
     )
+
+
+def _is_negative(node: ast.expr) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
 
 
 def _is_nothing(node: ast.expr) -> bool:
