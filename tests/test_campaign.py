@@ -190,6 +190,14 @@ def test_rates_leave_out_what_cannot_be_told(record) -> None:
     assert line == "| negate | 6 | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 | 33 % | 67 % |"
 
 
-def test_every_triaged_survivor_is_one_and_has_a_class_and_a_reason(record) -> None:
+def test_a_survivor_counts_as_equivalent_only_with_a_reason(record, tmp_path: Path) -> None:
+    entry = dict.fromkeys(("file", "function", "operator", "before", "after"), "x")
+    path = tmp_path / "triage.json"
+    path.write_text(json.dumps([entry | {"class": "equivalent", "why": " "}]))
+
+    with pytest.raises(ValueError, match=r"expected a class of equivalent.* and a reason"):
+        record.triaged(path)
+
+
+def test_the_triage_of_the_tree_has_classes_and_reasons(record) -> None:
     assert record.triaged()
-    assert not record.stale()

@@ -51,7 +51,7 @@ from campaign_lanes import (
     executed_lines,
     imports,
 )
-from campaign_record import KILLED, record, summary
+from campaign_record import KILLED, record, stale, summary
 from mutate import Mutation, declared_defaults, option_defaults, sampled, sites
 
 import engine_api.config
@@ -365,7 +365,7 @@ class Campaign:
             mutations,
             work,
             done,
-            seconds=120.0 + 2 * SLOWER * slowest,
+            seconds=600.0 + 2 * SLOWER * slowest,
             deadline=self.deadline,
             change=True,
         )
@@ -395,7 +395,7 @@ class Campaign:
         other = [name for name in items if name not in self.known]
         seconds = sum(self.known[name].seconds for name in chosen)
         result: dict[str, Any] = {"verdict": "survived", "case": "", "message": ""}
-        with launched_by(Forking(cpu_s=int(60 + SLOWER * seconds))):
+        with launched_by(Forking(cpu_s=int(240 + SLOWER * seconds))):
             for name in (*other, *chosen):
                 if name not in items:
                     continue
@@ -403,6 +403,9 @@ class Campaign:
                 known = self.known.get(name)
                 item = patient(items[name], known.seconds if known else 0.0)
                 outcome = run_case(item.case, item.target)
+                if outcome.status == "timeout":
+                    # A slow engine is not a wrong one: the case's own deadline decides.
+                    outcome = run_case(item.case, items[name].target)
                 if outcome.status in BAD:
                     return {"verdict": _verdict(outcome), "case": name} | _told(outcome)
                 if outcome.status == "suite-error":
@@ -506,13 +509,15 @@ def run(
     for stage in stages:
         if time.monotonic() > campaign.deadline:
             return
-        campaign.prepare(stage)
         left = [
             one
             for one in mutations
             if results.of(one)["verdict"] in ("", *UNDECIDED)
             and str(stage) not in results.of(one)["passed"]
         ]
+        if not left:
+            continue
+        campaign.prepare(stage)
         executed = [one for one in left if campaign.executed(one, stage)]
         print(f"{stage}: {len(executed)} changed engines", flush=True)
         for one in left:
@@ -585,6 +590,7 @@ def main() -> int:
     print("\n".join(_shown(row) for row in rows) if options.only else summary(rows, stages))
     if options.record:
         record(engine.backend, rows, seed=options.seed, stages=list(map(str, stages)))
+        print("\n".join(f"triaged, and no survivor: {line}" for line in stale()))
     return int(bool(options.only) and any(row["verdict"] not in KILLED for row in rows))
 
 

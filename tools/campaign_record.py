@@ -29,7 +29,7 @@ CLASSES: Mapping[str, str] = {
     "hole": "it breaks the contract, and no case fails",
 }
 _KEY = ("file", "function", "operator", "before", "after")
-_COUNTS = (
+_COUNTS: tuple[str, ...] = (
     "changes",
     "not executed",
     "invalid",
