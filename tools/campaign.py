@@ -25,6 +25,7 @@ import importlib
 import json
 import os
 import pkgutil
+import signal
 import sys
 import tempfile
 import time
@@ -569,6 +570,8 @@ def main() -> int:
         raise SystemExit(f"{out} exists: --resume {out} goes on with it, or name another --out")
     cache = options.work.absolute()
     cache.mkdir(parents=True, exist_ok=True)
+    # As after Ctrl-C, the processes that run are ended and the results are kept.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + options.budget
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=cache) as folder:
         if single:

@@ -369,6 +369,7 @@ class Lanes:
             # Its ranks are of the same group, and end with it.
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             with (self._work / f"output{lane}").open("ab") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
