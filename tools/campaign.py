@@ -226,12 +226,7 @@ class Campaign:
         Raises:
             CannotRun: if the engine, as it is now, cannot be resolved.
         """
-        selection = Selection(
-            name=self.engine.backend,
-            worlds=(stage.world,),
-            quick=stage.tier == "quick",
-            cases=self.cases,
-        )
+        selection = Selection(name=self.engine.backend, worlds=(stage.world,), cases=self.cases)
         return {
             f"{item.case.id} {item.target.model_type} {item.target.world}": item
             for item in make_plan(selection, self.root)

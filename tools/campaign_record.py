@@ -60,7 +60,7 @@ def summary(rows: Sequence[Mapping[str, Any]], stages: Sequence[object]) -> str:
     parts = []
     for name in ("operator", "file"):
         counts = {key: _counts(rows, names, name, key) for key in _keys(rows, name)}
-        parts.append(_table(name, counts, {}))
+        parts.append(_table(name, counts, {}, full=_is_full(names)))
     return "\n".join(parts)
 
 
@@ -94,23 +94,32 @@ def _columns(row: Mapping[str, Any], stages: Sequence[str]) -> list[str]:
     return ["not executed" if verdict == "not-executed" else "survived"]
 
 
+def _is_full(stages: Sequence[str]) -> bool:
+    """Return whether the full tier ran."""
+    return any(stage.startswith("full") for stage in stages)
+
+
 def _table(
-    name: str, counts: Mapping[str, Mapping[str, int]], equivalent: Mapping[str, int]
+    name: str,
+    counts: Mapping[str, Mapping[str, int]],
+    equivalent: Mapping[str, int],
+    *,
+    full: bool,
 ) -> str:
     total = {column: sum(one[column] for one in counts.values()) for column in _COUNTS}
     equal = sum(equivalent.values())
-    rows = [_line(key, one, equivalent.get(key, 0)) for key, one in counts.items()]
+    rows = [_line(key, one, equivalent.get(key, 0), full=full) for key, one in counts.items()]
     head = (name, *_COUNTS, "equivalent", "rate, quick", "rate, full")
-    return table(head, [*rows, _line("all", total, equal)])
+    return table(head, [*rows, _line("all", total, equal, full=full)])
 
 
-def _line(key: str, counts: Mapping[str, int], equivalent: int) -> tuple[str, ...]:
+def _line(key: str, counts: Mapping[str, int], equivalent: int, *, full: bool) -> tuple[str, ...]:
     quick = counts["killed by quick"]
     killed = quick + counts["killed by full"]
     of = killed + counts["survived"] - equivalent
     numbers = (str(counts[column]) for column in _COUNTS)
-    rates = (f"{100 * some / of:.0f} %" if of else "-" for some in (quick, killed))
-    return (key, *numbers, str(equivalent), *rates)
+    rates = [f"{100 * some / of:.0f} %" if of else "-" for some in (quick, killed)]
+    return (key, *numbers, str(equivalent), rates[0], rates[1] if full else "-")
 
 
 # --- the record -----------------------------------------------------------------------------------
@@ -196,7 +205,11 @@ def _section(engine: str, campaign: Mapping[str, Any]) -> str:
         f"Seed {campaign['seed']}, commit `{campaign['commit']}`, {campaign['date']}; "
         f"stages: {'; '.join(campaign['stages'])}."
     )
-    counts = _table("operator", campaign["operators"], equivalent)
+    full = _is_full(campaign["stages"])
+    counts = _table("operator", campaign["operators"], equivalent, full=full)
+    if not full:
+        rest = "The full tier has not run: which of the survivors it kills is not known.\n"
+        return f"### {engine}\n\n{about}\n\n{counts}\n{rest}"
     head = ("place", "operator", "change", "class", "why")
     legend = "".join(f"- *{name}*: {text}.\n" for name, text in CLASSES.items())
     return (
