@@ -25,6 +25,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import signal
 import sys
 import tempfile
@@ -256,11 +257,13 @@ class Campaign:
                 continue
             path = None if name in lines else self.work / f"lines-{len(lines)}"
             self.known[name] = known = self._traced(item, path)
+            if path and not known.passes:
+                # It may be the tracer, and the case has not come to all of its lines.
+                self.known[name] = self._traced(item, None)
             if path:
-                # A case that did not end well may not have come to all of its lines.
                 lines[name] = executed_lines(path) if known.passes else None
+                cache.write_text(json.dumps(lines))
         close_pools()
-        cache.write_text(json.dumps(lines))
         gc.collect()
         gc.freeze()
         check_threads()
@@ -330,7 +333,7 @@ class Campaign:
     ) -> None:
         """Run a stage on changed engines, and call ``listen`` with each result.
 
-        A result has ``verdict`` and, if a case failed, ``case``, ``status`` and ``message``.
+        A result has ``verdict``, ``seconds`` and, if a case failed, ``case`` and ``message``.
         """
 
         def work(mutation: Mutation, _copy: Copy) -> Callable[[Connection], None]:
@@ -412,10 +415,7 @@ class Campaign:
 def _verdict(outcome: Outcome) -> str:
     if outcome.status == "timeout":
         return "timeout"
-    died = (
-        outcome.message.startswith("engine_conformance") and "\n--- rank 0 died" in outcome.message
-    )
-    return "crash" if died else "killed"
+    return "crash" if re.search(r"\n--- rank \d+ died", outcome.message) else "killed"
 
 
 def _told(outcome: Outcome) -> dict[str, str]:

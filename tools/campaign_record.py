@@ -50,7 +50,8 @@ change alone, and `--record` writes this section's numbers. An operator's change
 seeded order, and each operator has its share of every prefix of it.
 
 A rate is the share of the changed engines that some case fails. It leaves out changes that cannot
-be imported, changes of lines that no case executes (on a CPU), and survivors that are equivalent.
+be imported, changes of lines that no case executes (on a CPU), and survivors that are equivalent. A
+changed engine on which a case ends as *suite-error*, and none fails, counts as a survivor.
 """
 
 
