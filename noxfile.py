@@ -489,6 +489,17 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def campaign(session: nox.Session) -> None:
+    """Change an engine's source by machine at one place at a time, and see which cases fail.
+
+    After `--`: `--engine fsdp2|loopback|megatron|minimal`, `--budget SECONDS`, `--seed N`,
+    `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`.
+    """
+    install(session, [*packages(), EXAMPLE])
+    session.run("python", "tools/campaign.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run benchmarks/ and write their table into docs/benchmarks.md.
 

@@ -9,7 +9,8 @@ that are the only ones to catch a mutant.
 ``conformance/mutants/bfloat16.json`` whether it catches the mutant there as well.
 ``python tools/mutants.py --failures NAME …`` writes the output of the command line for them into
 docs/adding-an-engine.md.
-``python tools/mutants.py --page`` writes docs/mutants.md; ``--check`` compares it.
+``python tools/mutants.py --page`` writes docs/mutants.md; ``--check`` compares it. Its section
+about the campaign comes from what ``tools/campaign.py --record`` has written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import campaign_record
 from matrix import ROOT, replace_section, table, write_or_check
 
 sys.path[:0] = [str(ROOT / "conformance" / folder) for folder in ("loopback", "mutants")]
@@ -157,7 +159,8 @@ def render() -> str:
         for one in load_mutants().values()
     ]
     head = ("mutant", "group", "defect", "caught by", "setting", "bfloat16", "also", "seen in")
-    return f"{INTRODUCTION}\n{len(rows)} mutants.\n\n{table(head, rows)}\n{_reasons(others)}"
+    parts = [f"{INTRODUCTION}\n{len(rows)} mutants.\n\n{table(head, rows)}", _reasons(others)]
+    return "\n".join(filter(None, [*parts, campaign_record.render()]))
 
 
 def _half(half: Mapping[str, bool], one: Mutant) -> str:

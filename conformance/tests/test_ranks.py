@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from subprocess import Popen
+from typing import IO
 
 import pytest
 import torch
 
-from engine_conformance.ranks import RankError, RankPool, close_pools, get_pool
+from engine_conformance.ranks import (
+    RankError,
+    RankPool,
+    RankProcess,
+    close_pools,
+    get_pool,
+    launched_by,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,25 @@ def next_call_passes(pool: RankPool) -> None:
 def test_results_are_by_rank(pool: RankPool) -> None:
     assert pool.run("rank_functions:own", per_rank=[{"value": 5}, {"value": 6}]) == [5, 6]
     next_call_passes(pool)
+
+
+def test_a_launcher_starts_the_ranks_inside_its_context() -> None:
+    started: list[int] = []
+
+    def launch(descriptor: int, log: IO[bytes], environment: Mapping[str, str]) -> RankProcess:
+        code = f"from engine_conformance._rank_worker import main; main({descriptor})"
+        process = Popen(
+            [sys.executable, "-P", "-c", code], pass_fds=[descriptor], env=environment, stdout=log
+        )
+        started.append(process.pid)
+        return process
+
+    with launched_by(launch), RankPool(1) as pool:
+        assert list(pool.pids) == started
+        next_call_passes(pool)
+    assert len(started) == 1
+    with RankPool(1) as pool:
+        assert len(started) == 1
 
 
 def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:

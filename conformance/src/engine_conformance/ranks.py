@@ -16,18 +16,26 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Protocol, Self
 
 from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec
 from engine_conformance.rank_failure import RankError, RankFailure
 
-__all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
+__all__ = [
+    "RankError",
+    "RankFailure",
+    "RankPool",
+    "RankProcess",
+    "close_pools",
+    "get_pool",
+    "launched_by",
+]
 
 # A new interpreter, not multiprocessing's spawn, which imports the parent's main module again: that
 # fails for a notebook, and runs a script that has no guard.
@@ -40,6 +48,58 @@ _GRACE_SECONDS = 1.0
 _DUMP_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _OUTPUT_LINES = 20
+
+
+class RankProcess(Protocol):
+    """The process of a rank, as `subprocess.Popen` has it."""
+
+    pid: int
+    returncode: int | Any
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code; raise ``TimeoutExpired`` before it."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+
+Launcher = Callable[[int, IO[bytes], Mapping[str, str]], RankProcess]
+"""Start of a rank: the descriptor of its pipe, the file for its output, and its environment.
+
+The process calls ``_rank_worker.main`` with the descriptor.
+"""
+
+
+def _launch_interpreter(
+    descriptor: int, log: IO[bytes], environment: Mapping[str, str]
+) -> RankProcess:
+    return Popen(
+        [sys.executable, "-P", "-c", _COMMAND.format(descriptor)],
+        pass_fds=[descriptor],
+        env=environment,
+        stdin=DEVNULL,
+        stdout=log,
+        stderr=STDOUT,
+    )
+
+
+_launchers: list[Launcher] = [_launch_interpreter]
+
+
+@contextlib.contextmanager
+def launched_by(launcher: Launcher) -> Iterator[None]:
+    """Start all ranks inside the context by ``launcher`` instead of as new interpreters."""
+    _launchers.append(launcher)
+    try:
+        yield
+    finally:
+        _launchers.pop()
 
 
 class RankPool:
@@ -77,7 +137,7 @@ class RankPool:
         self.device = device
         self._deadline = deadline
         self._group_timeout = group_timeout
-        self._processes: list[Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
         self._read_up_to: dict[int, int] = {}
@@ -115,20 +175,10 @@ class RankPool:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         for rank in range(self.world):
             ours, theirs = Pipe()
-            command = [sys.executable, "-P", "-c", _COMMAND.format(theirs.fileno())]
             # An engine's output is kept for the report of its failure, apart from the suite's own.
             with self._log(rank).open("wb") as log:
                 # In one statement: an interrupt after it finds the process in the list.
-                self._processes.append(
-                    Popen(
-                        command,
-                        pass_fds=[theirs.fileno()],
-                        env=environment,
-                        stdin=DEVNULL,
-                        stdout=log,
-                        stderr=STDOUT,
-                    )
-                )
+                self._processes.append(_launchers[-1](theirs.fileno(), log, environment))
             self._pipes.append(ours)
             theirs.close()
             ours.send_bytes(pickle.dumps(self._spec(rank)))
@@ -318,7 +368,7 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _wait(process: Popen[bytes], seconds: float) -> None:
+def _wait(process: RankProcess, seconds: float) -> None:
     with contextlib.suppress(TimeoutExpired):
         process.wait(max(0.0, seconds))
 

@@ -1,0 +1,203 @@
+"""The campaign changes one place of an engine's source at a time, and sees whether a case fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from layout import ROOT
+
+SAMPLE = dedent('''
+    """Text with 1 number."""
+    import torch
+    from logging import getLogger
+
+    log = getLogger("sample")
+
+
+    class Engine:
+        """An engine."""
+
+        def __repr__(self) -> str:
+            return f"{1 + 2}"
+
+        def step(self, config: dict[int, float], parts: list, *, scale: float = 1.0) -> None:
+            """Do a step of 3 parts."""
+            log.warning("step %d", 4)
+            if config.memory.max_tokens < 8:
+                raise ValueError(f"expected 8, got {5}")
+            for part in parts:
+                self.total += part.float() - scale
+            self.pending = []
+            self.comm.all_reduce(self.total, op="sum")
+            self.cache.clear()
+''')
+RANK_0 = 'int(__import__("os").environ.get("RANK", "0")) == 0'
+DEFAULTS = {"memory": {"max_tokens": "16384"}}
+MINIMAL = "engine_minimal/engine.py"
+# By operator and changed line: the verdict of the quick tier's cases that the test runs.
+KNOWN = {
+    ("keep-state", "self.model.zero_grad()", "pass"): "killed",
+    (
+        "swap-operands",
+        "rows = torch.log_softmax(logits / temperature, dim=-1)",
+        "rows = torch.log_softmax(((temperature) / (logits)), dim=-1)",
+    ): "killed",
+    (
+        "loop-edge",
+        "for ids in batch.input_ids.to(self.model.device).split(batch.lengths):",
+        "for ids in list((batch.input_ids.to(self.model.device).split(batch.lengths)))[:1]:",
+    ): "killed",
+    # AdamW has one group of parameters here: the first is all of them.
+    (
+        "loop-edge",
+        "for group in self.optimizer.param_groups:",
+        "for group in list((self.optimizer.param_groups))[:1]:",
+    ): "survived",
+    # This runs on a GPU alone.
+    ("drop-call", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', "pass"): "not-executed",
+    # A row of the descriptor must have devices.
+    (
+        "ignore-argument",
+        'backends=("minimal",), devices=("cuda", "cpu"), target=',
+        "",
+    ): "invalid",
+}
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("mutate")
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("campaign_record")
+
+
+def test_each_operator_changes_its_places_and_no_others(mutate) -> None:
+    found = mutate.sites(SAMPLE, "sample.py", DEFAULTS)
+
+    assert [(one.operator, one.after) for one in found] == [
+        ("ignore-argument", 'scale = 1.0 log.warning("step %d", 4)'),
+        ("compare-direction", "if ((config.memory.max_tokens) > (8)):"),
+        ("constant-option", "if (16384) < 8:"),
+        ("negate", "if not (config.memory.max_tokens < 8):"),
+        ("off-by-one", "if ((config.memory.max_tokens) <= (8)):"),
+        ("off-by-one", "if config.memory.max_tokens < 9:"),
+        ("off-by-one", "if config.memory.max_tokens < 7:"),
+        ("drop-raise", "pass"),
+        ("loop-edge", "for part in list((parts))[:1]:"),
+        ("loop-edge", "for part in list((parts))[-1:]:"),
+        ("loop-edge", "self.total = part.float() - scale"),
+        ("dtype", "self.total += part.bfloat16() - scale"),
+        ("swap-operands", "self.total += ((scale) - (part.float()))"),
+        ("keep-state", "pass"),
+        ("drop-call", "pass"),
+        ("ignore-argument", "self.comm.all_reduce(self.total)"),
+        ("rank-zero-alone", f'(self.comm.all_reduce(self.total, op="sum")) if {RANK_0} else None'),
+        ("keep-state", "pass"),
+    ]
+
+
+def test_a_change_leaves_the_rest_of_the_file_byte_for_byte(mutate) -> None:
+    source = SAMPLE.replace("An engine", "Ein Motor für 2 Geräte")
+    for one in mutate.sites(source, "sample.py", DEFAULTS):
+        before, changed = source.encode(), one.apply(source).encode()
+        assert changed[: one.start] == before[: one.start]
+        assert changed[one.start + len(one.text.encode()) :] == before[one.end :]
+
+
+def test_statements_that_share_nothing_are_not_swapped(mutate) -> None:
+    source = "def f(a, b):\n    a.step()\n    {}\n    return a\n"
+    swapped = [
+        [one.operator for one in mutate.sites(source.format(second), "f.py", {})]
+        for second in ("b.step()", "b.take(a)")
+    ]
+    assert ["swap-statements" in operators for operators in swapped] == [False, True]
+
+
+def test_the_same_seed_gives_the_same_list_whose_prefixes_have_every_operator(mutate) -> None:
+    folder = ROOT / "packages/engine-fsdp/src/engine_fsdp"
+    found = mutate.sites((folder / "head.py").read_text(), "head.py", {})
+    first, again, other = (mutate.sampled(found, seed) for seed in (7, 7, 8))
+
+    assert first == again != other
+    assert mutate.sampled(found, 7, 40) == first[:40]
+    assert sorted(one.place for one in other) == sorted(one.place for one in found)
+    shares = [
+        sum(one.operator == "off-by-one" for one in part) / len(part)
+        for part in (first[:40], first)
+    ]
+    assert shares[0] == pytest.approx(shares[1], abs=0.05)
+
+
+@pytest.mark.distributed
+def test_a_campaign_on_the_minimal_engine_ends_as_is_known(mutate, tmp_path: Path) -> None:
+    folder = ROOT / "examples/engine-minimal/src"
+    sites = [
+        one
+        for name in (MINIMAL, "engine_minimal/plugin.py")
+        for one in mutate.sites((folder / name).read_text(), name, {})
+    ]
+    chosen = {}
+    for (operator, before, after), verdict in KNOWN.items():
+        one = next(
+            site
+            for site in sites
+            if site.operator == operator
+            and before in site.before
+            and (site.after == after or not after)
+        )
+        chosen[f"minimal:{one.place}"] = verdict
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, "tools/campaign.py", "--engine", "minimal", "--tier", "quick"]
+    command += ["--world", "1", "--case", "forward.llama,train.trajectory", "--lanes", "2"]
+    command += ["--work", str(tmp_path), "--out", str(out), "--only", *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["id"]: row["verdict"] for row in rows} == chosen
+    killed = [row for row in rows if row["verdict"] == "killed"]
+    assert all(row["case"].split()[0] in ("forward.llama", "train.trajectory") for row in killed)
+
+
+def test_rates_leave_out_what_cannot_be_told(record) -> None:
+    stages = ["quick, world 1", "full, world 1"]
+    verdicts = [
+        ("killed", "quick", []),
+        ("timeout", "full", stages[:1]),
+        ("survived", "full", stages),
+        ("survived", "quick", stages[:1]),
+        ("not-executed", "full", stages),
+        ("invalid", "quick", []),
+    ]
+    rows = [
+        {"operator": "negate", "file": "a.py", "verdict": verdict, "tier": tier, "passed": passed}
+        for verdict, tier, passed in verdicts
+    ]
+
+    line = record.summary(rows, stages).splitlines()[2]
+
+    assert line == "| negate | 6 | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 | 33 % | 67 % |"
+
+
+def test_a_survivor_counts_as_equivalent_only_with_a_reason(record, tmp_path: Path) -> None:
+    entry = dict.fromkeys(("file", "function", "operator", "before", "after"), "x")
+    path = tmp_path / "triage.json"
+    path.write_text(json.dumps([entry | {"class": "equivalent", "why": " "}]))
+
+    with pytest.raises(ValueError, match=r"expected a class of equivalent.* and a reason"):
+        record.triaged(path)
+
+
+def test_the_triage_of_the_tree_has_classes_and_reasons(record) -> None:
+    assert record.triaged()

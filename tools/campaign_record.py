@@ -1,0 +1,227 @@
+"""The results of a mutation campaign as tables, and the record of them in the tree.
+
+``conformance/mutants/campaign.json`` has the counts and the survivors of the last recorded campaign
+on each engine. ``conformance/mutants/triage.json`` is written by hand: a class and a reason for
+each survivor.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matrix import ROOT, table
+from mutate import OPERATORS
+
+__all__ = ["CLASSES", "KILLED", "record", "render", "stale", "summary", "triaged"]
+
+CAMPAIGN = ROOT / "conformance" / "mutants" / "campaign.json"
+TRIAGE = ROOT / "conformance" / "mutants" / "triage.json"
+KILLED = ("killed", "timeout", "crash")
+CLASSES: Mapping[str, str] = {
+    "equivalent": "no engine that fulfils the contract can be told from it by its results",
+    "elsewhere": "what it breaks is no part of the contract, and is tested elsewhere or not at all",
+    "gap": "the contract says nothing about it, and should",
+    "hole": "it breaks the contract, and no case fails",
+}
+_KEY = ("file", "function", "operator", "before", "after")
+_COUNTS: tuple[str, ...] = (
+    "changes",
+    "not executed",
+    "invalid",
+    "not decided",
+    "killed by quick",
+    "killed by full",
+    "timeout or crash",
+    "survived",
+)
+_SHOWN = 100
+INTRODUCTION = """\
+## Campaign
+
+The mutants above measure the defects that someone thought of. The campaign changes an engine's
+source by machine, at one place at a time, and runs the cases that execute the place until one
+fails. `nox -s campaign -- --engine fsdp2 --budget 3600 --seed 7` runs it, `--only ID` runs one
+change alone, and `--record` writes this section's numbers. An operator's changes are taken in a
+seeded order, and each operator has its share of every prefix of it.
+
+A rate is the share of the changed engines that some case fails. It leaves out changes that cannot
+be imported, changes of lines that no case executes (on a CPU), and survivors that are equivalent. A
+changed engine on which a case ends as *suite-error*, and none fails, counts as a survivor.
+"""
+
+
+def summary(rows: Sequence[Mapping[str, Any]], stages: Sequence[object]) -> str:
+    """Return the tables of a campaign by operator and by file."""
+    names = list(map(str, stages))
+    parts = []
+    for name in ("operator", "file"):
+        counts = {key: _counts(rows, names, name, key) for key in _keys(rows, name)}
+        parts.append(_table(name, counts, {}, full=_is_full(names)))
+    return "\n".join(parts)
+
+
+def _keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    found = {row[name] for row in rows}
+    return [key for key in OPERATORS if key in found] if name == "operator" else sorted(found)
+
+
+def _counts(
+    rows: Sequence[Mapping[str, Any]], stages: Sequence[str], name: str, key: str
+) -> dict[str, int]:
+    counts = dict.fromkeys(_COUNTS, 0)
+    for row in rows:
+        if row[name] == key:
+            counts["changes"] += 1
+            for column in _columns(row, stages):
+                counts[column] += 1
+    return counts
+
+
+def _columns(row: Mapping[str, Any], stages: Sequence[str]) -> list[str]:
+    """Return the columns in which a changed engine counts."""
+    verdict = row["verdict"]
+    if verdict in KILLED:
+        how = ["timeout or crash"] if verdict != "killed" else []
+        return [f"killed by {row['tier']}", *how]
+    if verdict == "invalid":
+        return ["invalid"]
+    if not set(stages) <= set(row["passed"]):
+        return ["not decided"]
+    return ["not executed" if verdict == "not-executed" else "survived"]
+
+
+def _is_full(stages: Sequence[str]) -> bool:
+    """Return whether the full tier ran."""
+    return any(stage.startswith("full") for stage in stages)
+
+
+def _table(
+    name: str,
+    counts: Mapping[str, Mapping[str, int]],
+    equivalent: Mapping[str, int],
+    *,
+    full: bool,
+) -> str:
+    total = {column: sum(one[column] for one in counts.values()) for column in _COUNTS}
+    equal = sum(equivalent.values())
+    rows = [_line(key, one, equivalent.get(key, 0), full=full) for key, one in counts.items()]
+    head = (name, *_COUNTS, "equivalent", "rate, quick", "rate, full")
+    return table(head, [*rows, _line("all", total, equal, full=full)])
+
+
+def _line(key: str, counts: Mapping[str, int], equivalent: int, *, full: bool) -> tuple[str, ...]:
+    quick = counts["killed by quick"]
+    killed = quick + counts["killed by full"]
+    of = killed + counts["survived"] - equivalent
+    numbers = (str(counts[column]) for column in _COUNTS)
+    rates = [f"{100 * some / of:.0f} %" if of else "-" for some in (quick, killed)]
+    return (key, *numbers, str(equivalent), rates[0], rates[1] if full else "-")
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+def record(
+    engine: str, rows: Sequence[Mapping[str, Any]], *, seed: int, stages: Sequence[str]
+) -> None:
+    """Write an engine's results into ``campaign.json``."""
+    recorded: dict[str, Any] = json.loads(CAMPAIGN.read_text()) if CAMPAIGN.exists() else {}
+    survivors = [row for row in rows if _columns(row, stages) == ["survived"]]
+    recorded[engine] = {
+        "seed": seed,
+        "commit": _commit(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "stages": list(stages),
+        "operators": {
+            key: _counts(rows, stages, "operator", key) for key in _keys(rows, "operator")
+        },
+        "survivors": [{name: row[name] for name in _KEY} for row in survivors],
+    }
+    CAMPAIGN.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(
+        [*command, "--exclude", "*"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def triaged(path: Path = TRIAGE) -> dict[tuple[str, ...], Mapping[str, str]]:
+    """Return the class and the reason of each survivor that someone has looked at.
+
+    Raises:
+        ValueError: if an entry has an unknown class or no reason.
+    """
+    found: dict[tuple[str, ...], Mapping[str, str]] = {}
+    for entry in json.loads(path.read_text()) if path.exists() else ():
+        if entry["class"] not in CLASSES or not entry["why"].strip():
+            raise ValueError(
+                f"{path.name}: {entry['file']}, {entry['before']!r}: expected a class of "
+                f"{', '.join(CLASSES)} and a reason, got {entry['class']!r} and {entry['why']!r}"
+            )
+        found[tuple(entry[name] for name in _KEY)] = entry
+    return found
+
+
+def stale() -> list[str]:
+    """Return a line for each entry of ``triage.json`` that is about no recorded survivor."""
+    recorded: dict[str, Any] = json.loads(CAMPAIGN.read_text()) if CAMPAIGN.exists() else {}
+    survivors = {_key(one) for campaign in recorded.values() for one in campaign["survivors"]}
+    return [f"{key[0]}, {key[1]}: {key[3]}" for key in triaged() if key not in survivors]
+
+
+def _key(survivor: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(survivor[name] for name in _KEY)
+
+
+def render() -> str:
+    """Return the section of docs/mutants.md, or "" without a recorded campaign."""
+    recorded: dict[str, Any] = json.loads(CAMPAIGN.read_text()) if CAMPAIGN.exists() else {}
+    if not recorded:
+        return ""
+    operators = [(f"`{name}`", text) for name, text in OPERATORS.items()]
+    parts = [INTRODUCTION, table(("operator", "change"), operators)]
+    parts += [_section(engine, one) for engine, one in recorded.items()]
+    return "\n".join(parts)
+
+
+def _section(engine: str, campaign: Mapping[str, Any]) -> str:
+    known = triaged()
+    equivalent: dict[str, int] = {}
+    rows: list[tuple[str, ...]] = []
+    for one in campaign["survivors"]:
+        entry = known.get(_key(one), {"class": "not looked at", "why": ""})
+        if entry["class"] == "equivalent":
+            equivalent[one["operator"]] = equivalent.get(one["operator"], 0) + 1
+        place = f"{one['file']}, `{one['function'] or 'module'}`"
+        change = f"{_code(one['before'])} → {_code(one['after'])}"
+        rows.append((place, one["operator"], change, entry["class"], _cell(entry["why"])))
+    about = (
+        f"Seed {campaign['seed']}, commit `{campaign['commit']}`, {campaign['date']}; "
+        f"stages: {'; '.join(campaign['stages'])}."
+    )
+    full = _is_full(campaign["stages"])
+    counts = _table("operator", campaign["operators"], equivalent, full=full)
+    if not full:
+        rest = "The full tier has not run: which of the survivors it kills is not known.\n"
+        return f"### {engine}\n\n{about}\n\n{counts}\n{rest}"
+    head = ("place", "operator", "change", "class", "why")
+    legend = "".join(f"- *{name}*: {text}.\n" for name, text in CLASSES.items())
+    return (
+        f"### {engine}\n\n{about}\n\n{counts}\nSurvivors:\n\n{legend}\n{table(head, sorted(rows))}"
+    )
+
+
+def _code(text: str) -> str:
+    short = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return f"`{_cell(short.replace('`', chr(39)))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
