@@ -236,7 +236,10 @@ def test_a_worker_that_cannot_be_made_is_no_lost_one():
 
 
 def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
+    tries = []
+
     def failing(**_):
+        tries.append(None)
         raise Exception("The current node timed out during startup.\nSee the logs")  # noqa: TRY002 - what Ray raises
 
     closed = []
@@ -247,6 +250,7 @@ def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
         pytest.fail("there is none")
     assert "RAY_TMPDIR" in caught.value.remedy
     assert closed == [True]  # what has started of it
+    assert tries == [None] * cluster.STARTS
     elsewhere = RaySection(address="10.0.0.1:6379")
     with (
         pytest.raises(ConfigError, match=r"no cluster at 10\.0\.0\.1:6379") as caught,
@@ -254,6 +258,22 @@ def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
     ):
         pytest.fail("there is none")
     assert "ray start --head" in caught.value.remedy
+    assert len(tries) == cluster.STARTS + 1, "a cluster of others is asked once"
+
+
+def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch, caplog):
+    tries = []
+
+    def slow_once(**_):
+        tries.append(None)
+        if len(tries) == 1:
+            raise Exception("The current node timed out during startup.")  # noqa: TRY002 - what Ray raises
+
+    monkeypatch.setattr("ray.init", slow_once)
+    monkeypatch.setattr(cluster, "_require_loopback", lambda: None)
+    with cluster.connected(RaySection()):
+        assert len(tries) == 2
+    assert "it is tried again" in caplog.text
 
 
 def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):

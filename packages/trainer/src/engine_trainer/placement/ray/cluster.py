@@ -25,6 +25,8 @@ from engine_trainer.placement.ray.calls import attempt
 
 POLL_S = 1.0
 """Seconds between two looks at a cluster that may grow."""
+STARTS = 3
+"""Attempts to start a cluster on this machine."""
 log = logging.getLogger("engine_trainer")
 Resources = dict[str, float]
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
@@ -51,25 +53,39 @@ def connected(section: RaySection, rollout: RolloutSection | None = None) -> Ite
     local: dict[str, Any] = {} if section.address else {"include_dashboard": False}
     with contextlib.nullcontext() if section.address else _on_loopback(rollout):
         try:
-            try:
-                if not section.address:
-                    _keep_token_private()
-                ray.init(
-                    address=section.address or "local",
-                    logging_level=logging.ERROR,
-                    log_to_driver=section.log_workers,
-                    **local,
-                )
-            # Ray raises a bare Exception where a node does not start, and any error of its files
-            # and ports.
-            except Exception as error:
-                raise _not_connected(section, error) from error
+            _start(section, **local)
             if not section.address:
                 _require_loopback()
             yield
         finally:
             # Also after a start that failed or was interrupted, whose processes would stay.
             ray.shutdown()
+
+
+def _start(section: RaySection, **local: Any) -> None:
+    """Join the cluster, or start one, again where a busy machine took longer than Ray waits.
+
+    Ray gives a node of its own 30 seconds, which no setting changes. The processes of a start that
+    was too slow end with this one.
+    """
+    for left in reversed(range(STARTS)):
+        try:
+            if not section.address:
+                _keep_token_private()
+            ray.init(
+                address=section.address or "local",
+                logging_level=logging.ERROR,
+                log_to_driver=section.log_workers,
+                **local,
+            )
+            return
+        # Ray raises a bare Exception where a node does not start, and any error of its files and
+        # ports.
+        except Exception as error:
+            is_slow = not section.address and "timed out during startup" in str(error)
+            if not (is_slow and left):
+                raise _not_connected(section, error) from error
+            log.warning("Ray did not start within its 30 s on this busy machine: it is tried again")
 
 
 @contextlib.contextmanager
