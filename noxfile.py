@@ -44,7 +44,7 @@ PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
-TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
+TOOLS = ("import-linter", "matplotlib", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, NPU, TRAINER, SUITE = (
     "packages/engine-api",
     "packages/engine-fsdp",

@@ -100,7 +100,7 @@ def _report(sft: Path, rl: Path, seconds: float) -> None:
     print(f"  random weights   {before:6.1%}")
     print(f"  after SFT        {middle:6.1%}")
     print(f"  after RL         {after:6.1%}   ({after - middle:+.1%} by RL)")
-    print(f"  {seconds:.0f} s in all; plots: {rl / 'plots'}; report: {rl / 'report.html'}")
+    print(f"  {seconds:.0f} s in all; report: {rl / 'report.html'}")
 
 
 if __name__ == "__main__":

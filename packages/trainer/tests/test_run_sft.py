@@ -56,7 +56,6 @@ def test_it_learns_and_leaves_a_whole_folder(sft_file):
         "tensorboard",
         "checkpoints",
         "hf",
-        "plots",
         "report.html",
     }
     assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == [

@@ -189,7 +189,7 @@ def _run(options: argparse.Namespace, config: Config) -> int:
         return DONE
     outcome = _train(config)
     if global_rank() == 0:
-        _close(outcome, report=config.run.report)
+        _close(outcome)
     return DONE
 
 
@@ -255,12 +255,12 @@ def _aborted(task: str, config: Config | None) -> str:
     return f"aborted; the newest checkpoint is of step {newest}: {again} continues from it{loss}"
 
 
-def _close(outcome: Outcome, *, report: bool) -> None:
+def _close(outcome: Outcome) -> None:
     from engine_trainer.telemetry.series import summary
 
     print(summary(outcome.folder))
-    if report:
-        print(f"  report: {outcome.folder / 'report.html'}   plots: {outcome.folder / 'plots'}")
+    if outcome.report is not None:
+        print(f"  report: {outcome.report}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

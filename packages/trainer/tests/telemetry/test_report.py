@@ -25,7 +25,6 @@ from run_folders import (
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.environment import Start, record
 from engine_trainer.telemetry.metrics import CURVES_OF, MEANINGS, explain
-from engine_trainer.telemetry.plots import write_plots
 from engine_trainer.telemetry.report import write_report
 from engine_trainer.telemetry.report.curves import curve, scale_of
 from engine_trainer.telemetry.series import Series
@@ -351,18 +350,6 @@ def test_phases_have_their_seconds_share_and_median(tmp_path):
         ["save", "2", "20.0%", "2"],
         ["train", "2", "20.0%", "1"],
     ]
-
-
-def test_the_plots_are_files_of_their_own(tmp_path):
-    write_metrics(tmp_path, [{"step": 1, "time/train": 1.0, "eval/aime/accuracy": 0.5}])
-    write_plots(tmp_path)
-    assert {p.name for p in (tmp_path / "plots").iterdir()} == {
-        "eval-aime.png",
-        "overview.png",
-        "phases.png",
-        "time.png",
-    }
-    assert (tmp_path / "plots" / "overview.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_damaged_file_is_named(tmp_path):

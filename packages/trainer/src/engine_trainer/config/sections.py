@@ -513,8 +513,8 @@ class RunSection:
     """
 
     report: bool = True
-    """True writes ``plots`` and ``report.html`` to ``output_dir`` when the run ends. The report is
-    one page with curves, samples, held-out problems, the environment and the configuration.
+    """True writes ``report.html`` to ``output_dir`` when the run ends. It is one page with curves,
+    samples, held-out problems, the environment and the configuration.
     """
 
     profile_steps: Sequence[int] = field(default_factory=list[int])

@@ -11,7 +11,7 @@
       rollouts/               completions of RL, step-000120.parquet
       eval/                   completions to the held-out problems
       evaluation/             those of engine-train eval; evaluation.json
-      report.html  plots/     at the end
+      report.html             at the end
       hf/                     the trained model, for transformers
 """
 
@@ -59,7 +59,6 @@ from engine_trainer.telemetry.environment import Start, describe_start, record
 from engine_trainer.telemetry.learning import LearningWatch
 from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
 from engine_trainer.telemetry.pages.evaluations import forget_evaluations
-from engine_trainer.telemetry.plots import write_plots
 from engine_trainer.telemetry.report import write_report
 
 log = logging.getLogger("engine_trainer")
@@ -78,11 +77,15 @@ def global_rank() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The folder and the last step of a run; ``step < total_steps`` after an interruption."""
+    """The folder and the last step of a run; ``step < total_steps`` after an interruption.
+
+    ``report`` is the new report.html, None where none was written.
+    """
 
     folder: Path
     step: int
     total_steps: int
+    report: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,12 +437,11 @@ class Run:
                 convert=convert,
             )
         self.log.close()
-        if self.is_main and self.config.run.report:
-            self._write_report()
+        report = self._write_report() if self.is_main and self.config.run.report else None
         # This comes last: it may fail, and everything else is written then.
         if is_over and (name := self.config.run.push_to_hub) is not None:
             together(self.comm, lambda: self._push(name, step) if self.is_main else None)
-        return Outcome(folder=self.folder, step=step, total_steps=self.total_steps)
+        return Outcome(folder=self.folder, step=step, total_steps=self.total_steps, report=report)
 
     def pack_local(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
         """Return this data-parallel rank's part of ``documents`` as a packed batch.
@@ -518,13 +520,13 @@ class Run:
     def _weight_versions(self) -> list[int]:
         return [group.weight_version for group in (self.policy, *self.companions.values())]
 
-    def _write_report(self) -> None:
+    def _write_report(self) -> Path | None:
         # The model is trained and saved: a damaged file of the run is told, and is no failure.
         try:
-            write_plots(self.folder)
-            write_report(self.folder, self.kind)
+            return write_report(self.folder, self.kind)
         except DataError as error:
             log.warning("there is no new report: %s", error)
+            return None
 
     def _find(self) -> Path | None:
         if not self.is_main:

@@ -62,8 +62,7 @@ CURVES_OF: Mapping[str, tuple[Curve, ...]] = {
     "dpo": _PAIRS,
     "rm": _PAIRS,
 }
-# The most important metrics come first in the summary, where a run has them. All metrics are in the
-# plots of their groups.
+# The most important metrics come first in the summary, where a run has them.
 HEADLINES = (
     "eval/accuracy",
     "eval/*/accuracy",

@@ -12,6 +12,7 @@ from engine_trainer.errors import DataError
 from engine_trainer.telemetry.logs import ELAPSED, METRICS, format_seconds, read_metrics
 from engine_trainer.telemetry.metrics import HEADLINES, LESS_IS_BETTER, matching
 
+PHASE = "time/"
 TINY = 1e-9
 """Values up to this size are rounding noise."""
 ROUNDING = 1e-6
@@ -89,6 +90,17 @@ def summary(folder: Path) -> str:
 def headlines(series: Mapping[str, Series]) -> list[str]:
     """Return the names of the most important metrics that have a value."""
     return [name for name in matching(HEADLINES, series) if series[name].values]
+
+
+def phases(series: Mapping[str, Series]) -> list[Series]:
+    """Return the times of the phases, ordered from the largest total to the smallest."""
+    names = [name for name in matching([PHASE + "*"], series) if series[name].values]
+    return sorted((series[name] for name in names), key=lambda one: -sum(one.values))
+
+
+def phase_name(series: Series) -> str:
+    """Return the name of a phase, such as ``generate`` for ``time/generate``."""
+    return series.name.removeprefix(PHASE)
 
 
 def count_steps(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -27,14 +27,20 @@ from engine_trainer.telemetry.pages.evaluations import (
     problem_table,
     read_problems,
 )
-from engine_trainer.telemetry.plots import phase_name, phases
 from engine_trainer.telemetry.report.curves import curve
 from engine_trainer.telemetry.report.samples import (
     count_changes,
     evaluation_samples,
     training_samples,
 )
-from engine_trainer.telemetry.series import Series, count_steps, duration, load_series
+from engine_trainer.telemetry.series import (
+    Series,
+    count_steps,
+    duration,
+    load_series,
+    phase_name,
+    phases,
+)
 from engine_trainer.telemetry.view.content import Overview, read_overview
 
 NAME = "report.html"
