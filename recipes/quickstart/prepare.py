@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,7 +106,9 @@ def _tokenizer(texts: list[str]) -> Any:
 
 def main() -> None:
     """Prepare the folder that the command line names, with the quickstart's problems."""
-    (folder,) = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="gets config.json and the tokenizer's files")
+    folder = parser.parse_args().folder
     # Packages below reasoning-gym cause these warnings.
     warnings.simplefilter("ignore", SyntaxWarning)
     config = load_config(
@@ -115,7 +117,7 @@ def main() -> None:
         [f"engine.model.path={folder}", "run.output_dir=."],
     )
     assert config.data.reasoning_gym is not None
-    prepare(Path(folder), config.data.reasoning_gym)
+    prepare(folder, config.data.reasoning_gym)
 
 
 if __name__ == "__main__":
