@@ -1,4 +1,4 @@
-"""docs/first-hour.md, executed: its files are written, its commands run one after the other."""
+"""The pages of docs/ for newcomers, executed: files are written, commands run one after another."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from layout import PACKAGES, ROOT
 from waiting import DEADLINE_S
 
-PAGE = ROOT / "docs" / "first-hour.md"
+DOCS = ROOT / "docs"
 # A block is a fence that follows a line with a file's name, or a fence of shell commands.
 BLOCK = re.compile(
     r"(?:^`(?P<file>[\w.]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -24,9 +25,11 @@ BLOCK = re.compile(
 def run(command: str, folder: Path) -> str:
     """Run one line of the page with this interpreter and the repository's own sources."""
     words = shlex.split(command)
-    start = {"python": [sys.executable], "engine-train": [sys.executable, "-m", "engine_trainer"]}[
-        words[0]
-    ]
+    start = {
+        "python": [sys.executable],
+        "engine-train": [sys.executable, "-m", "engine_trainer"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }[words[0]]
     path = os.pathsep.join([*(str(p / "src") for p in PACKAGES), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "PYTHONPATH": path,
@@ -48,27 +51,67 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+def blocks(page: str) -> Iterator[re.Match[str]]:
+    """Yield the files, commands and outputs of a page in order."""
+    yield from BLOCK.finditer((DOCS / page).read_text())
+
+
+def run_page(page: str, folder: Path) -> list[str]:
+    """Write the files of a page, run its commands, and return what each printed."""
+    said = []
+    for block in blocks(page):
+        if block["file"]:
+            (folder / block["file"]).write_text(block["text"])
+        elif block["kind"] == "sh":
+            lines = block["text"].replace("\\\n", " ").splitlines()
+            said += [run(line, folder) for line in lines]
+    return said
+
+
 def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def first_hour(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Give the folder in which the first hour ran, and what its commands printed."""
     pytest.importorskip(
         "reasoning_gym", reason="the tiny model's tokenizer is made of its problems"
     )
-    said = ""
-    for block in BLOCK.finditer(PAGE.read_text()):
-        if block["file"]:
-            (tmp_path / block["file"]).write_text(block["text"])
-        elif block["kind"] == "sh":
-            for command in block["text"].splitlines():
-                said = run(command, tmp_path)
+    folder = tmp_path_factory.mktemp("first-hour")
+    return folder, run_page("first-hour.md", folder)
+
+
+@pytest.mark.slow
+def test_the_first_hour_runs_as_it_stands(first_hour: tuple[Path, list[str]]) -> None:
+    folder, said = first_hour
     # The last command is use.py, which prints an answer.
-    assert re.fullmatch(r"#### \d\d", said.strip()), said
-    learned = rows(tmp_path / "runs" / "rl")
+    assert re.fullmatch(r"#### \d\d", said[-1].strip()), said[-1]
+    learned = rows(folder / "runs" / "rl")
     assert learned[-1]["eval/accuracy"] > learned[0]["eval/accuracy"] > 0.2
-    measured = json.loads((tmp_path / "runs" / "eval" / "evaluation.json").read_text())["figures"]
+    measured = json.loads((folder / "runs" / "eval" / "evaluation.json").read_text())["figures"]
     assert {"eval/mean@8", "eval/best@2", "eval/best@4", "eval/best@8"} <= set(measured)
     assert abs(measured["eval/accuracy"] - learned[-1]["eval/accuracy"]) < 0.2
-    assert (tmp_path / "runs" / "rl" / "report.html").is_file()
+    assert (folder / "runs" / "rl" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_loss_of_your_own_prints_what_the_page_says(first_hour: tuple[Path, list[str]]) -> None:
+    folder, _ = first_hour
+    alone, two_ranks = run_page("own-loss.md", folder)
+    (shown,) = [block["text"] for block in blocks("own-loss.md") if block["kind"] == "text"]
+    assert alone == shown
+    assert two_ranks == shown
+
+
+@pytest.mark.nightly
+def test_a_reward_of_your_own_is_trained_with(first_hour: tuple[Path, list[str]]) -> None:
+    folder, _ = first_hour
+    tried, *_ = run_page("own-reward.md", folder)
+    assert tried.strip() == "0.0 -0.5"
+    scored = (folder / "runs" / "scored" / "evaluation" / "step-000000.jsonl").read_text()
+    rewards = [
+        one["reward"] for line in scored.splitlines() for one in json.loads(line)["completions"]
+    ]
+    assert set(rewards) == {0.0, 1.0}
+    assert {"reward/score", "reward/length"} <= set(rows(folder / "runs" / "combined")[-1])
