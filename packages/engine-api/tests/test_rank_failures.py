@@ -110,6 +110,20 @@ def test_one_rank_alone_has_no_watch_and_no_thread():
     assert heartbeat._current is None
 
 
+@pytest.mark.parametrize("lost", [{}, {1: "it has been silent for 60 s"}])
+def test_who_leaves_after_a_rank_was_lost_aborts_its_groups(monkeypatch, lost):
+    """NCCL's end would wait for the lost rank for good."""
+    aborted = []
+    monkeypatch.setattr(heartbeat, "abort_groups", lambda: aborted.append(True))
+    store = serve_store("127.0.0.1", 1, DEADLINE_S)
+    watch = heartbeat.Watch("test", store, 0, [Process.this()], LONG_S)
+    monkeypatch.setattr(heartbeat, "_current", watch)
+    monkeypatch.setattr(heartbeat, "_members", 1)
+    watch._gone.update(lost)
+    heartbeat.Membership(watch).leave()
+    assert aborted == [True] * len(lost)
+
+
 def test_an_abandoned_export_closes_what_it_reads():
     closed = []
 

@@ -214,6 +214,9 @@ def join(
 
 def _release(watch: Watch) -> None:
     global _current, _members  # noqa: PLW0603 - there is one per process
+    # Whoever destroys a group of NCCL waits for its other ranks, also for one that is stopped.
+    if watch.has_lost_ranks:
+        abort_groups()
     with _lock:
         # Another watch has replaced it.
         if watch is not _current:
@@ -425,6 +428,11 @@ class Watch:
             if process.is_stopped()
         }
         return found or stopped
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """True if a rank's process is gone, or has been silent for too long."""
+        return bool(self._gone)
 
     def _suspects(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
         """Return the known facts about the other ranks, where no cause was found."""
