@@ -17,6 +17,7 @@ GROUPS = (
     "forward",
     "train",
     "steps",
+    "orders",
     "checkpoint",
     "handover",
     "export",

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engine_api import checkpoint, manifest
+from engine_api import base, checkpoint, manifest
 from engine_api.comm import Comm
 from engine_api.manifest import Entry
 from engine_api.results import CheckpointHandle, CheckpointInfo
@@ -179,6 +179,100 @@ class ExtraDropped(LoopbackEngine):
         return super().save_checkpoint(directory)
 
 
+@mutant("checkpoint.into_stepped", group=GROUP)
+class StepCountOfBefore(LoopbackEngine):
+    """A load into an engine that has stepped keeps the optimizer's step count of before."""
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        states = {} if self.optimizer is None else self.optimizer.state
+        before = {param: state["step"].clone() for param, state in states.items()}
+        super()._install_state(tensors)
+        for param, count in before.items():
+            states[param]["step"] = count
+
+
+@mutant("checkpoint.into_stepped", group=GROUP)
+class MomentsOfBefore(LoopbackEngine):
+    """A load installs moments only where there are none yet."""
+
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
+        value = self.before.get(weight.name, {}).get(field, value)
+        super().restore_state(optimizer, weight, field, value)
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        states = {} if self.optimizer is None else self.optimizer.state
+        self.before: dict[str, Mapping[str, Tensor]] = {
+            weight.name: {k: v for k, v in states[weight.held].items() if k != "step"}
+            for weight in self.held_and_trained()
+            if weight.held in states
+        }
+        super()._install_state(tensors)
+
+
+@mutant("checkpoint.into_stepped", group=GROUP)
+class ScheduleOfBefore(LoopbackEngine):
+    """A load into an engine that has stepped leaves the schedule where it was."""
+
+    position = 0
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        stepped = self.position
+        info = super().load_checkpoint(directory)
+        self.position = stepped or info.step
+        return info
+
+    def _apply_optimizer(self, lr: float) -> None:
+        optimizer = self._require_optimizer("step")
+        super()._apply_optimizer(optimizer.lr * lr_factor(self.config.schedule, self.position))
+        self.position += 1
+
+
+@mutant("checkpoint.into_stepped", group=GROUP)
+class LatestByText(LoopbackEngine):
+    """Of two checkpoints the one whose name comes last in the alphabet is the latest."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        steps = sorted(Path(directory).glob("step-*/manifest.json"))
+        return super().load_checkpoint(steps[-1].parent if steps else directory)
+
+
+@mutant("checkpoint.into_stepped", group=GROUP)
+class LatestBelieved(LoopbackEngine):
+    """The checkpoint that ``latest`` names is loaded, even if a newer one stands next to it."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        pointer = Path(directory) / "latest"
+        named = Path(directory) / pointer.read_text().strip() if pointer.is_file() else directory
+        return super().load_checkpoint(named)
+
+
+@mutant("checkpoint.resume_bfloat16", group="bf16")
+class MomentsInComputedDtype(LoopbackEngine):
+    """Moments are kept in the dtype of the computation, not in the masters'."""
+
+    def _apply_optimizer(self, lr: float) -> None:
+        super()._apply_optimizer(lr)
+        if self.optimizer is None or self.config.precision.compute == "float32":
+            return
+        for state in self.optimizer.state.values():
+            for field, value in state.items():
+                state[field] = value.bfloat16().to(value.dtype) if value.dim() else value
+
+
+@mutant("checkpoint.resume_bfloat16", group="bf16")
+class MomentsLoadedInComputedDtype(LoopbackEngine):
+    """A load rounds the moments of float32 masters if the computation is in bfloat16."""
+
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
+        if value.dim() and self.config.precision.compute == "bfloat16":
+            value = value.bfloat16().to(value.dtype)
+        super().restore_state(optimizer, weight, field, value)
+
+
 # --- state that is written ------------------------------------------------------------------------
 
 
@@ -317,6 +411,27 @@ class AsyncSaveReadsLiveTensors(LoopbackEngine):
             return super().save_checkpoint(directory, extra=extra)
 
 
+@mutant("checkpoint.asynchronous", group="async-checkpoint")
+class ExtraAsItIsLater(LoopbackEngine):
+    """An asynchronous save writes the caller's ``extra`` as it is later."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        with patch.object(base, "_frozen", lambda given: given):
+            return super().save_checkpoint(directory, extra=extra)
+
+
+@mutant("checkpoint.asynchronous_failure", group="async-checkpoint")
+class CloseSwallowsFailure(LoopbackEngine):
+    """``close`` waits for a save, and says nothing if it has failed."""
+
+    def close(self) -> None:
+        saving = self._saving
+        self._saving = None
+        if saving is not None:
+            saving.exception()
+        super().close()
+
+
 @mutant("checkpoint.asynchronous_failure", group="async-checkpoint")
 class AsyncFailureSwallowed(LoopbackEngine):
     """The failure of an asynchronous save is not reported by the next call."""
@@ -375,6 +490,34 @@ class SizeOnlyChecked(LoopbackEngine):
             return verify_others
 
         with _instead("verify_files", sizes):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class GeneratorsTrusted(LoopbackEngine):
+    """A load verifies the files of tensors, and trusts those of the ranks' generators."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        def tensors(verify: Callable[..., None]) -> Callable[..., None]:
+            return lambda folder, files: verify(
+                folder, {name: f for name, f in files.items() if not name.startswith("rank-")}
+            )
+
+        with _instead("verify_files", tensors):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP, world=2)
+class FirstFileChecked(LoopbackEngine):
+    """A load verifies the first rank's files, and trusts those of the other ranks."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        def first(verify: Callable[..., None]) -> Callable[..., None]:
+            return lambda folder, files: verify(
+                folder, {name: f for name, f in files.items() if "00000" in name}
+            )
+
+        with _instead("verify_files", first):
             return super().load_checkpoint(directory)
 
 

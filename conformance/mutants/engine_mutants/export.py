@@ -145,6 +145,24 @@ class BucketsIgnored(LoopbackEngine):
         return super().whole_tensors(weights, dtype, 1 << 60)
 
 
+@mutant("export.first_values", group="dp", world=2)
+class DrawnByRank(LoopbackEngine):
+    """Each rank draws weights of its own: the seed and the rank are added."""
+
+    def _build_model(self) -> None:
+        self.config = replace(self.config, seed=self.config.seed + self.layout.rank)
+        super()._build_model()
+
+
+@mutant("export.first_values", group="value-head", model_type="value_model")
+class HeadOfNoSeed(LoopbackEngine):
+    """New weights are drawn from a generator that nothing has seeded."""
+
+    def _build_model(self) -> None:
+        self.config = replace(self.config, seed=torch.Generator().seed() % 2**31)
+        super()._build_model()
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -336,6 +337,25 @@ def test_a_failed_load_changes_nothing(make_engine, make_batch, tmp_path):
         engine.load_checkpoint(tmp_path / "none")
     assert same(before, weights(engine))
     assert engine.weight_version == 1
+
+
+def test_an_asynchronous_save_writes_the_extra_of_the_call(make_engine, make_batch, tmp_path):
+    engine = make_engine(
+        checkpoint=CheckpointConfig(async_save=True), capabilities=["async-checkpoint"]
+    )
+    engine.train_batch(make_batch(LENGTHS), sft_loss)
+    position = {"epoch": 1, "seen": [3]}
+    free = threading.Event()
+    # The writer has one thread: until it is free, nothing is written.
+    engine._writer.submit(free.wait)
+
+    handle = engine.save_checkpoint(tmp_path / "step-1", extra={"data": position})
+    position["epoch"] = 2
+    position["seen"].append(4)
+    free.set()
+
+    assert handle.result().extra == {"data": {"epoch": 1, "seen": [3]}}
+    assert engine.load_checkpoint(tmp_path).extra == {"data": {"epoch": 1, "seen": [3]}}
 
 
 def test_a_failed_asynchronous_save_is_never_swallowed(make_engine, make_batch, tmp_path):

@@ -55,6 +55,7 @@ _MODULES = (
     "train",
     "objectives",
     "steps",
+    "order",
     "checkpoint",
     "portable",
     "faults",

@@ -32,12 +32,13 @@ from engine_conformance.oracle import (
     train_steps,
 )
 from engine_conformance.oracle.train import Loss
-from engine_conformance.tolerances import weight_tolerance
+from engine_conformance.tolerances import Tolerance, weight_tolerance
 
 __all__ = [
     "asking",
     "clear_documents",
     "documents",
+    "looks_like",
     "merged",
     "oracle_of",
     "oracle_outputs",
@@ -228,6 +229,38 @@ def outputs_match(
             not got[name][batch.cu_seqlens[:-1]].any(),
             name,
             "first tokens of documents do not carry 0",
+        )
+    return max(margins)
+
+
+def looks_like(
+    target: Target,
+    stepped: OracleModel,
+    start: OracleModel,
+    call: InferCall,
+    answers: Sequence[Answer],
+) -> float:
+    """Compare outputs within a hundredth of the steps' change, or within their tolerance.
+
+    It is a tenth in 16 bits.
+    """
+    got = merged(call, answers)
+    want = oracle_outputs(stepped, call)
+    before = oracle_outputs(start, call)
+    share = 0.01 if target.dtype == "float32" else 0.1
+    margins = []
+    for name, exact in want.items():
+        moved = float((exact - before[name]).abs().max())
+        own = target.tolerance(name)  # type: ignore[arg-type]
+        tol = Tolerance(atol=own.atol + share * moved)
+        margins.append(
+            assert_close_per_token(
+                f"{name} after the step",
+                got[name],
+                exact,
+                tol,
+                cu_seqlens=call.documents.cu_seqlens,
+            )
         )
     return max(margins)
 

@@ -128,9 +128,11 @@ def entropy_bonus(outputs: TokenOutputs, batch: Batch) -> LossOutput:
 entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
 
 
-def oracle_entropy_bonus(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+def oracle_entropy_bonus(
+    oracle: OracleModel, batch: PackedDocuments, denominator: float, *, temperature: float = 1.0
+) -> Tensor:
     """Return the same loss as `entropy_bonus` in float64."""
-    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
+    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=temperature)
     return weighted_sum(
         -outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator
     )

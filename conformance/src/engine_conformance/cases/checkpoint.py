@@ -131,7 +131,8 @@ def resume(
         return (outputs, draws, digest(whole_weights(engine))), info, version
 
 
-def _resumes(target: Target, model: Path, **sections: Any) -> None:
+def _resumes(target: Target, model: Path, **sections: Any) -> Path:
+    """Require a resumed run to equal the one that went on, and return the checkpoints' folder."""
     folder = target.scratch()
     batches = _batches()[:6]
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE, **sections)
@@ -185,6 +186,7 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
         )
     if Capability.PORTABLE_CHECKPOINT in target.capabilities:
         assert_same_state(folder / "resumed", folder / "end", name="state after resuming")
+    return folder
 
 
 @case(id="checkpoint.resume_bitwise", model_types=TYPES, quick=True)
@@ -202,15 +204,101 @@ def resume_bitwise(target: Target) -> None:
     _resumes(target, target.model())
 
 
+Stepped = tuple[list[TrainOutput], str]
+
+
+def save_twice(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> list[Stepped]:
+    """Save after the first step and after the second, and go on.
+
+    Return the outputs since each save, and the last weights' digest.
+    """
+    with opened(setup) as engine:
+        outputs = []
+        for index, batch in enumerate(batches):
+            outputs.append(step(engine, setup, batch))
+            if index < 2:
+                save(engine, folder / f"step-{index + 9}", steps=index + 1)
+        last = digest(whole_weights(engine))
+        return [(outputs[done:], last) for done in (1, 2)]
+
+
+def load_when_stepped(
+    setup: Setup,
+    batches: Sequence[PackedDocuments],
+    others: Sequence[PackedDocuments],
+    folder: Path,
+) -> list[tuple[CheckpointInfo, int, Stepped]]:
+    """Step on other documents, load the latest checkpoint, go on; then the same with the first."""
+    found = []
+    with opened(setup) as engine:
+        for batch in others:
+            step(engine, setup, batch)
+        for place, done in ((folder, 2), (folder / "step-9", 1)):
+            info = engine.load_checkpoint(place)
+            version = engine.weight_version
+            outputs = [step(engine, setup, batch) for batch in batches[done:]]
+            found.append((info, version, (outputs, digest(whole_weights(engine)))))
+    return found
+
+
+@case(id="checkpoint.into_stepped", model_types=TYPES, quick=True)
+def into_stepped(target: Target) -> None:
+    """A load into an engine that has stepped MUST replace all of its state, bit for bit.
+
+    Weights, moments, their step count, schedule and version are the checkpoint's: the run
+    goes on as the one that saved it. The folder's latest checkpoint is ``step-10``, though
+    ``latest`` names ``step-9``, as after a kill between rename and replacement.
+
+    If this fails: the step count or moments of before are kept, which no fresh engine
+    shows, or names are compared as text.
+    """
+    folder = target.scratch()
+    batches = _batches()[:4]
+    config = target.config(target.model(), optimizer=OPTIMIZER, schedule=SCHEDULE)
+    went_on = target.run(save_twice, config, batches=batches, folder=folder)
+    (folder / "latest").write_text("step-9")
+    others = [documents(46 + index, "equal") for index in range(5)]
+    ranks = target.run(load_when_stepped, config, batches=batches, others=others, folder=folder)
+    for rank, loads in enumerate(ranks):
+        where = f"rank {rank}"
+        names = ("the latest checkpoint", "an earlier checkpoint")
+        for name, done, (info, version, (outputs, last)) in zip(names, (2, 1), loads, strict=True):
+            saved = dict(info.extra)
+            must(saved == {"steps": done}, name, f"extra {saved}, not {done} steps", where=where)
+            steps = (info.step, version)
+            must(steps == (done, done), name, f"step and version {steps}, not {done}", where=where)
+            want, end = went_on[rank][done - 1]
+            problem = f"{outputs} after the load, {want} without"
+            must(outputs == want, f"train outputs after {name}", problem, where=where)
+            must(last == end, f"weights after {name}", "differ from the other run's", where=where)
+
+
 @case(id="checkpoint.resume_bfloat16", requires=(Capability.BF16,), model_types=TYPES)
 def resume_bfloat16(target: Target) -> None:
-    """A run with bfloat16 weights and moments MUST resume bit for bit as well, and stay finite.
+    """A run in bfloat16 MUST resume bit for bit as well, with moments in the masters' dtype.
+
+    With bfloat16 masters, whose moments must stay finite, and with float32 masters, whose
+    moments must not be rounded.
 
     If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a
-    read in another dtype.
+    read in another dtype, or they have the computation's dtype, not the masters'.
     """
-    precision = Precision(master="bfloat16", compute="bfloat16")
-    _resumes(target, target.model(), precision=precision)
+    for master in ("bfloat16", "float32"):
+        precision = Precision(master=master, compute="bfloat16")
+        folder = _resumes(target, target.model(), precision=precision)
+        if Capability.PORTABLE_CHECKPOINT in target.capabilities:
+            _moments_have_dtype(folder / "resumed", getattr(torch, master))
+
+
+def _moments_have_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Require every moment in a dtype, and float32 ones that are more than rounded values."""
+    moments = {k: v for k, v in read_state(folder).items() if k.startswith("optim.") and v.dim()}
+    for key, moment in moments.items():
+        must(
+            moment.dtype == dtype, "moments", f"{moment.dtype}, the masters are {dtype}", where=key
+        )
+        rounded = dtype == torch.float32 and torch.equal(moment, moment.bfloat16().float())
+        must(not rounded, "moments", "hold bfloat16 values only", where=key)
 
 
 @case(id="checkpoint.resume_moe", requires=(Capability.MOE,), world=(1, 2))
@@ -357,7 +445,11 @@ def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder
         outputs = [step(engine, setup, batches[0])]
         if engine.topology.rank == 0:
             _remains(folder / "first.partial")
-        first = engine.save_checkpoint(folder / "first")
+        position = {"epoch": 1, "seen": [3]}
+        first = engine.save_checkpoint(folder / "first", extra={"data": position})
+        # The caller goes on with its own objects.
+        position["epoch"] = 2
+        position["seen"].append(4)
         _done_when_written(first, folder / "first")
         outputs += [step(engine, setup, batch) for batch in batches[1:]]
         number = first.result().step
@@ -387,9 +479,11 @@ def _done_when_written(handle: CheckpointHandle, folder: Path) -> None:
 def asynchronous(target: Target) -> float:
     """An asynchronous save MUST hold the state at its call, and ``close`` MUST wait for it.
 
-    Its handle is done when the checkpoint stands under its final name, not before.
+    The state includes the caller's ``extra``, in all its parts. Its handle is done when
+    the checkpoint stands under its final name, not before.
 
-    If this fails: the writer reads live tensors that the next step changes.
+    If this fails: the writer reads live tensors that the next step changes, or the
+    caller's own lists.
     """
     model = target.model()
     folder = target.scratch()
@@ -407,6 +501,12 @@ def asynchronous(target: Target) -> float:
     assert_bitwise(
         read_state(folder / "first"), read_state(folder / "plain"), name="state at the call"
     )
+    kept = read_manifest(folder / "first")["extra"]
+    must(
+        kept == {"data": {"epoch": 1, "seen": [3]}},
+        "extra",
+        f"{kept}: changed by the caller after the call",
+    )
     must(
         all_steps[0].digest == ranks[0].digest,
         "weights",
@@ -420,9 +520,9 @@ def asynchronous(target: Target) -> float:
 def fail_behind(
     setup: Setup, batch: PackedDocuments, folder: Path
 ) -> tuple[list[EngineError | None], int, Trained]:
-    """Let two saves fail unnoticed and return the errors of handle and next call.
+    """Let saves fail unnoticed and return the errors of handle, next call and ``close``.
 
-    A step and a good save follow.
+    A step and a good save come before the last failure.
     """
     with opened(setup) as engine:
         if engine.topology.rank == 0:
@@ -433,7 +533,10 @@ def fail_behind(
         errors.append(caught(lambda: engine.save_checkpoint(folder / "good")))
         output = step(engine, setup, batch)
         saved = engine.save_checkpoint(folder / "good").result()
-        return errors, saved.step, summary(engine, [output])
+        result = summary(engine, [output])
+        engine.save_checkpoint(folder / "file" / "three")
+        errors.append(caught(engine.close))
+        return errors, saved.step, result
 
 
 @case(
@@ -445,16 +548,18 @@ def fail_behind(
 def asynchronous_failure(target: Target) -> float:
     """A save that fails in the background MUST be raised by its handle and by the next call.
 
-    Then the engine goes on.
+    Then the engine goes on. ``close`` is such a call, too.
 
-    If this fails: training runs for days without a checkpoint; the failed save is
-    raised for ever, or hangs the ranks that wrote their own part.
+    If this fails: training runs for days without a checkpoint, or ends without the last
+    one and says nothing; the failed save is raised for ever, or hangs the ranks that
+    wrote their own part.
     """
     model = target.model()
     batch = documents(59, "uneven")
     config = target.config(model, checkpoint=CheckpointConfig(async_save=True))
     ranks = target.run(fail_behind, config, batch=batch, folder=target.scratch())
-    for index, name in enumerate(("the handle", "the next call after the handle", "the next call")):
+    calls = ("the handle", "the next call after the handle", "the next call", "close")
+    for index, name in enumerate(calls):
         raised_everywhere(
             name, [errors[index] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0]
         )

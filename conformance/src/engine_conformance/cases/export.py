@@ -6,6 +6,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig, LoraConfig, ModelSource
+from engine_api.contract import Adapter
+from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, outputs_match
 from engine_conformance.cases._ranks import (
@@ -146,6 +150,60 @@ def round_trip(target: Target) -> None:
     again = target.run(train, target.config(folder), batches=[])[0].weights
     must(list(again) == list(first), "export order", "differs after a round trip")
     assert_bitwise(again, first, name="export of the loaded export")
+
+
+def first_values(setup: Setup, adapter: Adapter) -> tuple[EngineError | None, str]:
+    """Return the digest of a new engine's weights, or the error by which it refuses to make any."""
+    try:
+        with opened(setup) as engine:
+            return None, digest(whole_weights(engine, adapter=adapter))
+    except (ConfigError, UnsupportedCapability) as error:
+        return error, ""
+
+
+def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
+    """Return configurations by the weights that no file holds, and the export that has them."""
+    model = target.model()
+    plain = target.config(model, optimizer=None)
+    source = ModelSource(path=str(model), init="random")
+    made: dict[str, tuple[EngineConfig, Adapter]] = {
+        "random weights": (replace(plain, model=source), "merged")
+    }
+    if target.model_type == VALUE:
+        # The folder of a language model, which has no head for values.
+        folder = replace(target, model_type=LM).model()
+        made["a new value head"] = (target.config(folder, optimizer=None), "merged")
+    elif Capability.LORA in target.capabilities:
+        lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
+        made["a new adapter"] = (replace(plain, lora=lora), "only")
+    return made
+
+
+@case(id="export.first_values", since="1.3", model_types=TYPES)
+def first_values_follow_seed(target: Target) -> None:
+    """Weights that no file holds MUST follow from the seed: the same on all ranks, in all worlds.
+
+    Random weights (``init: random``), a new value head, a new adapter; another seed makes
+    others. An engine may refuse to make any.
+
+    If this fails: each rank draws weights of its own, which the first reduction hides; a
+    run of another world size starts from another model.
+    """
+    alone = target.at(1)
+    shown = _made_from_seed(target)
+    for name, (config, adapter) in shown.items():
+        ranks = target.run(first_values, replace(config, seed=3), adapter=adapter)
+        if all(error is not None for error, _ in ranks):
+            continue
+        one = replace(_made_from_seed(alone)[name][0], seed=3)
+        ((_, want),) = alone.run(first_values, one, adapter=adapter)
+        ((_, other),) = alone.run(first_values, replace(one, seed=4), adapter=adapter)
+        for rank, (error, got) in enumerate(ranks):
+            where = f"rank {rank}"
+            must(error is None, name, f"refused on this rank alone: {error!r}", where=where)
+            must(got == ranks[0][1], name, "differ from rank 0's", where=where)
+            must(got == want, name, "differ from those of one rank", where=where)
+        must(other != want, name, "do not depend on the seed")
 
 
 def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[int, int, int]:

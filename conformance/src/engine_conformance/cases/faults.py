@@ -44,7 +44,7 @@ from engine_conformance.cases._ranks import (
     train,
     whole_weights,
 )
-from engine_conformance.cases._state import assert_same_state, read_rank_files
+from engine_conformance.cases._state import assert_same_state, read_manifest, read_rank_files
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.ranks import RankError, RankPool
@@ -88,12 +88,28 @@ def _truncated(folder: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def _altered(folder: Path) -> None:
-    with _tensors(folder).open("r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-5, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 1]))
+def _alter(name: str) -> Callable[[Path], None]:
+    """Return a function that alters one bit of a checkpoint's file, in its middle."""
+
+    def alter(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        # JSON stays readable if a digit becomes another: 0x30 to 0x39 differ from each other in
+        # their last bit by pairs.
+        places = range(len(content) // 2, len(content))
+        text = name.endswith(".json")
+        place = next(i for i in places if not text or chr(content[i]).isdigit())
+        content[place] ^= 1
+        (folder / name).write_bytes(content)
+
+    return alter
+
+
+def _each_altered(folder: Path) -> dict[str, tuple[Callable[[Path], None], type[CheckpointError]]]:
+    """Return a damage for each file that the manifest lists."""
+    files = sorted(read_manifest(folder)["files"])
+    return {
+        f"altered {name.replace('/', '-')}": (_alter(name), CheckpointCorrupt) for name in files
+    }
 
 
 def _incomplete(folder: Path) -> None:
@@ -150,7 +166,6 @@ def _pickled(folder: Path) -> None:
 
 DAMAGE: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
     "truncated": (_truncated, CheckpointCorrupt),
-    "altered": (_altered, CheckpointCorrupt),
     "incomplete": (_incomplete, CheckpointCorrupt),
     "empty": (shutil.rmtree, CheckpointMissing),
 }
@@ -170,23 +185,23 @@ def failed_load(target: Target) -> float:
     """A failed load MUST raise its typed error on every rank and change nothing.
 
     Weights, moments, step and generators stay as they are. Truncated, altered by one
-    bit, incomplete, of a newer contract, of another model or optimizer, a pickle,
-    absent; its optimizer state without one weight's, its tensors in another
-    checkpoint's files.
+    bit in each file of the manifest in turn, incomplete, of a newer contract, of another
+    model or optimizer, a pickle, absent; its optimizer state without one weight's, its
+    tensors in another checkpoint's files.
 
     If this fails: tensors are copied in before all are checked; a rank that read its
-    own good file goes on alone; state that is missing is made up; files are read
-    wherever the manifest says.
+    own good file goes on alone; files of the ranks' generators are trusted; state that
+    is missing is made up; files are read wherever the manifest says.
     """
     model = target.model()
     other = target.model(num_layers=1, seed=4)
     work = target.scratch()
     batch = documents(61, "uneven")
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
-    damages = {**DAMAGE, **DAMAGE_OF_FORMAT} if portable else DAMAGE
     target.run(
         train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good"
     )
+    damages = {**DAMAGE, **_each_altered(work / "good"), **(DAMAGE_OF_FORMAT if portable else {})}
     target.run(
         train,
         target.config(other),

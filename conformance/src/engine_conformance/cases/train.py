@@ -22,9 +22,8 @@ from engine_conformance.cases._expect import (
     asking,
     clear_documents,
     documents,
-    merged,
+    looks_like,
     oracle_of,
-    oracle_outputs,
     oracle_training,
     same_on_all_ranks,
     trained_on,
@@ -45,13 +44,12 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import (
-    assert_close_per_token,
     assert_scalar_close,
     assert_weights_close,
 )
 from engine_conformance.fixtures import PackedDocuments, concatenate, packed_documents
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
-from engine_conformance.tolerances import Tolerance, gradient_tolerance, weight_tolerance
+from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
 
 TYPES = (LM, VALUE)
 
@@ -385,39 +383,7 @@ def visible_at_once(target: Target) -> float:
         # Weights may differ by the tolerance of training, which the outputs then show on top of
         # their own.
         margins.append(
-            _looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks])
-        )
-    return max(margins)
-
-
-def _looks_like(
-    target: Target,
-    stepped: OracleModel,
-    start: OracleModel,
-    call: InferCall,
-    answers: Sequence[Answer],
-) -> float:
-    """Compare outputs within a hundredth of the steps' change, or within their tolerance.
-
-    It is a tenth in 16 bits.
-    """
-    got = merged(call, answers)
-    want = oracle_outputs(stepped, call)
-    before = oracle_outputs(start, call)
-    share = 0.01 if target.dtype == "float32" else 0.1
-    margins = []
-    for name, exact in want.items():
-        moved = float((exact - before[name]).abs().max())
-        own = target.tolerance(name)  # type: ignore[arg-type]
-        tol = Tolerance(atol=own.atol + share * moved)
-        margins.append(
-            assert_close_per_token(
-                f"{name} after the step",
-                got[name],
-                exact,
-                tol,
-                cu_seqlens=call.documents.cu_seqlens,
-            )
+            looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks])
         )
     return max(margins)
 

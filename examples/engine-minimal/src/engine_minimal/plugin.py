@@ -9,7 +9,7 @@ ROW = Row(
 )
 PLUGIN = EnginePlugin(
     name="engine-minimal",
-    contract="1.0",
+    contract="1.3",
     rows=(ROW,),
     capabilities=frozenset({Capability.DP, Capability.PORTABLE_CHECKPOINT}),
     probe=probe_torch,

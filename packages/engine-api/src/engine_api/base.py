@@ -9,6 +9,7 @@ party may derive from it, and need not.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,16 @@ class _Work:
     denominator: float
     """Divisor of the loss; 0 where no token carries loss."""
     outputs: Sequence[LossOutput]
+
+
+def _frozen(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the caller's JSON that shares no list or mapping with it."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(extra))
+    # The writer refuses what is not JSON, on all ranks together.
+    except (TypeError, ValueError):
+        return extra
+    return copy
 
 
 class BaseEngine(EngineDefaults):
@@ -242,7 +253,7 @@ class BaseEngine(EngineDefaults):
             "step": self._step,
             "engine": self._name,
             "topology": dict(self.topology.sizes),
-            "extra": extra,
+            "extra": _frozen(extra) if asynchronous else extra,
         }
         handle: Future[CheckpointInfo] = Future()
         if asynchronous:

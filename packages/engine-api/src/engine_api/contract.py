@@ -74,8 +74,8 @@ class Engine(Protocol):
     ) -> TrainOutput:
         """Apply one optimizer step to the loss of a batch.
 
-        The order is: zero the gradients, forward and backward over micro-batches, clip, step,
-        schedule.
+        The order is: drop the gradients of earlier calls, forward and backward over micro-batches,
+        clip, step, schedule.
 
         Args:
             batch: this data-parallel rank's documents; may be empty on some ranks.
@@ -97,16 +97,22 @@ class Engine(Protocol):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
-        """Run the first half of ``train_batch``.
+        """Run the first half of ``train_batch``, without dropping earlier gradients.
 
-        Gradients add up until ``optimizer_step``.
+        Gradients add up until ``optimizer_step``, each call's divided by its own denominator. A
+        load, an error of a loss, and ``train_batch`` drop them; a bad batch, inference, an export
+        and a save do not.
         """
         ...
 
     def optimizer_step(self) -> StepOutput:
         """Run the second half of ``train_batch``: clip, step, schedule, zero the gradients.
 
-        A non-finite gradient skips the step.
+        A gradient that is not finite, or a loss of any of the calls since the last step, skips the
+        step.
+
+        Raises:
+            EngineStateError: there was no ``forward_backward`` since the last step or load.
         """
         ...
 
