@@ -96,6 +96,19 @@ class RouterNotTrained(Model):
         return super().route(params, x).detach()
 
 
+@mutant("train.moe", group="moe")
+class ExpertsOfLastMicroBatch(LoopbackEngine):
+    """Experts keep the gradient of the last micro-batch alone."""
+
+    @contextmanager
+    def _accumulation(self, *, last: bool) -> Iterator[None]:
+        for weight in self.held_and_trained():
+            if ".experts." in weight.name:
+                weight.held.grad = None
+        with super()._accumulation(last=last):
+            yield
+
+
 # --- value heads --------------------------------------------------------------------------------
 
 

@@ -83,6 +83,19 @@ class ScheduleWithoutFloor(LoopbackEngine):
         super()._build()
 
 
+@mutant("train.schedules", group="core")
+class LinearBelowFloor(LoopbackEngine):
+    """A linear schedule goes on falling after its last step, below the floor."""
+
+    def _step_with(self, norm: float) -> StepOutput:
+        schedule = self.config.schedule
+        total = schedule.total_steps or 0
+        if schedule.name == "linear" and self._step > total:
+            below = schedule.min_ratio * total / self._step
+            self.config = replace(self.config, schedule=replace(schedule, min_ratio=below))
+        return super()._step_with(norm)
+
+
 @mutant("steps.clipping", group="core")
 class ClipsUpwards(LoopbackEngine):
     """A gradient below the limit is scaled up to it."""
@@ -316,6 +329,19 @@ class BadBatchRaisesAlone(LoopbackEngine):
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         batch.check_vocabulary(self.vocab_size)
         return super()._prepare(batch, needs_weight=needs_weight)
+
+
+@mutant("steps.bad_batch_on_one_rank", group="dp", world=2)
+class FirstIdOutsideAccepted(LoopbackEngine):
+    """The first id outside the vocabulary is accepted, as its check is off by one."""
+
+    def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
+        kept = Batch(
+            input_ids=batch.input_ids.where(batch.input_ids != self.vocab_size, 0),
+            cu_seqlens=batch.cu_seqlens,
+            fields=batch.fields,
+        )
+        return super()._prepare(kept, needs_weight=needs_weight)
 
 
 @mutant("steps.bad_batch_on_one_rank", group="dp", world=2)

@@ -91,6 +91,18 @@ class DenominatorCountsTokens(LoopbackEngine):
 
 
 @mutant("train.policy", group="core")
+class IdleTokensNotCounted(LoopbackEngine):
+    """Tokens with advantage 0 are left out of the denominator."""
+
+    def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
+        parts = super()._prepare(batch, needs_weight=needs_weight)
+        if "advantages" not in batch.fields:
+            return parts
+        own = float((batch.loss_weight * (batch["advantages"] != 0)).sum())
+        return replace(parts, loss_weight=sum(self.comm.all_gather(own)))
+
+
+@mutant("train.policy", group="core")
 class CallersDenominatorIgnored(LoopbackEngine):
     """The gradient is divided by the sum of weights, the loss by the caller's denominator."""
 
@@ -422,6 +434,18 @@ class EntropyDetached(Model):
     ) -> Tensor:
         chosen, entropy = super().log_probs(hidden, weight, targets, temperature).unbind(-1)
         return torch.stack((chosen, entropy.detach()), dim=-1)
+
+
+@mutant("train.entropy", group="core", part="model")
+class EntropyGradientAtOne(Model):
+    """The entropy's gradient lacks the factor 1/temperature, while the entropy itself is right."""
+
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
+        chosen, entropy = super().log_probs(hidden, weight, targets, temperature).unbind(-1)
+        slower = entropy * temperature
+        return torch.stack((chosen, slower + (entropy - slower).detach()), dim=-1)
 
 
 @mutant("train.temperature", group="core", part="model")

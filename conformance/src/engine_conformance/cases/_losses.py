@@ -28,6 +28,7 @@ __all__ = [
     "oracle_policy",
     "oracle_value",
     "oracle_warm",
+    "oracle_warm_entropy",
     "policy",
     "raises",
     "value",
@@ -136,6 +137,11 @@ def oracle_entropy_bonus(
     return weighted_sum(
         -outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator
     )
+
+
+def oracle_warm_entropy(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """Return the same loss as `entropy_bonus` at temperature 0.7, in float64."""
+    return oracle_entropy_bonus(oracle, batch, denominator, temperature=_WARM)
 
 
 def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:

@@ -34,7 +34,7 @@ from engine_conformance.cases._ranks import (
     whole_weights,
 )
 from engine_conformance.cases._target import EPS, Setup
-from engine_conformance.fixtures import LENGTHS, PackedDocuments
+from engine_conformance.fixtures import LENGTHS, PackedDocuments, TinyModel
 from engine_conformance.oracle import (
     AdamWConfig,
     OracleModel,
@@ -330,7 +330,7 @@ def _bad_batch(engine: Engine, setup: Setup, one: Operation, folder: Path) -> No
     if engine.topology.rank == engine.topology.world_size - 1:
         good = to_batch(one.documents, setup.device)
         ids = good.input_ids.clone()
-        ids[-1] = 10**6
+        ids[-1] = TinyModel().vocab_size
         batch = Batch(input_ids=ids, cu_seqlens=good.cu_seqlens, fields=good.fields)
     if one.name == "infer_batch":
         engine.infer_batch(batch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 from engine_api.config import Memory
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import FLOAT32, case, must
@@ -38,7 +41,8 @@ def temperature(target: Target) -> float:
 def policy(target: Target) -> float:
     """A clipped policy loss MUST give the oracle's gradient, and metrics that are sums.
 
-    The denominator is the caller's.
+    The denominator is the caller's, then the sum of the weights, in which tokens with
+    advantage 0 count like all others.
 
     If this fails: the engine divides by its own count of tokens; metrics are averaged,
     or counted once a rank.
@@ -62,7 +66,19 @@ def policy(target: Target) -> float:
         "num_tokens",
         f"{got.num_tokens} of {len(batch.input_ids)}",
     )
-    return training_matches(target, ranks, want, oracle)
+    margin = training_matches(target, ranks, want, oracle)
+    idle = _idle(batch)
+    ranks = target.run(train, config, batches=[idle], loss=losses.policy)
+    want = oracle_training(str(model), (idle,), loss=losses.oracle_policy)
+    return max(margin, training_matches(target, ranks, want, oracle))
+
+
+@cache
+def _idle(batch: PackedDocuments) -> PackedDocuments:
+    """Return the batch with every third advantage 0."""
+    advantages = batch.advantages.copy()
+    advantages[::3] = 0
+    return replace(batch, advantages=advantages)
 
 
 _NEAR: dict[int, PackedDocuments] = {}
@@ -81,14 +97,25 @@ def _near(oracle: OracleModel, batch: PackedDocuments) -> PackedDocuments:
 
 @case(id="train.entropy")
 def entropy(target: Target) -> float:
-    """A loss that asks for entropy MUST get its gradient too.
+    """A loss that asks for entropy MUST get its gradient too, at every temperature.
+
+    Temperatures 1 and 0.7.
 
     If this fails: entropy is detached, or a fused head or kernel differentiates it
-    wrongly (verl #1720: the loss changes).
+    wrongly (verl #1720: the loss changes), or its gradient lacks the factor
+    1/temperature.
     """
     model = target.model(tied=False)
     batches = _batches("uneven")
     config = target.config(model, memory=Memory(logit_chunk=5))
-    ranks = target.run(train, config, batches=batches, loss=losses.entropy_bonus)
-    want = oracle_training(str(model), batches, loss=losses.oracle_entropy_bonus)
-    return training_matches(target, ranks, want, oracle_of(str(model)))
+    margins = list[float]()
+    for temperature, exact in (
+        (1.0, losses.oracle_entropy_bonus),
+        (0.7, losses.oracle_warm_entropy),
+    ):
+        ranks = target.run(
+            train, config, batches=batches, loss=losses.entropy_bonus, temperature=temperature
+        )
+        want = oracle_training(str(model), batches, loss=exact)
+        margins.append(training_matches(target, ranks, want, oracle_of(str(model))))
+    return max(margins)

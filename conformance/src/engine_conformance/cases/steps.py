@@ -45,7 +45,7 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._state import assert_same_state
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_scalar_close, assert_weights_close
-from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
 from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
 
@@ -391,17 +391,22 @@ def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError 
         last = engine.topology.rank == engine.topology.world_size - 1
         bad = to_batch(good.take([0]), setup.device)
         errors = []
-        for wrong in (_outside(bad), _long(bad), _unweighted(bad)):
+        first_outside = TinyModel().vocab_size
+        outside = _with_id(bad, first_outside)
+        for wrong in (outside, _with_id(bad, -1), _long(bad), _unweighted(bad)):
             given = wrong if last else mine
             errors.append(caught(lambda given=given: engine.train_batch(given, loss)))
-        errors.append(caught(lambda: engine.infer_batch(_long(bad) if last else mine)))
+        for wrong in (outside, _long(bad)):
+            given = wrong if last else mine
+            errors.append(caught(lambda given=given: engine.infer_batch(given)))
         return errors, summary(engine, [step(engine, setup, good)])
 
 
-def _outside(batch: Batch) -> Batch:
-    return Batch(
-        input_ids=batch.input_ids + 10**6, cu_seqlens=batch.cu_seqlens, fields=batch.fields
-    )
+def _with_id(batch: Batch, number: int) -> Batch:
+    """Return the batch with ``number`` as its last token."""
+    ids = batch.input_ids.clone()
+    ids[-1] = number
+    return Batch(input_ids=ids, cu_seqlens=batch.cu_seqlens, fields=batch.fields)
 
 
 def _unweighted(batch: Batch) -> Batch:
@@ -420,8 +425,8 @@ def _long(batch: Batch) -> Batch:
 def bad_batch_on_one_rank(target: Target) -> float:
     """A bad batch on one rank MUST raise ``BatchError`` there and ``RankFailure`` elsewhere.
 
-    A token outside the vocabulary, a document beyond the token budget, no loss weights;
-    the next step is as ever.
+    The first id outside the vocabulary and a negative one, a document beyond the token
+    budget, no loss weights; the next step is as ever.
 
     If this fails with a stall: the good ranks wait in a collective for the one that
     raised, as a test of several processes does for ever without a deadline (pytorch
@@ -432,9 +437,11 @@ def bad_batch_on_one_rank(target: Target) -> float:
     config = target.config(model, memory=Memory(max_tokens=64))
     ranks = target.run(one_bad_rank, config, good=batch)
     names = (
-        "token outside the vocabulary",
+        "first id outside the vocabulary",
+        "negative id",
         "document beyond the budget",
         "no loss weights",
+        "inference with the first id outside the vocabulary",
         "inference beyond the budget",
     )
     for index, name in enumerate(names):
