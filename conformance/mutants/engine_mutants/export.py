@@ -290,6 +290,49 @@ class StaleShards(LoopbackEngine):
         return ((name, self.read[name].to(shard.dtype), box) for name, shard, box in export)
 
 
+# --- dtypes and times ----------------------------------------------------------------------------
+
+
+@mutant("export.dtypes", group="core")
+class Float16ExportIsBfloat16(LoopbackEngine):
+    """An export in float16 has the values of bfloat16."""
+
+    def shard(self, weight: Weight, dtype: Dtype) -> Tensor:
+        if dtype == torch.float16:
+            return super().shard(weight, torch.bfloat16).to(dtype)
+        return super().shard(weight, dtype)
+
+
+@mutant("export.dtypes", group="core")
+class HalfMastersWidened(LoopbackEngine):
+    """bfloat16 masters are exported in float32 where no dtype is asked for."""
+
+    def shard(self, weight: Weight, dtype: Dtype) -> Tensor:
+        return super().shard(weight, dtype or torch.float32)
+
+
+@mutant("export.after_load", group="core")
+class CastOnceAVersion(LoopbackEngine):
+    """What is cast for an export is kept until ``weight_version`` moves, also over a load."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.casts: dict[tuple[str, Dtype, int], Tensor] = {}
+
+    def shard(self, weight: Weight, dtype: Dtype) -> Tensor:
+        key = (weight.name, dtype, self.weight_version)
+        return self.casts.setdefault(key, super().shard(weight, dtype).clone())
+
+
+@mutant("export.save_hf_values", group="save-hf", model_type="value_model")
+class FolderWithoutHead(LoopbackEngine):
+    """``save_hf`` writes a value model's folder without its head."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        kept = {name: t for name, t in tensors.items() if not name.startswith("score.")}
+        super().write_folder(directory, kept)
+
+
 # --- folders --------------------------------------------------------------------------------------
 
 

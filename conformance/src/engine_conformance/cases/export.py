@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, LoraConfig, ModelSource
-from engine_api.contract import Adapter
+from engine_api.config import EngineConfig, LoraConfig, ModelSource, Precision
+from engine_api.contract import Adapter, Engine
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, outputs_match
@@ -26,6 +26,7 @@ from engine_conformance.cases._ranks import (
     answer,
     digest,
     opened,
+    save,
     step,
     train,
     whole_weights,
@@ -313,6 +314,99 @@ def shards_cover(target: Target) -> float:
     return 0.0
 
 
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+Exported = tuple[Shards, list[str], dict[str, Tensor]]
+
+
+def in_dtypes(setup: Setup, *, has_shards: bool) -> tuple[EngineError | None, list[Exported]]:
+    """Return the exports of a stepped engine in each of `_DTYPES`.
+
+    The error by which it refuses the configuration stands in their place.
+    """
+    try:
+        with opened(setup) as engine:
+            step(engine, setup, documents(44, "uneven"))
+            return None, [_exported(engine, dtype, has_shards=has_shards) for dtype in _DTYPES]
+    except (ConfigError, UnsupportedCapability) as error:
+        return error, []
+
+
+def _exported(engine: Engine, dtype: torch.dtype | None, *, has_shards: bool) -> Exported:
+    if has_shards:
+        return shards_and_whole(engine, dtype=dtype)
+    whole = whole_weights(engine, dtype=dtype)
+    return [], list(whole), whole if engine.topology.rank == 0 else {}
+
+
+@case(id="export.dtypes", since="1.3", model_types=TYPES)
+def dtypes(target: Target) -> None:
+    """Each requested dtype MUST be the stored weights rounded once; None is the masters' dtype.
+
+    float32, bfloat16 and float16, whole and as shards, of float32 and of bfloat16
+    masters. An engine may refuse the latter.
+
+    If this fails: one half type stands for both, so that float16 has bfloat16's three
+    digits; bfloat16 masters are exported in float32, twice as large as they are.
+    """
+    has_shards = Capability.EXPORT_SHARDS in target.capabilities
+    for master in (torch.float32, torch.bfloat16):
+        name = str(master).removeprefix("torch.")
+        precision = Precision(master=name, compute=target.dtype)  # type: ignore[arg-type] - checked by EngineConfig
+        config = target.config(target.model(), precision=precision)
+        ranks = target.run(in_dtypes, config, has_shards=has_shards)
+        if master != torch.float32 and all(error is not None for error, _ in ranks):
+            continue
+        for rank, (error, _) in enumerate(ranks):
+            must(error is None, f"{name} masters", f"refused: {error!r}", where=f"rank {rank}")
+        stored = ranks[0][1][0][2]
+        others = [n for n, tensor in stored.items() if tensor.dtype != master]
+        must(not others, "export in the masters' dtype", f"{others[:3]} are not {name}")
+        for at, dtype in enumerate(_DTYPES):
+            exports = [found[at] for _, found in ranks]
+            want = {n: tensor.to(dtype or master) for n, tensor in stored.items()}
+            assert_bitwise(exports[0][2], want, name=f"export of {name} masters in {dtype}")
+            if has_shards:
+                shards_make_the_whole(exports)
+
+
+def around_a_load(setup: Setup, folder: Path, *, has_shards: bool) -> tuple[Exported, Exported]:
+    """Return the export at a save, and that of another engine that loads it between two exports."""
+    with opened(setup) as engine:
+        step(engine, setup, documents(45, "uneven"))
+        save(engine, folder)
+        saved = _exported(engine, torch.bfloat16, has_shards=has_shards)
+    with opened(setup) as engine:
+        step(engine, setup, documents(46, "uneven"))
+        _exported(engine, torch.bfloat16, has_shards=has_shards)
+        engine.load_checkpoint(folder)
+        return saved, _exported(engine, torch.bfloat16, has_shards=has_shards)
+
+
+@case(id="export.after_load", since="1.3", model_types=TYPES)
+def after_load(target: Target) -> None:
+    """An export after a load MUST have the loaded weights, also where the version is as before.
+
+    If this fails: what was cast for an earlier export is kept by the number of
+    ``weight_version``, which the load has not moved.
+    """
+    has_shards = Capability.EXPORT_SHARDS in target.capabilities
+    config = target.config(target.model())
+    ranks = target.run(
+        around_a_load, config, folder=target.scratch() / "one", has_shards=has_shards
+    )
+    saved, loaded = [one for one, _ in ranks], [other for _, other in ranks]
+    assert_bitwise(loaded[0][2], saved[0][2], name="export after a load")
+    if has_shards:
+        for rank, ((want, _, _), (got, _, _)) in enumerate(zip(saved, loaded, strict=True)):
+            boxes = [[(name, spec) for name, _, spec in shards] for shards in (want, got)]
+            must(boxes[0] == boxes[1], "shards", "differ after a load", where=f"rank {rank}")
+            assert_bitwise(
+                {name: shard for name, shard, _ in got},
+                {name: shard for name, shard, _ in want},
+                name=f"shards after a load, rank {rank}",
+            )
+
+
 def save_folder(setup: Setup, folder: Path, call: InferCall) -> Answer:
     """Take a step and write the Hugging Face folder in float32 and bfloat16.
 
@@ -376,6 +470,23 @@ def save_hf(target: Target) -> float:
             assert_close_per_token("transformers' log_probs", got, want, tolerance("log_probs"))
         )
     return max(margins)
+
+
+@case(id="export.save_hf_values", since="1.3", requires=(Capability.SAVE_HF,), model_types=(VALUE,))
+def save_hf_values(target: Target) -> float:
+    """A value model's folder MUST hold its head, and give the engine's values in the oracle.
+
+    If this fails: the head lives outside the module that is written, or the folder is
+    written as that of the language model under it.
+    """
+    model = target.model()
+    call = InferCall(documents=documents(42, "single"))
+    folder = target.scratch()
+    answers = target.run(save_folder, target.config(model), folder=folder, call=call)
+    whole = torch.load(folder / "whole.pt", weights_only=True)
+    assert_bitwise(read_safetensors(folder / "float32"), whole, name="save_hf")
+    assert_bitwise(read_safetensors(folder / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
+    return outputs_match(target, _written(folder / "float32"), call, answers)
 
 
 def _written(folder: Path) -> OracleModel:
