@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -249,6 +251,69 @@ class DefaultDtypeStays(LoopbackEngine):
     def _build_model(self) -> None:
         torch.set_default_dtype(torch.float64)
         super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class StaysDeterministic(LoopbackEngine):
+    """torch's deterministic algorithms stay switched on."""
+
+    def _build_model(self) -> None:
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class MatmulPrecisionStays(LoopbackEngine):
+    """Products of float32 matrices stay at TF32's precision for the whole process."""
+
+    def _build_model(self) -> None:
+        torch.set_float32_matmul_precision("high")
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class SignalHandlerStays(LoopbackEngine):
+    """A handler of SIGUSR1 outlives ``close``."""
+
+    def _build_model(self) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class SeedsTheProcess(LoopbackEngine):
+    """The engine's seed becomes that of all of the process's generators."""
+
+    def _build_model(self) -> None:
+        torch.manual_seed(self.config.seed)
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class TemporaryFolderStays(LoopbackEngine):
+    """Each engine leaves a temporary folder."""
+
+    def _build_model(self) -> None:
+        tempfile.mkdtemp()
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class DescriptorStays(LoopbackEngine):
+    """Each engine leaves an open file."""
+
+    def _build_model(self) -> None:
+        os.open(os.devnull, os.O_RDONLY)
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class DaemonStays(LoopbackEngine):
+    """Each engine leaves a daemon thread."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()
 
 
 @mutant("contract.leaves_nothing", group="core")

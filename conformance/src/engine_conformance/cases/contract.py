@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
+import random
+import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -211,8 +217,56 @@ class Surroundings:
     group: int  # identity of the default process group
     groups: int  # how many process groups there are
     environment: tuple[tuple[str, str], ...]
-    switches: tuple[str, ...]  # torch's default dtype, gradients on or off
+    switches: tuple[tuple[str, str], ...]  # torch's and Python's, by name
     memory: int  # bytes allocated on the device
+    daemons: int  # threads that end with the process
+    descriptors: int  # open files and sockets
+    temporary: int  # entries of the folder for temporary files
+
+
+def _umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
+_SEED = 982_451
+
+# Switches of the process by name, each with its reader.
+_SWITCHES: Mapping[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    "default device": torch.get_default_device,
+    "gradients": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "anomaly detection": torch.is_anomaly_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "deterministic warnings": torch.is_deterministic_algorithms_warn_only_enabled,
+    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "threads": torch.get_num_threads,
+    "autocast": lambda: [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+    "attention kernels": lambda: [
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    ],
+    "cuDNN": lambda: [
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    ],
+    "TF32": lambda: [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+    "reduced precision": lambda: [
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    ],
+    "signal handlers": lambda: [signal.getsignal(number) for number in signal.valid_signals()],
+    "hooks of errors": lambda: [sys.excepthook, threading.excepthook, sys.unraisablehook],
+    "level of the root logger": lambda: logging.getLogger().level,
+    "garbage collector": gc.isenabled,
+    "working folder": Path.cwd,
+    "file mode": _umask,
+}
 
 
 def _surroundings(device: str) -> Surroundings:
@@ -228,9 +282,16 @@ def _surroundings(device: str) -> Surroundings:
         environment=tuple(
             sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))
         ),
-        switches=(str(torch.get_default_dtype()), str(torch.is_grad_enabled())),
+        switches=tuple((name, repr(read())) for name, read in _SWITCHES.items()),
         memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
+        daemons=sum(thread.daemon for thread in threading.enumerate()),
+        descriptors=_count("/proc/self/fd"),
+        temporary=_count(tempfile.gettempdir()),
     )
+
+
+def _count(folder: str) -> int:
+    return sum(1 for _ in Path(folder).glob("*"))
 
 
 def _children() -> list[int]:
@@ -246,15 +307,42 @@ def _children() -> list[int]:
     return sorted(found)
 
 
-def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
+def _draw() -> list[float]:
+    """Return the next number of each generator that a process shares."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: NPY002 - the process's own generators
+
+
+def _draw_around(build: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Return what the shared generators draw without and after ``build``."""
+    _seed()
+    want = _draw()
+    _seed()
+    build()
+    return want, _draw()
+
+
+def _seed() -> None:
+    """Seed the shared generators with a number that no engine has as its own."""
+    random.seed(_SEED)
+    np.random.seed(_SEED)  # noqa: NPY002 - the process's own generator
+    torch.manual_seed(_SEED)
+
+
+def lives(
+    setup: Setup, batch: PackedDocuments, folder: Path
+) -> tuple[list[Surroundings], tuple[list[float], list[float]]]:
     """Return the surroundings before and after each of two engines' lives.
 
-    They live in a working folder of the rank's own.
+    They live in a working folder of the rank's own, and have one for temporary files. What the
+    shared generators draw without and after the building of a third engine comes with them.
     """
-    home = Path.cwd()
-    own = folder / f"working-{os.environ.get('RANK', '0')}"
+    home, temporary = Path.cwd(), tempfile.tempdir
+    rank = os.environ.get("RANK", "0")
+    own, short = folder / f"working-{rank}", folder / f"temporary-{rank}"
     own.mkdir()
+    short.mkdir()
     os.chdir(own)
+    tempfile.tempdir = str(short)
     try:
         seen = [_surroundings(setup.device)]
         for index in range(2):
@@ -265,8 +353,14 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
                 save(engine, folder / f"asked-{index}")
             del engine
             seen.append(_surroundings(setup.device))
-        return seen
+        engine = setup.create()
+        try:
+            drawn = _draw_around(engine.initialize)
+        finally:
+            engine.close()
+        return seen, drawn
     finally:
+        tempfile.tempdir = temporary
         os.chdir(home)
 
 
@@ -274,12 +368,15 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
 def leaves_nothing(target: Target) -> None:
     """``close`` MUST leave no thread, child, file, process group, variable or memory behind.
 
-    Process groups and memory of the device are compared after a first life, which may
-    fill caches, and a second one.
+    Switches of torch (dtype, device, determinism, TF32, attention kernels, threads) and
+    of Python (signal handlers, hooks, umask) are as before. Process groups,
+    daemon threads, descriptors, temporary files and memory of the device are compared
+    after a first life, which may fill caches, and a second one. ``initialize`` leaves the
+    process's generators where they were.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups
     pile up with each engine; the default process group is destroyed though the engine
-    did not make it.
+    did not make it; a seed is set for the whole process, whose user draws on.
     """
     folder = target.scratch()
     # In ranks of other cases the engine may have left its traces already.
@@ -290,18 +387,30 @@ def leaves_nothing(target: Target) -> None:
         batch=documents(2, "uneven"),
         folder=folder,
     )
-    for rank, (before, warm, after) in enumerate(ranks):
+    for rank, ((before, warm, after), (want, got)) in enumerate(ranks):
         where = f"rank {rank}"
-        for name in ("threads", "children", "files", "group", "switches"):
+        for name in ("threads", "children", "files", "group"):
             old = getattr(before, name)
             new = getattr(after, name)
             must(old == new, name, f"{new} after close, {old} before", where=where)
-        more = after.groups - warm.groups
-        must(more <= 0, "process groups", f"{more} more after a second life", where=where)
+        for name, old, new in (
+            (name, old, dict(after.switches)[name]) for name, old in before.switches
+        ):
+            must(old == new, name, f"{new} after close, {old} before", where=where)
+        for name in ("groups", "daemons", "descriptors", "temporary"):
+            more = getattr(after, name) - getattr(warm, name)
+            must(more <= 0, name, f"{more} more after a second life", where=where)
         changed = sorted({name for name, _ in {*before.environment} ^ {*after.environment}})
         must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)
         leak = after.memory - warm.memory
         must(leak <= _LEAK, "device memory", f"{leak} bytes more after a second life", where=where)
+        must(
+            want == got,
+            "generators",
+            f"Python, NumPy and torch draw {got} after initialize, {want} without it",
+            where=where,
+        )
     names = sorted(path.name for path in folder.iterdir())
-    asked = {"latest", "asked-0", "asked-1", *(f"working-{rank}" for rank in range(target.world))}
+    asked = {"latest", "asked-0", "asked-1"}
+    asked |= {f"{kind}-{rank}" for kind in ("working", "temporary") for rank in range(target.world)}
     must(set(names) <= asked, "files", f"{sorted(set(names) - asked)} beside what was asked for")
