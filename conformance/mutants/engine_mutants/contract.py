@@ -23,6 +23,7 @@ from engine_api.batch import Batch
 from engine_api.comm import SingleComm
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
+from engine_api.generators import seed_all
 from engine_api.losses import LossFn
 from engine_api.manifest import Entry
 from engine_api.results import LossOutput, TokenOutputs, TrainOutput
@@ -241,6 +242,26 @@ class MomentsInTheWay(LoopbackEngine):
         return layout
 
 
+@mutant("contract.seeds", group="core")
+class SeedIgnored(LoopbackEngine):
+    """All seeds give the same draws."""
+
+    def initialize(self) -> None:
+        super().initialize()
+        seed_all(0, rank=self._seed_rank)
+
+
+@mutant("contract.seeds", group="core")
+class DrawsFromTheProcess(LoopbackEngine):
+    """The generators are left as a draw from them leaves them."""
+
+    def initialize(self) -> None:
+        state = torch.get_rng_state()
+        super().initialize()
+        torch.set_rng_state(state)
+        torch.rand(())
+
+
 # --- things left behind ---------------------------------------------------------------------------
 
 
@@ -277,15 +298,6 @@ class SignalHandlerStays(LoopbackEngine):
 
     def _build_model(self) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        super()._build_model()
-
-
-@mutant("contract.leaves_nothing", group="core")
-class SeedsTheProcess(LoopbackEngine):
-    """The engine's seed becomes that of all of the process's generators."""
-
-    def _build_model(self) -> None:
-        torch.manual_seed(self.config.seed)
         super()._build_model()
 
 

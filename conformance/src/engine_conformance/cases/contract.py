@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +230,6 @@ def _umask() -> int:
     return old
 
 
-_SEED = 982_451
-
 # Switches of the process by name, each with its reader.
 _SWITCHES: Mapping[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
@@ -307,34 +305,10 @@ def _children() -> list[int]:
     return sorted(found)
 
 
-def _draw() -> list[float]:
-    """Return the next number of each generator that a process shares."""
-    return [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: NPY002 - the process's own generators
-
-
-def _draw_around(build: Callable[[], object]) -> tuple[list[float], list[float]]:
-    """Return what the shared generators draw without and after ``build``."""
-    _seed()
-    want = _draw()
-    _seed()
-    build()
-    return want, _draw()
-
-
-def _seed() -> None:
-    """Seed the shared generators with a number that no engine has as its own."""
-    random.seed(_SEED)
-    np.random.seed(_SEED)  # noqa: NPY002 - the process's own generator
-    torch.manual_seed(_SEED)
-
-
-def lives(
-    setup: Setup, batch: PackedDocuments, folder: Path
-) -> tuple[list[Surroundings], tuple[list[float], list[float]]]:
+def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
     """Return the surroundings before and after each of two engines' lives.
 
-    They live in a working folder of the rank's own, and have one for temporary files. What the
-    shared generators draw without and after the building of a third engine comes with them.
+    They live in a working folder of the rank's own, and have one for temporary files.
     """
     home, temporary = Path.cwd(), tempfile.tempdir
     rank = os.environ.get("RANK", "0")
@@ -353,12 +327,7 @@ def lives(
                 save(engine, folder / f"asked-{index}")
             del engine
             seen.append(_surroundings(setup.device))
-        engine = setup.create()
-        try:
-            drawn = _draw_around(engine.initialize)
-        finally:
-            engine.close()
-        return seen, drawn
+        return seen
     finally:
         tempfile.tempdir = temporary
         os.chdir(home)
@@ -371,12 +340,11 @@ def leaves_nothing(target: Target) -> None:
     Switches of torch (dtype, device, determinism, TF32, attention kernels, threads) and
     of Python (signal handlers, hooks, umask) are as before. Process groups,
     daemon threads, descriptors, temporary files and memory of the device are compared
-    after a first life, which may fill caches, and a second one. ``initialize`` leaves the
-    process's generators where they were.
+    after a first life, which may fill caches, and a second one.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups
     pile up with each engine; the default process group is destroyed though the engine
-    did not make it; a seed is set for the whole process, whose user draws on.
+    did not make it.
     """
     folder = target.scratch()
     # In ranks of other cases the engine may have left its traces already.
@@ -387,7 +355,7 @@ def leaves_nothing(target: Target) -> None:
         batch=documents(2, "uneven"),
         folder=folder,
     )
-    for rank, ((before, warm, after), (want, got)) in enumerate(ranks):
+    for rank, (before, warm, after) in enumerate(ranks):
         where = f"rank {rank}"
         for name in ("threads", "children", "files", "group"):
             old = getattr(before, name)
@@ -404,13 +372,56 @@ def leaves_nothing(target: Target) -> None:
         must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)
         leak = after.memory - warm.memory
         must(leak <= _LEAK, "device memory", f"{leak} bytes more after a second life", where=where)
-        must(
-            want == got,
-            "generators",
-            f"Python, NumPy and torch draw {got} after initialize, {want} without it",
-            where=where,
-        )
     names = sorted(path.name for path in folder.iterdir())
     asked = {"latest", "asked-0", "asked-1"}
     asked |= {f"{kind}-{rank}" for kind in ("working", "temporary") for rank in range(target.world)}
     must(set(names) <= asked, "files", f"{sorted(set(names) - asked)} beside what was asked for")
+
+
+Draws = tuple[float, float, float]  # of Python's, NumPy's and torch's generator
+
+
+def draws(setup: Setup, states: tuple[int, int]) -> list[tuple[Draws, Draws]]:
+    """Return what the process's generators draw without an engine, and after ``initialize``.
+
+    They are in each of ``states`` before, and the engine has ``config.seed``; a last pair is of
+    the first state and of the next seed.
+    """
+    found = list[tuple[Draws, Draws]]()
+    next_seed = replace(setup, config=replace(setup.config, seed=setup.config.seed + 1))
+    for state, made in ((states[0], setup), (states[1], setup), (states[0], next_seed)):
+        _set_generators(state)
+        plain = _draw()
+        _set_generators(state)
+        with opened(made):
+            found.append((plain, _draw()))
+    return found
+
+
+def _set_generators(state: int) -> None:
+    random.seed(state)
+    np.random.seed(state)  # noqa: NPY002 - the process's own generator
+    torch.manual_seed(state)
+
+
+def _draw() -> Draws:
+    return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002 - the process's own
+
+
+@case(id="contract.seeds", since="1.3", model_types=TYPES)
+def seeds(target: Target) -> None:
+    """``initialize`` MUST seed the process's generators by ``seed``, or leave them as they were.
+
+    They are Python's, NumPy's and torch's, from which dropout and the user's code draw.
+
+    If this fails: the seed is ignored, so that all seeds give one run; weights are drawn
+    from the process's generators, so that a run depends on what came before it.
+    """
+    for rank, found in enumerate(target.run(draws, target.config(target.model()), states=(11, 12))):
+        (plain, first), (other_plain, second), (_, next_seed) = found
+        where = f"rank {rank}"
+        if (first, second) == (plain, other_plain):
+            continue
+        problem = f"draw {first} after one state of the process and {second} after another"
+        must(first == second, "generators", problem, where=where)
+        must(next_seed != first, "generators", f"draw {first} with the next seed, too", where=where)
