@@ -22,7 +22,11 @@ from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
 )
-from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
+from engine_conformance.fixtures import (
+    LENGTHS,
+    PackedDocuments,
+    packed_documents,
+)
 from engine_conformance.oracle import (
     AdamWConfig,
     OracleModel,
@@ -32,6 +36,7 @@ from engine_conformance.oracle import (
     train_steps,
 )
 from engine_conformance.oracle.train import Loss
+from engine_conformance.seeds import cached_by_seed
 from engine_conformance.tolerances import weight_tolerance
 
 __all__ = [
@@ -52,7 +57,7 @@ __all__ = [
 CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 
 
-@cache
+@cached_by_seed
 def documents(seed: int = 0, lengths: str = "uneven") -> PackedDocuments:
     """Return the batch of this seed and these lengths, always the same object."""
     return packed_documents(seed, LENGTHS[lengths])
@@ -75,7 +80,7 @@ def trained_on(
     )
 
 
-@cache
+@cached_by_seed
 def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
     return packed_documents(seed, lengths)
 
@@ -100,7 +105,7 @@ def oracle_of(folder: str) -> OracleModel:
     return load_oracle(folder)
 
 
-@cache
+@cached_by_seed
 def oracle_training(
     folder: str,
     batches: tuple[PackedDocuments, ...],
