@@ -5,7 +5,7 @@ The oracle's runs are kept for the other world sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,7 +37,7 @@ from engine_conformance.oracle import (
 )
 from engine_conformance.oracle.train import Loss
 from engine_conformance.seeds import cached_by_seed
-from engine_conformance.tolerances import weight_tolerance
+from engine_conformance.tolerances import Quantity, weight_tolerance
 
 __all__ = [
     "asking",
@@ -264,9 +264,17 @@ def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
 
 
 def training_matches(
-    target: Target, ranks: Sequence[Trained], want: TrainResult, start: OracleModel
+    target: Target,
+    ranks: Sequence[Trained],
+    want: TrainResult,
+    start: OracleModel,
+    *,
+    off_policy: Collection[int] = (),
 ) -> float:
-    """Compare loss, gradient norm and rate of every step, and every weight after the last step."""
+    """Compare loss, gradient norm and rate of every step, and every weight after the last step.
+
+    ``off_policy`` are the steps whose loss has ratios of probabilities other than one.
+    """
     same_on_all_ranks(ranks)
     factors = {
         "ranks": float(target.world),
@@ -275,9 +283,13 @@ def training_matches(
     margins = list[float]()
     layers = want.oracle.config.num_layers
     for index, (got, exact) in enumerate(zip(ranks[0].outputs, want.steps, strict=True)):
-        pairs = (("loss", got.loss, exact.loss), ("grad_norm", got.grad_norm, exact.grad_norm))
-        for name, value, true in pairs:
-            tol = target.tolerance(name, layers=layers)  # type: ignore[arg-type]
+        of_norm = "ratio_grad_norm" if index in off_policy else "grad_norm"
+        pairs: tuple[tuple[str, Quantity, float, float], ...] = (
+            ("loss", "loss", got.loss, exact.loss),
+            ("grad_norm", of_norm, got.grad_norm, exact.grad_norm),
+        )
+        for name, quantity, value, true in pairs:
+            tol = target.tolerance(quantity, layers=layers)
             margins.append(
                 assert_scalar_close(f"{name} of step {index}", value, true, tol, factors=factors)
             )

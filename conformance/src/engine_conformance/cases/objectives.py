@@ -62,7 +62,7 @@ def policy(target: Target) -> float:
         "num_tokens",
         f"{got.num_tokens} of {len(batch.input_ids)}",
     )
-    return training_matches(target, ranks, want, oracle)
+    return training_matches(target, ranks, want, oracle, off_policy=(0,))
 
 
 @cached_by_seed
