@@ -105,11 +105,12 @@ def _shuffled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _padded(a: Tensor, b: Tensor) -> Tensor:
-    """Pad all three sizes to multiples of 32, as a kernel with tiles does."""
+    """Pad all three sizes to multiples of 32, and the sum by five zeros in front of it."""
     a, b = _wide(a, b)
     n, length, m = a.shape[-2], a.shape[-1], b.shape[-1]
-    a = torch.nn.functional.pad(a, (0, -length % 32, 0, -n % 32))
-    b = torch.nn.functional.pad(b, (0, -m % 32, 0, -length % 32))
+    after = -(length + 5) % 32
+    a = torch.nn.functional.pad(a, (5, after, 0, -n % 32))
+    b = torch.nn.functional.pad(b, (0, -m % 32, 5, after))
     return (a @ b)[..., :n, :m]
 
 
@@ -175,7 +176,7 @@ KERNELS: dict[str, Kernel] = {
     "one-by-one": Kernel(about="products summed one by one", operators=_products(_one_by_one)),
     "backwards": Kernel(about="products summed backwards", operators=_products(_backwards)),
     "shuffled": Kernel(about="products summed in random order", operators=_products(_shuffled)),
-    "padded": Kernel(about="factors padded to tiles of 32", operators=_products(_padded)),
+    "padded": Kernel(about="factors padded with zeros", operators=_products(_padded)),
     "transposed": Kernel(about="the transposed product", operators=_products(_transposed)),
     "float64": Kernel(about="products in float64", operators=_products(_in_float64)),
     "softmax": Kernel(about="softmax in float64", operators={o: _in_double(o) for o in _SOFTMAX}),
