@@ -84,8 +84,8 @@ def test_kernel_differs_in_rounding_alone(name: str) -> None:
     torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batched, exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(added, exact + 1, rtol=1e-5, atol=1e-5)
-    # BLAS may compute the transposed product in the same order.
-    assert name == "transposed" or not torch.equal(got, plain)
+    # BLAS may compute the transposed product, and one with zeros, in the same order.
+    assert name in ("transposed", "padded") or not torch.equal(got, plain)
 
 
 def test_kernel_is_left_after_the_engine_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
