@@ -119,7 +119,7 @@ def scan(options: argparse.Namespace) -> None:
                     continue
                 outcome = run_case(case, target)
                 margin = outcome.margin
-                line = about | {
+                line = dict(about) | {
                     "status": outcome.status,
                     "margin": None if margin is None else min(margin, sys.float_info.max),
                     "seconds": round(outcome.seconds, 3),
