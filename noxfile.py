@@ -62,6 +62,7 @@ GENERATORS = (
     "metrics",
     "reports",
     "mutants",
+    "margins",
     "scaling",
     "kl_gradients",
 )
@@ -488,6 +489,17 @@ def mutants(session: nox.Session) -> None:
     """
     install(session, [API, SUITE])
     session.run("python", "tools/mutants.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def margins(session: nox.Session) -> None:
+    """Measure how near right engines come to the tolerances, over seeds and kernels.
+
+    After `--`: `--out FILE`, `--seeds 0-199`, `--in-turn`, `--kernel NAMES`, `--engine NAMES`,
+    `--case GLOBS`, `--world 1,2`, `--dtype NAME`; then `--record FILE …`.
+    """
+    install(session, [API, FSDP, SUITE])
+    session.run("python", "tools/margins.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,7 @@ from engine_conformance.cases import load_cases, run_case  # noqa: E402
 from engine_conformance.messages import describe  # noqa: E402
 from engine_conformance.plan import Item, Selection  # noqa: E402
 from engine_conformance.ranks import close_pools  # noqa: E402
+from engine_conformance.results import Outcome  # noqa: E402
 from engine_conformance.session import run_item  # noqa: E402
 from engine_mutants import load_mutants  # noqa: E402
 from engine_mutants.mutant import Mutant, install  # noqa: E402
@@ -62,7 +64,8 @@ def run_named(mutants: Iterable[Mutant], root: Path) -> list[str]:
     for one in chosen:
         outcome = kill(one, root)
         print(
-            f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s",
+            f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s  "
+            f"{_margin(outcome)}",
             flush=True,
         )
         if not is_caught(outcome):
@@ -76,6 +79,12 @@ def run_named(mutants: Iterable[Mutant], root: Path) -> list[str]:
                 f"{outcome.message}"
             )
     return problems
+
+
+def _margin(outcome: Outcome) -> str:
+    """Return the margin by which numbers were wrong, or nothing for another kind of failure."""
+    finite = outcome.margin is not None and math.isfinite(outcome.margin)
+    return f"margin {outcome.margin:.3g}" if finite else ""
 
 
 def other(one: Mutant, root: Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine_conformance.seeds import current_seed
 from engine_conformance.shim import shimmed
 
 
@@ -28,6 +29,7 @@ def surroundings() -> dict[str, Any]:
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
         "random": torch.rand(1),
+        "seed": current_seed(),
     }
 
 

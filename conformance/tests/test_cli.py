@@ -101,6 +101,7 @@ def ends(done: Ended, code: int, *texts: str) -> None:
         (["odd", "--option", "9=1"], 2, ["--option 9=1", "NAME=VALUE"]),
         (["odd", "--certify", "--case", "train.moe"], 2, ["leave out --case"]),
         (["odd", "--patience", "0"], 2, ["--patience"]),
+        (["odd", "--seed", "-1"], 2, ["--seed -1", "0 or more"]),
         (["odd", "--plugin", "no.such:PLUGIN"], 2, ["no module 'no.such'"]),
         (
             ["odd", "--report", "/proc/nowhere"],

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine_conformance.cases._expect import documents
 from engine_conformance.fixtures import (
     LENGTHS,
     TinyModel,
@@ -16,6 +17,7 @@ from engine_conformance.fixtures import (
     write_checkpoint,
 )
 from engine_conformance.oracle import read_safetensors
+from engine_conformance.seeds import current_seed, use_seed
 
 
 def test_checkpoint_depends_on_its_seed_only(tmp_path: Path) -> None:
@@ -79,6 +81,21 @@ def test_nearby_values_keep_off_the_clip_kinks() -> None:
     batch = packed_documents(0, [5]).near(1, old_log_probs=np.zeros(5))
     assert batch.old_log_probs.dtype == np.float32
     assert np.abs(batch.old_log_probs).max() < 0.61
+
+
+def test_another_seed_draws_other_batches_and_forgets_those_before() -> None:
+    drawn = documents(1)
+    near = nearby(drawn.returns, seed=1)
+    try:
+        use_seed(1)
+        assert documents(1).input_ids.tolist() != drawn.input_ids.tolist()
+        assert nearby(drawn.returns, seed=1).tolist() != near.tolist()
+        with pytest.raises(ValueError, match="expected a seed of 0 or more, got -1"):
+            use_seed(-1)
+        assert current_seed() == 1
+    finally:
+        use_seed(0)
+    assert documents(1).input_ids.tolist() == drawn.input_ids.tolist()
 
 
 def test_lengths_must_be_positive() -> None:

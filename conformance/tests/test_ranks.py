@@ -20,6 +20,7 @@ from engine_conformance.ranks import (
     get_pool,
     launched_by,
 )
+from engine_conformance.seeds import use_seed
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,13 @@ def test_a_launcher_starts_the_ranks_inside_its_context() -> None:
 def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:
     before = pool.pids
     first = pool.run("rank_functions:surroundings")
-    second = pool.run("rank_functions:surroundings")
+    use_seed(3)
+    try:
+        second = pool.run("rank_functions:surroundings")
+    finally:
+        use_seed(0)
     assert pool.pids == before
+    assert (first[0]["seed"], second[1]["seed"]) == (0, 3)
     assert [seen["RANK"] for seen in first] == ["0", "1"]
     assert first[0]["OMP_NUM_THREADS"] == "1"
     assert first[0]["threads"] == 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
+from engine_conformance.seeds import use_seed
 
 __all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
 
@@ -40,11 +41,12 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One call of ``"module:function"``, with the parent's ``sys.path``."""
+    """One call of ``"module:function"``, with the parent's ``sys.path`` and seed of batches."""
 
     function: str
     kwargs: Mapping[str, Any]
     path: tuple[str, ...]
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +163,7 @@ def _call(job: Job) -> Any:
     sys.path.extend(entry for entry in job.path if entry not in sys.path)
     module, _, name = job.function.partition(":")
     torch.manual_seed(0)
+    use_seed(job.seed)
     return getattr(importlib.import_module(module), name)(**job.kwargs)
 
 

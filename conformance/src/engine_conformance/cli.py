@@ -165,6 +165,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--patience", type=float, default=1.0, help="deadlines are this many times as long"
     )
     parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="draw the batches from another seed; default: 0, the one of published certificates",
+    )
+    parser.add_argument(
         "--limit",
         type=float,
         default=math.inf,
@@ -348,6 +354,7 @@ def _selection(options: argparse.Namespace) -> Selection:
         layout=_layout(options.parallelism),
         partner=options.partner,
         patience=options.patience,
+        seed=options.seed,
         plugin=options.plugin,
         options=dict(map(_option, options.option)),
     )
@@ -361,6 +368,8 @@ def _selection(options: argparse.Namespace) -> Selection:
         )
     if not 0 < options.patience < math.inf:
         raise UsageError(f"--patience {options.patience} is no factor above 0")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed}: expected a whole number of 0 or more")
     return selection
 
 

@@ -36,6 +36,7 @@ class Selection:
         layout: layout of several ranks, for cases that do not set one themselves.
         partner: another engine, for cases about what two engines owe each other.
         patience: factor by which deadlines are longer.
+        seed: the seed of the batches.
         plugin: ``module:ATTR`` of a descriptor that is not installed.
         options: the engine's or the rollout's own options, by name.
     """
@@ -51,6 +52,7 @@ class Selection:
     layout: Parallelism = field(default_factory=Parallelism)
     partner: str | None = None
     patience: float = 1.0
+    seed: int = 0
     plugin: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -175,6 +177,7 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
             layout=selection.layout,
             partner=selection.partner,
             patience=selection.patience,
+            seed=selection.seed,
             rollout=rollout,
             options=selection.options,
         )

@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol, Self
 
 from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec
 from engine_conformance.rank_failure import RankError, RankFailure
+from engine_conformance.seeds import current_seed
 
 __all__ = [
     "RankError",
@@ -211,7 +212,9 @@ class RankPool:
         extra = per_rank or [{}] * self.world
         path = tuple(sys.path)
         jobs = [
-            pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path))
+            pickle.dumps(
+                Job(function=function, kwargs=kwargs | dict(own), path=path, seed=current_seed())
+            )
             for own in extra
         ]
         self.start()

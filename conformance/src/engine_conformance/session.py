@@ -162,6 +162,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
         "--parallelism": layout,
         "--partner": selection.partner,
         "--plugin": selection.plugin,
+        "--seed": str(selection.seed) if selection.seed else None,
     }
     parts += [word for option, value in given.items() if value for word in (option, value)]
     parts += [

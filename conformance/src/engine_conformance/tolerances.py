@@ -12,8 +12,20 @@ once, hence 1. A layer has about 8 roundings in sequence (norm, projection, scor
 projection, norm, up, down), which add up as a random walk: ``sqrt(8 * layers)``. Their
 product, ``noise``, is the relative error of a hidden state.
 
-Seen with float32 and bfloat16 models of transformers, 2 and 8 layers: the largest error
-of a log-probability is a tenth to a half of its tolerance.
+A gradient's element is a sum over tokens of products of an output's error and an input. Each
+product is off by backward's roundings, twice forward's, and by the error of the loss's own
+derivative: of a softmax, or of a policy's ratio, that is as large as a logit's. They are
+independent from token to token, so that they add up as the tokens' products do, to an error
+relative to the `spread` of the gradient (its row's, its column's and its own root of the mean
+square), whatever remains of the element itself: where tokens cancel, as under advantages of either
+sign, the element may be a thousandth of its error's unit. The derivation is the same in every
+precision.
+
+Adam divides a gradient by the root of its own history: an error relative to the spread turns into
+one relative to the element, which may be of any size. Weights are therefore compared in units of
+what an error of the gradient within its bound does to this very weight (`TrainResult.sensitivity`).
+
+docs/tolerances.md shows how near right engines come to these bounds over seeds and kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +48,16 @@ __all__ = [
     "weight_tolerance",
 ]
 
-Quantity = Literal["log_probs", "entropy", "values", "router_logits", "loss", "grad_norm", "export"]
+Quantity = Literal[
+    "log_probs",
+    "entropy",
+    "values",
+    "router_logits",
+    "loss",
+    "grad_norm",
+    "ratio_grad_norm",
+    "export",
+]
 
 # Products in the longest sum.
 _LENGTH = 128
@@ -48,10 +69,10 @@ _ROUTER_STD = 2.0
 _SIGMAS = 4.0
 # The largest error of the 1e5 elements of a gradient, in standard deviations.
 _LARGEST = 4.5
-# A gradient's error in float32, relative to its largest element.
-_FLOAT32_GRADIENT = 2e-5
-# A moment's error in float32, relative to its largest element; it is a sum of clipped gradients.
-_FLOAT32_MOMENT = 1e-4
+# Adam's own arithmetic in float32, relative to an update: its moments, root and quotient.
+_ADAM = 1e-3
+# A weight that moves in the opposite direction is off by two paths, which is a margin of 0.8.
+_OPPOSITE = 2.5
 # Kernels differ in the order and number of roundings.
 _SAFETY = 2.0
 
@@ -94,7 +115,9 @@ def tolerance(
     bfloat16  0.5      0.13     0.25     0.25      0.063     bitwise
     ========= ======== ======== ======== ========= ========= =========
 
-    All are absolute but grad_norm's, which is relative; entropy has log_prob's.
+    All are absolute but grad_norm's, which is relative; entropy has log_prob's. The
+    gradient norm of a loss of ratios that are not one has the sum of grad_norm's and
+    log_prob's, relative.
 
     Raises:
         KeyError: if the dtype or the quantity is not in the table.
@@ -115,6 +138,9 @@ def tolerance(
         # only the error that all elements share is left. Must stay below 3.5e-5 in float32:
         # gradients accumulated in bfloat16 are off by that much at an identical loss.
         "grad_norm": Tolerance(rtol=2 * _SAFETY * noise),
+        # A ratio of probabilities is off by the error of a log-prob, relative to itself, and so is
+        # its token's gradient. One token may be most of the gradient, where others are clipped.
+        "ratio_grad_norm": Tolerance(rtol=2 * _SAFETY * noise + worst * _LOGIT_STD),
         # Weights are copied, not computed.
         "export": Tolerance(),
     }[quantity]
@@ -129,28 +155,24 @@ def weight_tolerance(
 
     - a base: 1e-3 of it in float32, where Adam's own arithmetic loses most; in 16-bit types the
       error that all elements of an update share, which is the gradient norm's tolerance;
-    - the gradient's error times `TrainResult.sensitivity` (in 16-bit types `independent`: each
-      step's error is a different sum of roundings of different tokens), at most 2: a weight whose
-      gradient nearly vanishes moves by one learning rate in a direction that rounding decides.
-      Without this part one weight in 100 000 fails in float32 by chance, or the base must be so
-      wide that it hides defects. Where it is at its maximum, as for many weights in bfloat16, a
-      margin near 1 means that a weight moved in the opposite direction, which is allowed;
+    - the gradient's error times `TrainResult.sensitivity`, at most 2.5: a weight whose gradient
+      nearly vanishes moves by one learning rate in a direction that rounding decides. Without this
+      part one weight in 100 000 fails in float32 by chance, or the base must be so wide that it
+      hides defects. Where it is at its maximum, as for many weights in bfloat16, a margin of 0.8
+      means that a weight moved in the opposite direction, which is allowed;
     - one rounding per step of the weight itself, which is float32 whatever the computation is in.
 
     The gradient's error is relative to its `spread`: see `gradient_tolerance`.
     """
-    unit, growth = _PRECISION[dtype]
-    noise = _noise(dtype, layers)
-    wide = growth > 1
-    base = 1e-3 if wide else 2 * _SAFETY * noise
-    error = _gradient_error(dtype, layers)
     path = result.path_length
-    steps = len(result.steps)
-    stored = steps * max(2.0**-53, min(unit, 2.0**-24))
-    return {
-        name: base * path + (error * slope).clamp(max=2 * path) + stored * result.params[name].abs()
-        for name, slope in (result.sensitivity if wide else result.independent).items()
-    }
+    base = path * max(_ADAM, 2 * _SAFETY * _noise(dtype, layers))
+    error = _gradient_error(dtype, layers)
+    stored = len(result.steps) * max(2.0**-53, min(_PRECISION[dtype][0], 2.0**-24))
+    bounds: dict[str, Tensor] = {}
+    for name, slope in result.sensitivity.items():
+        moved = (error * slope).clamp(max=_OPPOSITE * path)
+        bounds[name] = base + moved + stored * result.params[name].abs()
+    return bounds
 
 
 def gradient_tolerance(
@@ -158,18 +180,15 @@ def gradient_tolerance(
 ) -> Tensor:
     """Return the largest error of each element of a gradient, absolute.
 
-    In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as for
-    everything that is summed in different orders.
+    An element is a sum over tokens of products with independent errors: backward's,
+    with twice the roundings of forward (``sqrt(2) noise``), and the loss's own, whose
+    derivative moves by as much as a logit does (``_LOGIT_STD noise``); at the largest
+    of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`.
 
-    In 16-bit types an element is a sum over tokens of products with independent errors:
-    backward's, with twice the roundings of forward (``sqrt(2) noise``), and the
-    softmax's, whose derivative moves by as much as a logit does (``_LOGIT_STD noise``);
-    at the largest of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`:
-    153 u for 2 layers, that is 0.60. Seen in bfloat16, over 70 batches and seven
-    models: 0.43.
+    For 2 layers it is 1.0e-4 in float32 and 0.60 in bfloat16. Seen in float32 under a
+    clipped policy loss, where old log-probs enter: 3.3e-5, and 1.2e-5 under the
+    likelihood. Seen in bfloat16, over 70 batches and seven models: 0.43.
     """
-    if _PRECISION[dtype][1] > 1:
-        return (_FLOAT32_GRADIENT * grad.abs().max()).expand_as(grad)
     return _gradient_error(dtype, layers) * spread(grad.square())
 
 
@@ -178,23 +197,12 @@ def moment_tolerance(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the largest error of Adam's moments after ``result``, by field and name.
 
-    Relative to their largest element in float32. In 16-bit types the errors of the
-    steps' gradients are independent, as in `gradient_tolerance`: ``(1 - beta1) e`` of
-    the first moment, with ``e`` relative to the root of the sum of squares that the
-    second one holds, and by the derivative of a square twice that times the element of
-    the second.
+    The errors of the steps' gradients are independent, as in `gradient_tolerance`:
+    ``(1 - beta1) e`` of the first moment, with ``e`` relative to the root of the sum of
+    squares that the second one holds, and by the derivative of a square twice that
+    times the element of the second.
     """
-    first = result.optimizer.exp_avg
     second = result.optimizer.exp_avg_sq
-    if _PRECISION[dtype][1] > 1:
-        largest = {"exp_avg": first, "exp_avg_sq": second}
-        return {
-            field: {
-                n: torch.full_like(moment, _FLOAT32_MOMENT * float(moment.abs().max()))
-                for n, moment in exact.items()
-            }
-            for field, exact in largest.items()
-        }
     beta1, beta2 = result.config.betas
     error = {n: _gradient_error(dtype, layers) * spread(squares) for n, squares in second.items()}
     return {
@@ -205,11 +213,7 @@ def moment_tolerance(
 
 def _gradient_error(dtype: torch.dtype, layers: int) -> float:
     """Return the largest error of a gradient's elements, relative to the gradient's `spread`."""
-    noise = _noise(dtype, layers)
-    if _PRECISION[dtype][1] > 1:
-        # The errors seen are a tenth of this.
-        return _SAFETY * noise
-    return _SAFETY * _LARGEST * math.hypot(math.sqrt(2), _LOGIT_STD) * noise
+    return _SAFETY * _LARGEST * math.hypot(math.sqrt(2), _LOGIT_STD) * _noise(dtype, layers)
 
 
 def _noise(dtype: torch.dtype, layers: int) -> float:

@@ -18,6 +18,7 @@ from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.rank_failure import RankError
 from engine_conformance.results import Outcome, Status
+from engine_conformance.seeds import use_seed
 
 __all__ = [
     "CASES",
@@ -255,6 +256,7 @@ def run_case(one: Case, target: Target) -> Outcome:
 
     if reason := one.why_not(target):
         return outcome("not-run", reason)
+    use_seed(target.seed)
     try:
         margin = one.function(target)
     except SkipCase as skip:

@@ -5,7 +5,7 @@ The oracle's runs are kept for the other world sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,11 @@ from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
 )
-from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
+from engine_conformance.fixtures import (
+    LENGTHS,
+    PackedDocuments,
+    packed_documents,
+)
 from engine_conformance.oracle import (
     AdamWConfig,
     OracleModel,
@@ -32,7 +36,8 @@ from engine_conformance.oracle import (
     train_steps,
 )
 from engine_conformance.oracle.train import Loss
-from engine_conformance.tolerances import Tolerance, weight_tolerance
+from engine_conformance.seeds import cached_by_seed
+from engine_conformance.tolerances import Quantity, Tolerance, weight_tolerance
 
 __all__ = [
     "asking",
@@ -53,7 +58,7 @@ __all__ = [
 CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 
 
-@cache
+@cached_by_seed
 def documents(seed: int = 0, lengths: str = "uneven") -> PackedDocuments:
     """Return the batch of this seed and these lengths, always the same object."""
     return packed_documents(seed, LENGTHS[lengths])
@@ -76,7 +81,7 @@ def trained_on(
     )
 
 
-@cache
+@cached_by_seed
 def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
     return packed_documents(seed, lengths)
 
@@ -101,7 +106,7 @@ def oracle_of(folder: str) -> OracleModel:
     return load_oracle(folder)
 
 
-@cache
+@cached_by_seed
 def oracle_training(
     folder: str,
     batches: tuple[PackedDocuments, ...],
@@ -292,9 +297,17 @@ def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
 
 
 def training_matches(
-    target: Target, ranks: Sequence[Trained], want: TrainResult, start: OracleModel
+    target: Target,
+    ranks: Sequence[Trained],
+    want: TrainResult,
+    start: OracleModel,
+    *,
+    off_policy: Collection[int] = (),
 ) -> float:
-    """Compare loss, gradient norm and rate of every step, and every weight after the last step."""
+    """Compare loss, gradient norm and rate of every step, and every weight after the last step.
+
+    ``off_policy`` are the steps whose loss has ratios of probabilities other than one.
+    """
     same_on_all_ranks(ranks)
     factors = {
         "ranks": float(target.world),
@@ -303,9 +316,13 @@ def training_matches(
     margins = list[float]()
     layers = want.oracle.config.num_layers
     for index, (got, exact) in enumerate(zip(ranks[0].outputs, want.steps, strict=True)):
-        pairs = (("loss", got.loss, exact.loss), ("grad_norm", got.grad_norm, exact.grad_norm))
-        for name, value, true in pairs:
-            tol = target.tolerance(name, layers=layers)  # type: ignore[arg-type]
+        of_norm = "ratio_grad_norm" if index in off_policy else "grad_norm"
+        pairs: tuple[tuple[str, Quantity, float, float], ...] = (
+            ("loss", "loss", got.loss, exact.loss),
+            ("grad_norm", of_norm, got.grad_norm, exact.grad_norm),
+        )
+        for name, quantity, value, true in pairs:
+            tol = target.tolerance(quantity, layers=layers)
             margins.append(
                 assert_scalar_close(f"{name} of step {index}", value, true, tol, factors=factors)
             )

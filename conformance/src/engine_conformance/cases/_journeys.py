@@ -199,7 +199,6 @@ def start_of(state: Mapping[str, Tensor], model: Path) -> TrainResult:
         optimizer=moments,
         config=ADAMW,
         sensitivity=still,
-        independent=still,
     )
 
 

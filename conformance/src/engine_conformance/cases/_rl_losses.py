@@ -23,6 +23,7 @@ __all__ = [
     "PPO",
     "Policy",
     "clipped_value",
+    "nearest_value_bound",
     "oracle_clipped_value",
     "ratio_is_one",
     "value_is_old",
@@ -138,6 +139,14 @@ def oracle_clipped_value(oracle: OracleModel, batch: PackedDocuments, denominato
         denominator=denominator,
         clip=VALUE_CLIP,
     )
+
+
+def nearest_value_bound(oracle: OracleModel, batch: PackedDocuments) -> float:
+    """Return how near a value that counts comes to a bound of the clip about its old one."""
+    values = oracle.values(batch.input_ids, batch.cu_seqlens).detach()
+    counted = torch.as_tensor(batch.loss_weight) > 0
+    moved = (values - torch.as_tensor(batch.old_values).double()).abs()[counted]
+    return float((moved - VALUE_CLIP).abs().min())
 
 
 def _differences(now: Tensor, before: Tensor, batch: Batch) -> LossOutput:

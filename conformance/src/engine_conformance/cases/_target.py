@@ -58,6 +58,7 @@ class Target:
         layout: how the ranks are spread where a case does not say it itself.
         partner: another engine's name, for what two engines owe each other; mostly absent.
         patience: deadlines are this many times as long.
+        seed: the seed of the batches (`use_seed`).
         rollout: whether ``backend`` names a rollout.
         options: the backend's own (``engine.options``, or ``rollout.options``), by name.
     """
@@ -71,6 +72,7 @@ class Target:
     layout: Parallelism = field(default_factory=Parallelism)
     partner: str | None = None
     patience: float = 1.0
+    seed: int = 0
     rollout: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -152,7 +152,7 @@ def _steps_match(
         oracle = load_oracle(model, adapter=_write_adapter(target.scratch() / "before", before))
         if done is not None:
             still = {name: torch.zeros_like(tensor) for name, tensor in done.sensitivity.items()}
-            done = replace(done, oracle=oracle, sensitivity=still, independent=still)
+            done = replace(done, oracle=oracle, sensitivity=still)
         done = train_steps(
             oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0, eps=EPS), start=done
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from engine_api.capabilities import Capability
@@ -35,6 +34,7 @@ from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import AdamWConfig
+from engine_conformance.seeds import cached_by_seed
 
 TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
@@ -93,7 +93,7 @@ def offload(target: Target) -> float:
     )
 
 
-@cache
+@cached_by_seed
 def _other_lengths() -> PackedDocuments:
     """Return documents of other lengths with as many tokens as the equal ones.
 

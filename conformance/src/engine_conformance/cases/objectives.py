@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 from engine_api.config import Memory
 from engine_conformance.cases import _losses as losses
@@ -12,7 +11,7 @@ from engine_conformance.cases._expect import documents, oracle_of, oracle_traini
 from engine_conformance.cases._ranks import train
 from engine_conformance.cases._target import Target
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import OracleModel
+from engine_conformance.seeds import cached_by_seed
 
 
 def _batches(*lengths: str) -> tuple[PackedDocuments, ...]:
@@ -50,7 +49,7 @@ def policy(target: Target) -> float:
     model = target.model()
     oracle = oracle_of(str(model))
     plain = documents(21, "uneven")
-    batch = _near(oracle, plain)
+    batch = _near(str(model), plain)
     config = target.config(model, memory=Memory(max_tokens=16))
     ranks = target.run(train, config, batches=[batch], loss=losses.policy, denominators=[17.0])
     want = oracle_training(str(model), (batch,), loss=losses.oracle_policy, denominators=(17.0,))
@@ -66,14 +65,14 @@ def policy(target: Target) -> float:
         "num_tokens",
         f"{got.num_tokens} of {len(batch.input_ids)}",
     )
-    margin = training_matches(target, ranks, want, oracle)
+    margin = training_matches(target, ranks, want, oracle, off_policy=(0,))
     idle = _idle(batch)
     ranks = target.run(train, config, batches=[idle], loss=losses.policy)
     want = oracle_training(str(model), (idle,), loss=losses.oracle_policy)
-    return max(margin, training_matches(target, ranks, want, oracle))
+    return max(margin, training_matches(target, ranks, want, oracle, off_policy=(0,)))
 
 
-@cache
+@cached_by_seed
 def _idle(batch: PackedDocuments) -> PackedDocuments:
     """Return the batch with every third advantage 0."""
     advantages = batch.advantages.copy()
@@ -81,18 +80,14 @@ def _idle(batch: PackedDocuments) -> PackedDocuments:
     return replace(batch, advantages=advantages)
 
 
-_NEAR: dict[int, PackedDocuments] = {}
-
-
-def _near(oracle: OracleModel, batch: PackedDocuments) -> PackedDocuments:
+@cached_by_seed
+def _near(folder: str, batch: PackedDocuments) -> PackedDocuments:
     """Return old log-probs about the current ones, so that some ratios are clipped.
 
     It is the same object each time.
     """
-    if id(batch) not in _NEAR:
-        now = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
-        _NEAR[id(batch)] = batch.near(1, old_log_probs=now.numpy())
-    return _NEAR[id(batch)]
+    now = oracle_of(folder).token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
+    return batch.near(1, old_log_probs=now.numpy())
 
 
 @case(id="train.entropy")

@@ -40,6 +40,7 @@ from engine_conformance.cases._rl_updates import (
     OPTIMIZER,
     SPLIT,
     Phase,
+    Plan,
     is_value,
     now,
     policy_holds,
@@ -205,12 +206,21 @@ def ppo(target: Target) -> float:
     always 1), the reference follows the policy, entropy is detached (verl #1720),
     metrics are averaged over ranks, or the loss over micro-batches (verl #3294).
     """
-    plan = ((documents(120, "uneven"), 2), (documents(121, "skewed"), 1))
-    phases = [
-        Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator)
-        for batch, most in plan
-    ]
-    return policy_holds(target, phases, losses.PPO)
+    return policy_holds(target, _two_batches(target, 120), losses.PPO)
+
+
+def _two_batches(target: Target, seed: int) -> Plan:
+    """Return a plan of two epochs on one batch (in bfloat16 one), then another batch."""
+
+    def plan(attempt: int) -> list[Phase]:
+        first = seed + 1000 * attempt
+        batches = ((documents(first, "uneven"), 2), (documents(first + 1, "skewed"), 1))
+        return [
+            Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator)
+            for batch, most in batches
+        ]
+
+    return plan
 
 
 def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocuments:
@@ -245,12 +255,17 @@ def grpo(target: Target) -> float:
     weigh less (arXiv:2503.20783); documents of one group lie on several ranks and are
     averaged a rank (prime-rl #2562).
     """
-    batches = (_grouped(documents(122, "uneven"), 1), _grouped(documents(123, "uneven"), 2))
-    phases = [
-        Phase(batch=batch, epochs=_epochs(target, 2 - i), denominator=float(len(batch.lengths)))
-        for i, batch in enumerate(batches)
-    ]
-    return policy_holds(target, phases, losses.GRPO)
+
+    def plan(attempt: int) -> list[Phase]:
+        return [
+            Phase(batch=batch, epochs=_epochs(target, 2 - i), denominator=float(len(batch.lengths)))
+            for i, batch in enumerate(
+                _grouped(documents(122 + i + 1000 * attempt, "uneven"), 1 + i + 1000 * attempt)
+                for i in range(2)
+            )
+        ]
+
+    return policy_holds(target, plan, losses.GRPO)
 
 
 @case(id="rl.value", profile="rl", model_types=(VALUE,))
@@ -263,12 +278,7 @@ def value(target: Target) -> float:
     If this fails: values are shifted by a token against returns, or old values are
     those of the new weights.
     """
-    plan = ((documents(124, "uneven"), 2), (documents(125, "skewed"), 1))
-    phases = [
-        Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator)
-        for batch, most in plan
-    ]
-    return value_holds(target, phases)
+    return value_holds(target, _two_batches(target, 124))
 
 
 Seen = tuple[str, int, str]  # after what, the version, the export's digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -47,6 +46,7 @@ from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
+from engine_conformance.seeds import cached_by_seed
 from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
 
 TYPES = (LM, VALUE)
@@ -279,7 +279,7 @@ def raise_halfway(setup: Setup, batch: PackedDocuments) -> Halved:
         return raised, last, summary(engine, [])
 
 
-@cache
+@cached_by_seed
 def _two_for_each_rank() -> PackedDocuments:
     """Return documents of at least two micro-batches of 12 tokens on each of up to four ranks."""
     return packed_documents(39, (7, 1, 12, 5, 3, 9, 8, 6, 4, 10, 2, 11))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +46,13 @@ from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
 )
-from engine_conformance.fixtures import PackedDocuments, concatenate, packed_documents
+from engine_conformance.fixtures import (
+    PackedDocuments,
+    concatenate,
+    packed_documents,
+)
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
+from engine_conformance.seeds import cached_by_seed
 from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
 
 TYPES = (LM, VALUE)
@@ -300,7 +304,7 @@ def accumulation(target: Target) -> float:
 _FAINT = 1 / 512
 
 
-@cache
+@cached_by_seed
 def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
     """Return a batch, then many whose gradients are faint next to the first's.
 

@@ -56,9 +56,8 @@ class TrainResult:
     ``sensitivity`` says how far a rounding error in the gradients can move each weight:
     to first order, gradients off by r times their `spread` move it by r * sensitivity.
     Adam divides by a weight's own gradient history, so a weight whose gradients nearly
-    vanish is moved at full rate in a direction that rounding decides. ``independent``
-    is the same for errors that are independent from step to step: the root of the sum
-    of squares, where ``sensitivity`` is the sum.
+    vanish is moved at full rate in a direction that rounding decides. It is the root of
+    the sum of squares over the steps, whose errors are different sums of roundings.
     """
 
     steps: tuple[StepResult, ...]
@@ -66,7 +65,6 @@ class TrainResult:
     optimizer: AdamWState
     config: AdamWConfig
     sensitivity: dict[str, Tensor]
-    independent: dict[str, Tensor]
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -124,10 +122,8 @@ def train_steps(
     model = oracle if start is None else start.oracle
     state = zero_state(model.trainable) if start is None else start.optimizer
     sensitivity = {name: torch.zeros_like(p) for name, p in model.trainable.items()}
-    independent = dict(sensitivity)
     if start is not None:
         sensitivity = start.sensitivity
-        independent = start.independent
     steps: list[StepResult] = []
     divisors = denominators or [batch.denominator for batch in batches]
     for batch, denominator in zip(batches, divisors, strict=True):
@@ -136,8 +132,7 @@ def train_steps(
         params, state = adamw_step(model.trainable, grads, state, config, lr=lr)
         model = _with_trainable(model, params)
         moved = _sensitivity(grads, state, config, lr)
-        sensitivity = {name: before + moved[name] for name, before in sensitivity.items()}
-        independent = {name: before.hypot(moved[name]) for name, before in independent.items()}
+        sensitivity = {name: before.hypot(moved[name]) for name, before in sensitivity.items()}
         steps.append(StepResult(loss=value, grad_norm=global_norm(grads), lr=lr))
     return TrainResult(
         steps=tuple(steps),
@@ -145,7 +140,6 @@ def train_steps(
         optimizer=state,
         config=config,
         sensitivity=sensitivity,
-        independent=independent,
     )
 
 

@@ -36,7 +36,7 @@ _STATUSES: tuple[Status, ...] = (
 )
 _SHOWED_NOTHING = ("suite-error", "not-run")
 # The options of the selection that all reports must have in common.
-_SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options")
+_SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options", "seed")
 # Facts that belong to the kind of machine only where the cases ran on them.
 _HOST = ("cpu",)
 # Numbers of devices and cores: a larger machine of the same kind is the same kind.
