@@ -211,6 +211,31 @@ class RecomputesUnpacked(Model):
         return result
 
 
+@mutant("memory.recompute_saves", group="recompute", part="model")
+class NothingRecomputed(Model):
+    """Recompute is accepted, and all activations are kept."""
+
+    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+        return self.run_block(params, x, packed)
+
+
+@mutant("memory.chunks_bound", group="core", part="model")
+class AllLogitsExist(Model):
+    """``logit_chunk`` is accepted, and the logits of all tokens are computed at once."""
+
+    def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        weight = self.weight("model.embed_tokens.weight" if self.shape.tied else "lm_head.weight")
+        return self.log_probs(hidden, weight, targets, temperature)
+
+
+@mutant("memory.compile", group="compile", part="model")
+class NothingCompiled(Model):
+    """``compile`` is accepted, and the blocks run as they are."""
+
+    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+        return self.block(params, x, packed)
+
+
 @mutant("memory.compile", group="compile", part="model")
 class CompiledMaskStays(Model):
     """A compiled block keeps the mask of the first batch of each size."""

@@ -8,9 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch._dynamo
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
+from engine_api.losses import LossFn, needs_of
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import (
     asking,
@@ -19,10 +29,12 @@ from engine_conformance.cases._expect import (
     oracle_training,
     training_matches,
 )
+from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
     Trained,
     answer,
+    local_batch,
     opened,
     save,
     step,
@@ -32,7 +44,7 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise
-from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig
 from engine_conformance.seeds import cached_by_seed
 
@@ -80,6 +92,112 @@ def recompute(target: Target) -> float:
     return _with(target, Memory(recompute="full", max_tokens=24))
 
 
+class _Saved:
+    """A loss that counts the bytes kept for backward when it is called, each storage once."""
+
+    def __init__(self, loss: LossFn) -> None:
+        self._loss = loss
+        self._storages = dict[int, int]()
+        self.needs = needs_of(loss)
+        self.most = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """Note what is kept now, when the forward pass of the micro-batch is over."""
+        self.most = max(self.most, sum(self._storages.values()))
+        self._storages.clear()
+        return self._loss(outputs, batch)
+
+
+def saved_bytes(setup: Setup, batch: PackedDocuments) -> int:
+    """Return the bytes that autograd keeps of a step's forward pass, at the call of the loss."""
+    saved = _Saved(default_loss(setup.model_type))
+    with opened(setup) as engine, saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+        step(engine, setup, batch, loss=saved)
+    return saved.most
+
+
+@case(id="memory.recompute_saves", since="1.3", requires=(Capability.RECOMPUTE,), model_types=TYPES)
+def recompute_saves(target: Target) -> float:
+    """Recomputing MUST keep less for backward: at most six tenths in a model of six layers.
+
+    The bytes that autograd keeps are counted at the call of the loss.
+
+    If this fails: the option is accepted and nothing is recomputed.
+    """
+    folder = target.model(num_layers=6)
+    margins = list[float]()
+    config = target.config(folder)
+    kept = [
+        target.run(saved_bytes, replace(config, memory=Memory(recompute=kind)), batch=_long())
+        for kind in ("none", "full")
+    ]
+    for rank, (whole, less) in enumerate(zip(*kept, strict=True)):
+        where = f"rank {rank}"
+        must(whole > 0, "bytes for backward", "autograd keeps nothing in this process", where=where)
+        problem = f"{less} with recompute, {whole} without"
+        must(less <= 0.6 * whole, "bytes for backward", problem, where=where)
+        margins.append(less / (0.6 * whole))
+    return max(margins)
+
+
+@cached_by_seed
+def _long() -> PackedDocuments:
+    """Return documents long enough for activations to outweigh the weights."""
+    return packed_documents(86, (190, 150, 130, 120))
+
+
+class _Rows(TorchDispatchMode):
+    """The most rows of logits that an operation has made."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self._vocab, self._hidden = vocab, hidden
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, Tensor) and self._vocab in one.shape:
+                rows = one.numel() // self._vocab
+                # The head's own weight and its gradient have as many rows as a token has numbers.
+                if rows != self._hidden:
+                    self.most = max(self.most, rows)
+        return made
+
+
+def logit_rows(setup: Setup, batch: PackedDocuments, model: TinyModel) -> int:
+    """Return the most rows of logits that exist in a step and in inference."""
+    with opened(setup) as engine, _Rows(model.vocab_size, model.hidden_size) as rows:
+        step(engine, setup, batch)
+        engine.infer_batch(local_batch(engine, batch, setup.device))
+    return rows.most
+
+
+@case(id="memory.chunks_bound", since="1.3")
+def chunks_bound(target: Target) -> float:
+    """The logits of at most ``logit_chunk`` tokens MUST exist at a time, in backward too.
+
+    The results of all operations are looked at, in a step and in inference.
+
+    If this fails: the option is accepted, and the logits of all tokens exist, which are
+    most of the memory of a large vocabulary.
+    """
+    arguments = {"vocab_size": 640, "tied": False}
+    config = target.config(target.model(**arguments), memory=Memory(logit_chunk=9))
+    batch = packed_documents(87, (40, 33, 17))
+    ranks = target.run(logit_rows, config, batch=batch, model=TinyModel(**arguments))
+    for rank, rows in enumerate(ranks):
+        must(rows <= 9, "logits", f"of {rows} tokens for a chunk of 9", where=f"rank {rank}")
+    return max(ranks) / 9
+
+
 @case(id="memory.offload", requires=(Capability.OFFLOAD,), model_types=TYPES, quick=True)
 def offload(target: Target) -> float:
     """Weights or optimizer state on the host MUST NOT change loss, gradient norm or update.
@@ -102,6 +220,13 @@ def _other_lengths() -> PackedDocuments:
     return packed_documents(84, (12, 5, 4, 11))
 
 
+def train_compiled(setup: Setup, batches: Sequence[PackedDocuments]) -> tuple[Trained, int]:
+    """Return the results of some steps, and how many graphs torch has compiled in them."""
+    statistics = torch._dynamo.utils.counters["stats"]  # noqa: SLF001 - torch has no public count
+    before = statistics["unique_graphs"]
+    return train(setup, batches), statistics["unique_graphs"] - before
+
+
 @case(id="memory.compile", requires=(Capability.COMPILE,), world=(1, 2), slow=True)
 def compiled(target: Target) -> float:
     """Compiled blocks MUST NOT change loss, gradient or update.
@@ -109,12 +234,16 @@ def compiled(target: Target) -> float:
     The second batch has as many tokens in documents of other lengths.
 
     If this fails: a graph break or a new shape falls back to another attention; the
-    first batch's mask is a constant of the graph.
+    first batch's mask is a constant of the graph; the option is accepted and nothing is
+    compiled.
     """
     folder = target.model(num_layers=1)
     batches = (documents(83, "equal"), _other_lengths())
     config = target.config(folder, memory=Memory(compile=True))
-    ranks = target.run(train, config, batches=batches, deadline=400.0)
+    ran = target.run(train_compiled, config, batches=batches, deadline=400.0)
+    for rank, (_, graphs) in enumerate(ran):
+        must(graphs > 0, "compile", "torch has compiled no graph", where=f"rank {rank}")
+    ranks = [trained for trained, _ in ran]
     return training_matches(
         target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder))
     )
