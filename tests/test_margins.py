@@ -60,6 +60,12 @@ def test_what_comes_too_near_is_named(margins: Any, bad: dict, text: str) -> Non
     assert problem.startswith(f"train.policy: {text}")
 
 
+def test_a_case_that_never_ran_to_its_end_is_named(margins: Any) -> None:
+    (problem,) = margins.too_near(margins.summary([line(0, None, status="suite-error")]))
+
+    assert problem.startswith("train.policy: 1 of 1 did not pass")
+
+
 def test_the_last_line_of_a_run_counts(margins: Any, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     file.write_text("".join(json.dumps(line(0, margin)) + "\n" for margin in (0.9, 0.2)))

@@ -133,7 +133,12 @@ def scan(options: argparse.Namespace) -> None:
 
 
 def percentile(margins: Sequence[float], share: float) -> float:
-    """Return the smallest margin that at least this share of the runs do not exceed."""
+    """Return the smallest margin that at least this share of the runs do not exceed.
+
+    It is 0 where no run compared numbers, as where all of them ended as suite-error.
+    """
+    if not margins:
+        return 0.0
     return sorted(margins)[max(0, math.ceil(share * len(margins)) - 1)] if margins else 0.0
 
 

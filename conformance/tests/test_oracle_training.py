@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
 from engine_conformance.oracle import (
     AdamWConfig,
     Schedule,
+    adamw_step,
     load_oracle,
     loss_and_grads,
     sft,
+    spread,
     train_steps,
 )
+from engine_conformance.oracle.adamw import zero_state
 from engine_conformance.oracle.losses import (
     kl_terms,
     ppo_loss,
@@ -197,3 +201,35 @@ def test_ppo_loss_on_policy_is_minus_the_mean_advantage(checkpoint: Any) -> None
     )
     want = -(batch.loss_weight.astype(float) * batch.advantages).sum() / batch.denominator
     assert got.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_an_error_of_a_gradient_stays_in_the_first_moment(checkpoint: Any) -> None:
+    oracle = load_oracle(checkpoint())
+    config = AdamWConfig(weight_decay=0.0)
+    batches = [packed_documents(seed, (6, 5)) for seed in range(3)]
+    result = train_steps(oracle, batches, optimizer=config)
+    name = "model.layers.1.mlp.down_proj.weight"
+    generator = torch.Generator().manual_seed(0)
+    spreads = []
+    state = zero_state(oracle.params)
+    model = oracle
+    for batch in batches:
+        grads = loss_and_grads(model, batch, sft, batch.denominator)[1]
+        params, state = adamw_step(model.params, grads, state, config, lr=1e-3)
+        model = replace(model, params=params)
+        size = spread(grads[name].square())
+        spreads.append((grads[name][:4, :4], size[:4, :4]))
+
+    # Moments with errors over the second moments without them, to first order.
+    moved = []
+    for _ in range(2000):
+        off, second, weight = (torch.zeros(4, 4, dtype=torch.float64) for _ in range(3))
+        for step, (grad, size) in enumerate(spreads, 1):
+            error = size * torch.randn(4, 4, generator=generator, dtype=torch.float64)
+            off = 0.9 * off + 0.1 * error
+            second = 0.999 * second + 0.001 * grad.square()
+            root = (second / (1 - 0.999**step)).sqrt() + config.eps
+            weight = weight + 1e-3 * off / (1 - 0.9**step) / root
+        moved.append(weight)
+
+    assert torch.allclose(torch.stack(moved).std(0), result.sensitivity[name][:4, :4], rtol=0.1)

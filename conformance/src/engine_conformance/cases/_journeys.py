@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from engine_api.config import OptimizerConfig, Parallelism, ScheduleConfig
@@ -40,7 +39,14 @@ from engine_conformance.compare import (
     assert_weights_close,
 )
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import AdamWConfig, AdamWState, Schedule, StepResult, TrainResult
+from engine_conformance.oracle import (
+    AdamWConfig,
+    AdamWState,
+    Errors,
+    Schedule,
+    StepResult,
+    TrainResult,
+)
 from engine_conformance.tolerances import moment_tolerance, weight_tolerance
 
 __all__ = [
@@ -192,13 +198,13 @@ def start_of(state: Mapping[str, Tensor], model: Path) -> TrainResult:
     must(len(steps) == 1, "optim step", f"{sorted(steps)}: not the same for all weights")
     moments = AdamWState(step=int(steps.pop()), **{one: parts[one] for one in _MOMENTS})
     oracle = replace(plain, params=parts["params"])
-    still = {n: torch.zeros_like(p) for n, p in oracle.params.items()}
+    still = {n: Errors.none(p) for n, p in oracle.params.items()}
     return TrainResult(
         steps=(),
         oracle=oracle,
         optimizer=moments,
         config=ADAMW,
-        sensitivity=still,
+        errors=still,
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -151,8 +150,8 @@ def _steps_match(
     for index, batch in enumerate(batches):
         oracle = load_oracle(model, adapter=_write_adapter(target.scratch() / "before", before))
         if done is not None:
-            still = {name: torch.zeros_like(tensor) for name, tensor in done.sensitivity.items()}
-            done = replace(done, oracle=oracle, sensitivity=still)
+            errors = {name: one.with_known_weight() for name, one in done.errors.items()}
+            done = replace(done, oracle=oracle, errors=errors)
         done = train_steps(
             oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0, eps=EPS), start=done
         )

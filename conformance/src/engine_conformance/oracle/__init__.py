@@ -8,6 +8,7 @@ from engine_conformance.oracle.model import OracleModel, OracleOutputs, load_ora
 from engine_conformance.oracle.names import expected_shapes
 from engine_conformance.oracle.schedule import Schedule
 from engine_conformance.oracle.train import (
+    Errors,
     StepResult,
     TrainResult,
     loss_and_grads,
@@ -27,6 +28,7 @@ __all__ = [
     "AdamWConfig",
     "AdamWState",
     "Adapter",
+    "Errors",
     "MoEConfig",
     "ModelConfig",
     "OracleModel",

@@ -21,7 +21,16 @@ from engine_conformance.oracle.losses import sft_loss
 from engine_conformance.oracle.model import OracleModel
 from engine_conformance.oracle.schedule import Schedule
 
-__all__ = ["Loss", "StepResult", "TrainResult", "loss_and_grads", "sft", "spread", "train_steps"]
+__all__ = [
+    "Errors",
+    "Loss",
+    "StepResult",
+    "TrainResult",
+    "loss_and_grads",
+    "sft",
+    "spread",
+    "train_steps",
+]
 
 Loss = Callable[[OracleModel, PackedDocuments, float], Tensor]
 """``loss(oracle, batch, denominator)`` returns a scalar, already divided by the denominator."""
@@ -46,6 +55,43 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Variances that rounding errors of the gradients, one `spread` each, leave in one tensor.
+
+    Adam's first moment carries an error on into later updates, so that weight and moment
+    are off together: ``both`` is their covariance.
+    """
+
+    weight: Tensor
+    moment: Tensor
+    both: Tensor
+
+    @staticmethod
+    def none(like: Tensor) -> Errors:
+        """Return the variances before the first step."""
+        zero = torch.zeros_like(like, requires_grad=False)
+        return Errors(weight=zero, moment=zero, both=zero)
+
+    def with_known_weight(self) -> Errors:
+        """Return the variances once the weight itself is known, but not the moment."""
+        zero = torch.zeros_like(self.weight)
+        return Errors(weight=zero, moment=self.moment, both=zero)
+
+    def after(self, gradient: Tensor, beta: float, rate: Tensor) -> Errors:
+        """Return the variances after an update.
+
+        Args:
+            gradient: variance of the gradient's error, which no earlier error knows of.
+            beta: factor by which the first moment decays.
+            rate: factor from the first moment to the update.
+        """
+        moment = beta**2 * self.moment + (1 - beta) ** 2 * gradient
+        both = beta * self.both
+        weight = self.weight + 2 * rate * both + rate.square() * moment
+        return Errors(weight=weight, moment=moment, both=both + rate * moment)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """The final state of a run of steps.
 
@@ -53,23 +99,31 @@ class TrainResult:
     ``config`` the optimizer's constants. ``params`` are the trainable tensors by name:
     the adapter's, if any.
 
-    ``sensitivity`` says how far a rounding error in the gradients can move each weight:
-    to first order, gradients off by r times their `spread` move it by r * sensitivity.
-    Adam divides by a weight's own gradient history, so a weight whose gradients nearly
-    vanish is moved at full rate in a direction that rounding decides. It is the root of
-    the sum of squares over the steps, whose errors are different sums of roundings.
+    ``errors`` says how far rounding errors in the gradients can move each weight, see
+    `sensitivity`.
     """
 
     steps: tuple[StepResult, ...]
     oracle: OracleModel
     optimizer: AdamWState
     config: AdamWConfig
-    sensitivity: dict[str, Tensor]
+    errors: dict[str, Errors]
 
     @property
     def params(self) -> dict[str, Tensor]:
         """Final trainable tensors by name, float64."""
         return self.oracle.trainable
+
+    @property
+    def sensitivity(self) -> dict[str, Tensor]:
+        """How far an error of one `spread` in each step's gradient moves each weight, by name.
+
+        To first order, gradients off by r times their `spread` move a weight by
+        r * sensitivity. Adam divides by a weight's own gradient history, so a weight whose
+        gradients nearly vanish is moved at full rate in a direction that rounding decides.
+        Steps are independent: their errors are different sums of roundings.
+        """
+        return {name: errors.weight.sqrt() for name, errors in self.errors.items()}
 
     @property
     def path_length(self) -> float:
@@ -121,9 +175,10 @@ def train_steps(
     schedule = schedule or Schedule()
     model = oracle if start is None else start.oracle
     state = zero_state(model.trainable) if start is None else start.optimizer
-    sensitivity = {name: torch.zeros_like(p) for name, p in model.trainable.items()}
-    if start is not None:
-        sensitivity = start.sensitivity
+    if start is None:
+        errors = {name: Errors.none(p) for name, p in model.trainable.items()}
+    else:
+        errors = start.errors
     steps: list[StepResult] = []
     divisors = denominators or [batch.denominator for batch in batches]
     for batch, denominator in zip(batches, divisors, strict=True):
@@ -131,34 +186,38 @@ def train_steps(
         lr = schedule.at(state.step)
         params, state = adamw_step(model.trainable, grads, state, config, lr=lr)
         model = _with_trainable(model, params)
-        moved = _sensitivity(grads, state, config, lr)
-        sensitivity = {name: before.hypot(moved[name]) for name, before in sensitivity.items()}
+        errors = _errors(errors, grads, state, config, lr)
         steps.append(StepResult(loss=value, grad_norm=global_norm(grads), lr=lr))
     return TrainResult(
         steps=tuple(steps),
         oracle=model,
         optimizer=state,
         config=config,
-        sensitivity=sensitivity,
+        errors=errors,
     )
 
 
-def _sensitivity(
-    grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float
-) -> dict[str, Tensor]:
-    """Return how an error of one `spread` in the gradient changes this update.
+def _errors(
+    errors: dict[str, Errors],
+    grads: dict[str, Tensor],
+    state: AdamWState,
+    config: AdamWConfig,
+    lr: float,
+) -> dict[str, Errors]:
+    """Return the errors after an update.
 
-    It is ``lr * spread(g) / (sqrt(v) + eps)``, and zero where no gradient was ever
-    seen: an absent token's embedding has no rounding error either.
+    They are zero where no gradient was ever seen: an absent token's embedding has no
+    rounding error either.
     """
     scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
-    unbias = 1 - config.betas[1] ** state.step
-    moved: dict[str, Tensor] = {}
+    beta1, beta2 = config.betas
+    after: dict[str, Errors] = {}
     for name, grad in grads.items():
-        root = (state.exp_avg_sq[name] / unbias).sqrt()
-        size = lr * scale * spread(grad.square())
-        moved[name] = torch.where(root > 0, size / (root + config.eps), 0.0)
-    return moved
+        root = (state.exp_avg_sq[name] / (1 - beta2**state.step)).sqrt()
+        rate = torch.where(root > 0, lr / (1 - beta1**state.step) / (root + config.eps), 0.0)
+        wrong = (scale * spread(grad.square())).square()
+        after[name] = errors[name].after(wrong, beta1, rate)
+    return after
 
 
 def spread(squares: Tensor) -> Tensor:
