@@ -219,6 +219,7 @@ def _module() -> ModuleType:
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 8,
+        "get_device_name": lambda *_: "simulated NPU",
         "current_device": lambda: 0,
         "set_device": silent,
         "synchronize": silent,
