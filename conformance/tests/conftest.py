@@ -24,12 +24,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
     The function returns the checkpoint's folder.
     """
-    written: dict[TinyModel, Path] = {}
+    written: dict[str, Path] = {}
 
     def write(**kwargs: Any) -> Path:
         model = TinyModel(**kwargs)
-        if model not in written:
-            written[model] = write_checkpoint(tmp_path_factory.mktemp("model"), model)
-        return written[model]
+        if repr(model) not in written:
+            written[repr(model)] = write_checkpoint(tmp_path_factory.mktemp("model"), model)
+        return written[repr(model)]
 
     return write

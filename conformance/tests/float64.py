@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,7 +11,18 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Everywhere(TorchFunctionMode):
-    """Mode that replaces float32 by float64, as an argument or in ``.float()``."""
+    """Mode that replaces float32 by float64, as an argument, in ``.float()`` and as the default."""
+
+    def __enter__(self) -> Self:
+        # An integer tensor times a Python float has the default dtype.
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(self._before)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -25,7 +25,45 @@ from engine_conformance.oracle import (
 )
 from float64 import Float64Everywhere
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"]
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4}
+# A context of 8 tokens: the document of 11 is beyond it.
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn-by-hand": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 10,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i / 4 for i in range(8)],
+        "factor": 4.0,
+    },
+    "longrope-short": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [9.0] * 8,
+        "attention_factor": 1.3,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 # Both sides are float64; what is left is the order of sums.
 TIGHT = {"rtol": 0.0, "atol": 1e-9}
 
@@ -58,8 +96,44 @@ def test_logits_equal_transformers(checkpoint: Any, ids: Tensor, family: str, ti
         {"family": "qwen3", "num_kv_heads": 1, "head_dim": 32, "rope_theta": 1e6},
         {"family": "qwen2", "old_config_keys": True, "rope_theta": 5e4},
         {"family": "qwen3", "shards": 3, "num_layers": 3},
+        *({"family": "llama", "max_position": 8, "rope": rope} for rope in ROPES.values()),
+        {"family": "qwen2", "old_config_keys": True, "rope": {"type": "linear", "factor": 2.0}},
+        {"family": "llama", "keys": {"attention_bias": True, "mlp_bias": True}},
+        {"family": "qwen3", "keys": {"attention_bias": True}},
+        {"family": "mistral", "keys": {"sliding_window": 4}},
+        {"family": "qwen2", "keys": WINDOWED | {"max_window_layers": 1}},
+        {
+            "family": "qwen3",
+            "keys": WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]},
+        },
+        {"family": "qwen3_moe", "keys": WINDOWED},
+        {"family": "gemma2", "keys": {"sliding_window": 4, "query_pre_attn_scalar": 24}},
+        {
+            "family": "gemma2",
+            "keys": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5},
+        },
+        {"family": "gemma2", "keys": {"final_logit_softcapping": None, "attention_bias": True}},
+        {"family": "qwen3", "stored": "bfloat16"},
     ],
-    ids=["moe-not-normed", "no-gqa", "mqa-wide", "old-keys", "sharded"],
+    ids=[
+        "moe-not-normed",
+        "no-gqa",
+        "mqa-wide",
+        "old-keys",
+        "sharded",
+        *ROPES,
+        "linear-old-keys",
+        "all-biases",
+        "attention-biases",
+        "window",
+        "window-above-a-layer",
+        "window-by-layer-types",
+        "window-moe",
+        "gemma-window",
+        "gemma-tight-caps",
+        "gemma-no-cap",
+        "bfloat16-files",
+    ],
 )
 def test_variants_equal_transformers(checkpoint: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:
     folder = checkpoint(**kwargs)
@@ -138,12 +212,10 @@ def test_names_are_exact_and_tied_head_absent(checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "whole heads"),
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"use_sliding_window": True}, "sliding"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_dropout": 0.1}, "dropout"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "SequenceClassification"),
     ],
 )

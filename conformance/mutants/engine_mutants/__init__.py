@@ -15,6 +15,7 @@ __all__ = ["GROUPS", "load_mutants"]
 
 GROUPS = (
     "forward",
+    "models",
     "train",
     "steps",
     "orders",

@@ -53,6 +53,7 @@ _MODULES = (
     "refusals",
     "refusal",
     "forward",
+    "models",
     "train",
     "objectives",
     "steps",

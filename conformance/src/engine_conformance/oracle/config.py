@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_conformance.oracle.rope import ROPE_KINDS, Rope
+
 __all__ = ["FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
+_ACTIVATIONS = {"gemma2": ("hidden_activation", "gelu_pytorch_tanh")}
 
 
 class UnsupportedModel(ValueError):
@@ -32,8 +36,17 @@ class MoEConfig:
 class ModelConfig:
     """The architecture of one checkpoint, with defaults filled in as transformers fills them.
 
-    ``value_model`` is true for a ``*ForTokenClassification`` checkpoint with one label;
-    ``tied`` is true when the language-model head is the embedding.
+    Attributes:
+        value_model: true for a ``*ForTokenClassification`` checkpoint with one label.
+        tied: true when the language-model head is the embedding.
+        windows: by layer the number of tokens that a token attends to, itself included;
+            None is all of its document before it.
+        attention_scale: the factor of a query's product with a key.
+        attention_cap: c of ``c * tanh(scores / c)``; None is no cap.
+        logit_cap: the same of the logits.
+        embedding_scale: the factor of the embeddings.
+        norm_offset: added to the weight of every norm.
+        norms_after: true if attention's and the MLP's results have a norm of their own.
     """
 
     family: str
@@ -45,13 +58,20 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
     tied: bool
     value_model: bool
     value_bias: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    windows: tuple[int | None, ...]
+    attention_scale: float
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    norms_after: bool = False
     moe: MoEConfig | None = None
 
     @property
@@ -63,17 +83,20 @@ class ModelConfig:
 def read_config(folder: str | Path) -> ModelConfig:
     """Read ``config.json`` of a Hugging Face folder.
 
+    Rates of dropout are not read: the oracle drops nothing.
+
     Raises:
-        UnsupportedModel: on an unknown family, scaled RoPE, sliding windows, dropout, an activation
-            other than SiLU, or a head that is neither a language-model nor a one-label token head.
+        UnsupportedModel: on an unknown family, an unknown or partial RoPE, an unknown activation,
+            or a head that is neither a language-model nor a one-label token head.
     """
     raw = json.loads((Path(folder) / "config.json").read_text())
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r}: the oracle computes {', '.join(FAMILIES)}")
-    _refuse(raw)
+    _check_activation(raw)
     heads = raw["num_attention_heads"]
-    attention_bias = bool(raw.get("attention_bias", False))
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    biased = bool(raw.get("attention_bias", False)) and family not in ("qwen2", "mistral")
     return ModelConfig(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -82,46 +105,83 @@ def read_config(folder: str | Path) -> ModelConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=head_dim,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(raw),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        rope=_rope(raw, head_dim),
+        tied=bool(raw.get("tie_word_embeddings", family == "gemma2")),
         value_model=_is_value_model(raw),
         value_bias=bool(raw.get("token_classification_bias", True)),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias and family != "qwen2",
+        qkv_bias=biased or family == "qwen2",
+        o_bias=biased,
         mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+        windows=_windows(raw),
         moe=_moe(raw) if family == "qwen3_moe" else None,
+        **(_gemma2(raw) if family == "gemma2" else {"attention_scale": head_dim**-0.5}),
     )
 
 
-def _refuse(raw: Mapping[str, Any]) -> None:
-    """Raise on settings that would change the result and are not computed here."""
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Gemma 2 alone has (Gemma Team 2024, arXiv:2408.00118, section 2)."""
+    return {
+        "attention_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_cap": raw.get("attn_logit_softcapping", 50.0),
+        "logit_cap": raw.get("final_logit_softcapping", 30.0),
+        "embedding_scale": math.sqrt(raw["hidden_size"]),
+        "norm_offset": 1.0,
+        "norms_after": True,
+    }
+
+
+def _check_activation(raw: Mapping[str, Any]) -> None:
+    """Raise on an activation that is not the family's."""
+    key, wanted = _ACTIVATIONS.get(raw["model_type"], ("hidden_act", "silu"))
+    if (got := raw.get(key, wanted)) != wanted:
         raise UnsupportedModel(
-            "sliding-window attention: the oracle computes full causal attention only"
+            f"{key} {got!r}: the oracle computes {wanted!r} for {raw['model_type']}"
         )
-    if raw.get("attention_dropout"):
-        raise UnsupportedModel(
-            f"attention_dropout {raw['attention_dropout']}: the oracle has no dropout"
-        )
-    if (act := raw.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"hidden_act {act!r}: the oracle computes 'silu' only")
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """Return the RoPE base.
+def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
+    """Return the rotary positions.
 
-    transformers 5 writes ``rope_parameters``, earlier versions
-    ``rope_theta``/``rope_scaling``.
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and
+    ``rope_scaling``.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KINDS or given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel(
-            f"rope {rope}: the oracle computes the default RoPE without scaling only"
+            f"rope {given}: the oracle computes {', '.join(ROPE_KINDS)}, on whole heads"
         )
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    longest = raw.get("max_position_embeddings", 2048)
+    return Rope(
+        kind=kind,
+        theta=float(given.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        head_dim=head_dim,
+        max_position=longest,
+        original=given.get("original_max_position_embeddings") or longest,
+        parameters=given,
+    )
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the window of each layer.
+
+    Mistral's and Qwen3-MoE's hold for all layers. Qwen2 and Qwen3 have theirs from
+    ``max_window_layers`` on, Gemma 2 in every other layer from the first on, where
+    ``layer_types`` does not say otherwise.
+    """
+    family = raw["model_type"]
+    layers = range(raw["num_hidden_layers"])
+    switched = family in ("mistral", "gemma2") or raw.get("use_sliding_window", False)
+    window = raw.get("sliding_window", 4096) if switched and family != "llama" else None
+    if family in ("llama", "mistral", "qwen3_moe"):
+        return tuple(window for _ in layers)
+    first = raw.get("max_window_layers", 28)
+    slides = [i % 2 == 0 if family == "gemma2" else i >= first for i in layers]
+    if (types := raw.get("layer_types")) is not None:
+        slides = [one == "sliding_attention" for one in types]
+    return tuple(window if one else None for one in slides)
 
 
 def _is_value_model(raw: Mapping[str, Any]) -> bool:

@@ -8,15 +8,16 @@ name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from engine_conformance.oracle.config import ModelConfig, MoEConfig
+from engine_conformance.oracle.rope import rotate
 
-__all__ = ["attention_block", "feed_forward_block", "linear", "rms_norm", "routing_gap"]
+__all__ = ["attention_block", "cap", "feed_forward_block", "linear", "norm", "routing_gap"]
 
 Params = Mapping[str, Tensor]
 
@@ -31,19 +32,28 @@ def linear(params: Params, name: str, x: Tensor) -> Tensor:
     return y if bias is None else y + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(params: Params, config: ModelConfig, name: str, x: Tensor) -> Tensor:
     """Return the root-mean-square norm over the last axis.
 
     Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
-    return weight * x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    weight = config.norm_offset + params[f"{name}.weight"]
+    return weight * x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+
+
+def cap(x: Tensor, bound: float | None) -> Tensor:
+    """Return ``bound * tanh(x / bound)``, or ``x`` without a bound."""
+    return x if bound is None else bound * torch.tanh(x / bound)
 
 
 def attention_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
     """Compute the first half of a pre-norm decoder layer, ``[L, C]`` to ``[L, C]``."""
     prefix = f"model.layers.{index}."
-    normed = rms_norm(x, params[f"{prefix}input_layernorm.weight"], config.rms_norm_eps)
-    return x + attention(params, config, f"{prefix}self_attn.", normed)
+    normed = norm(params, config, f"{prefix}input_layernorm", x)
+    mixed = attention(params, config, index, f"{prefix}self_attn.", normed)
+    if config.norms_after:
+        mixed = norm(params, config, f"{prefix}post_attention_layernorm", mixed)
+    return x + mixed
 
 
 def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
@@ -52,14 +62,16 @@ def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tenso
     prefix = f"model.layers.{index}.mlp."
     if config.moe is not None and index in config.moe.sparse_layers:
         return x + mixture(params, config.moe, prefix, normed)
-    return x + mlp(params, prefix, normed)
+    if not config.norms_after:
+        return x + mlp(params, prefix, normed)
+    made = mlp(params, prefix, normed, activation=_gelu_tanh)
+    return x + norm(params, config, f"model.layers.{index}.post_feedforward_layernorm", made)
 
 
 def feed_forward_input(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
     """Return the input ``[L, C]`` of a layer's router and experts."""
-    return rms_norm(
-        x, params[f"model.layers.{index}.post_attention_layernorm.weight"], config.rms_norm_eps
-    )
+    name = "pre_feedforward_layernorm" if config.norms_after else "post_attention_layernorm"
+    return norm(params, config, f"model.layers.{index}.{name}", x)
 
 
 def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
@@ -74,10 +86,16 @@ def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> T
     return ordered[:, k - 1] - ordered[:, k]
 
 
-def mlp(params: Params, prefix: str, x: Tensor) -> Tensor:
-    """Compute SwiGLU (Shazeer 2020, arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
-    gated = silu(linear(params, f"{prefix}gate_proj", x)) * linear(params, f"{prefix}up_proj", x)
-    return linear(params, f"{prefix}down_proj", gated)
+def mlp(
+    params: Params, prefix: str, x: Tensor, *, activation: Callable[[Tensor], Tensor] = silu
+) -> Tensor:
+    """Compute a gated MLP (Shazeer 2020, arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
+    gate = activation(linear(params, f"{prefix}gate_proj", x))
+    return linear(params, f"{prefix}down_proj", gate * linear(params, f"{prefix}up_proj", x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
 
 
 def mixture(params: Params, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
@@ -93,40 +111,31 @@ def mixture(params: Params, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
     return (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
 
 
-def attention(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
+def attention(params: Params, config: ModelConfig, index: int, prefix: str, x: Tensor) -> Tensor:
     """Compute causal softmax attention of one document, with grouped key-value heads and RoPE."""
     q = _heads(linear(params, f"{prefix}q_proj", x), config.num_heads)  # [N, L, H]
     k = _heads(linear(params, f"{prefix}k_proj", x), config.num_kv_heads)  # [G, L, H]
     v = _heads(linear(params, f"{prefix}v_proj", x), config.num_kv_heads)
     if config.qk_norm:
-        q = rms_norm(q, params[f"{prefix}q_norm.weight"], config.rms_norm_eps)
-        k = rms_norm(k, params[f"{prefix}k_norm.weight"], config.rms_norm_eps)
-    q = _rope(q, config.rope_theta)
-    k = _rope(k, config.rope_theta)
+        q = norm(params, config, f"{prefix}q_norm", q)
+        k = norm(params, config, f"{prefix}k_norm", k)
+    q = rotate(q, config.rope)
+    k = rotate(k, config.rope)
     group = config.num_heads // config.num_kv_heads
     k = k.repeat_interleave(group, dim=0)
     v = v.repeat_interleave(group, dim=0)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(config.head_dim)  # [N, L, L]
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v
+    scores = cap(q @ k.transpose(-1, -2) * config.attention_scale, config.attention_cap)
+    unseen = _unseen(scores.shape[-1], config.windows[index])
+    mixed = scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ v
     return linear(params, f"{prefix}o_proj", mixed.transpose(0, 1).flatten(1))
+
+
+def _unseen(length: int, window: int | None) -> Tensor:
+    """Return ``[L, L]``, true where the row's token does not attend to the column's."""
+    every = torch.ones((length, length), dtype=torch.bool)
+    later = every.triu(1)
+    return later if window is None else later | every.tril(-window)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
     return x.unflatten(-1, (count, -1)).transpose(0, 1)
-
-
-def _rope(x: Tensor, theta: float) -> Tensor:
-    """Apply rotary embedding to ``[heads, L, H]``, with positions from 0.
-
-    Su et al. 2021, arXiv:2104.09864.
-    Hugging Face pairs dimension i with i + H/2, not with i + 1 as the paper does.
-    """
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequency  # [L, H/2]
-    cos = angle.cos()
-    sin = angle.sin()
-    first = x[..., :half]
-    second = x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -22,9 +22,10 @@ from torch import Tensor
 from engine_conformance.oracle.config import ModelConfig, read_config
 from engine_conformance.oracle.layers import (
     attention_block,
+    cap,
     feed_forward_block,
     linear,
-    rms_norm,
+    norm,
     routing_gap,
 )
 from engine_conformance.oracle.weights import Adapter, load_adapter, read_params
@@ -174,15 +175,15 @@ def load_oracle(
 
 
 def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
-    x = params["model.embed_tokens.weight"][ids]
+    x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     for index in range(config.num_layers):
         x = feed_forward_block(params, config, index, attention_block(params, config, index, x))
-    return rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
+    return norm(params, config, "model.norm", x)
 
 
 @torch.no_grad()
 def _routing_gaps(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
-    x = params["model.embed_tokens.weight"][ids]
+    x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     gaps = [torch.full(ids.shape, math.inf, dtype=torch.float64)]
     for index in range(config.num_layers):
         x = attention_block(params, config, index, x)
@@ -195,7 +196,7 @@ def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
     if config.value_model:
         raise ValueError("a value model has no logits: use values()")
     head = params["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
-    return _hidden(params, config, ids) @ head.T
+    return cap(_hidden(params, config, ids) @ head.T, config.logit_cap)
 
 
 def _per_document(

@@ -33,6 +33,9 @@ def _layer(config: ModelConfig, index: int) -> Iterator[NamedShape]:
     yield f"{prefix}input_layernorm.weight", (config.hidden_size,)
     yield from _attention(config, f"{prefix}self_attn.")
     yield f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)
+    if config.norms_after:
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            yield f"{prefix}{name}.weight", (config.hidden_size,)
     if config.moe is not None and index in config.moe.sparse_layers:
         yield from _moe(config, config.moe, f"{prefix}mlp.")
     else:

@@ -57,8 +57,13 @@ class MinimalEngine(BaseEngine):
         if self.config.model != ModelSource(path=path):
             raise ConfigError("model", "only model.path is read", remedy="leave the rest out")
         try:
+            # transformers' faster attention leaves out the caps of some models (Gemma 2).
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                path,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                attn_implementation="eager",
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError("model.path", f"{path!r} cannot be loaded", why=str(error)) from error

@@ -1,0 +1,308 @@
+"""What ``config.json`` may ask for, which an engine computes rightly or refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
+
+from engine_api.config import EngineConfig
+from engine_api.errors import (
+    BatchError,
+    ConfigError,
+    EngineError,
+    RankFailure,
+    UnsupportedCapability,
+)
+from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._expect import (
+    asking,
+    documents,
+    oracle_of,
+    oracle_training,
+    outputs_match,
+    raised_everywhere,
+    training_matches,
+)
+from engine_conformance.cases._ranks import Answer, InferCall, Trained, answer, step, summary
+from engine_conformance.cases._target import Setup, Target
+from engine_conformance.fixtures import PackedDocuments
+
+TYPES = (LM, VALUE)
+SINCE = "1.3"
+# Documents have up to 12 tokens in one call and 24 in the other.
+CONTEXT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a model asks for.
+
+    Attributes:
+        words: of which a refusal says at least one, in any case of letters.
+        model: arguments of `TinyModel`.
+        overrides: ``model.config_overrides``, which lead from another model's folder, without
+            the same keys, to this model.
+    """
+
+    words: tuple[str, ...]
+    model: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def _rope(kind: str, **keys: Any) -> Asked:
+    rope = {"rope_type": kind, **keys}
+    return Asked(
+        words=("rope", "rotary"), model={"family": "llama", "max_position": CONTEXT, "rope": rope}
+    )
+
+
+def _window(family: str, **keys: Any) -> Asked:
+    words = ("window", "sliding", family)
+    return Asked(words=words, model={"family": family, "keys": {"sliding_window": 4, **keys}})
+
+
+def _cap(*, missing: str, **keys: Any) -> Asked:
+    # The window is longer than every document: it is not what the case is about.
+    given = {"query_pre_attn_scalar": 16, "sliding_window": 64, missing: None, **keys}
+    words = ("gemma2", "softcap", *keys)
+    return Asked(words=words, model={"family": "gemma2", "keys": given})
+
+
+ROPES: dict[str, Asked] = {
+    "linear": _rope("linear", factor=2.5),
+    "dynamic": _rope("dynamic", factor=2.0),
+    "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    "llama3": _rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    ),
+    "longrope": _rope(
+        "longrope",
+        factor=4.0,
+        original_max_position_embeddings=CONTEXT,
+        short_factor=[1.0 + i / 16 for i in range(8)],
+        long_factor=[1.0 + i / 2 for i in range(8)],
+    ),
+    "linear in the older keys": Asked(
+        words=("rope", "rotary"),
+        model={
+            "family": "llama",
+            "old_config_keys": True,
+            "rope": {"type": "linear", "factor": 2.5},
+        },
+    ),
+}
+WINDOWS: dict[str, Asked] = {
+    "in all layers": _window("mistral"),
+    "above a layer": _window("qwen2", use_sliding_window=True, max_window_layers=1),
+    "by type of layer": _window(
+        "qwen3", use_sliding_window=True, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "not switched on": _window("qwen2", use_sliding_window=False),
+}
+CAPS: dict[str, Asked] = {
+    "of scores": _cap(missing="final_logit_softcapping", attn_logit_softcapping=2.0),
+    "of logits": _cap(missing="attn_logit_softcapping", final_logit_softcapping=3.0),
+}
+SHAPES: dict[str, Asked] = {
+    "biases on every projection": Asked(
+        words=("bias",),
+        model={"family": "llama", "keys": {"attention_bias": True, "mlp_bias": True}},
+    ),
+    "biases beside norms of heads": Asked(
+        words=("bias",), model={"family": "qwen3", "keys": {"attention_bias": True}}
+    ),
+    "heads wider than their share": Asked(words=("head_dim",), model={"head_dim": 24}),
+    "one head of keys": Asked(words=("num_key_value_heads",), model={"num_kv_heads": 1}),
+    "a vocabulary of 259": Asked(words=("vocab",), model={"vocab_size": 259}),
+    "another vocabulary, untied": Asked(words=("vocab",), model={"vocab_size": 331, "tied": False}),
+}
+DROPOUTS: dict[str, dict[str, Asked]] = {
+    LM: {
+        "of attention": Asked(
+            words=("dropout",), model={"family": "llama", "keys": {"attention_dropout": 0.1}}
+        )
+    },
+    VALUE: {
+        "before the head": Asked(words=("dropout",), model={"keys": {"classifier_dropout": 0.1}}),
+        "of attention": Asked(words=("dropout",), model={"keys": {"attention_dropout": 0.1}}),
+    },
+}
+FILES: dict[str, Asked] = {
+    "weights in bfloat16": Asked(words=("bfloat16",), model={"stored": "bfloat16"}),
+    "an override": Asked(
+        words=("override", "model.path"),
+        model={"rms_norm_eps": 0.01},
+        overrides={"rms_norm_eps": 0.01},
+    ),
+}
+
+
+# A batch that one rank refuses ends the call on the others by a `RankFailure`.
+Refusal = BatchError | RankFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What one rank made of a model: its refusal, or the results of calls and a step."""
+
+    refused: EngineError | None = None
+    answers: list[Answer | Refusal] = field(default_factory=list[Answer | Refusal])
+    trained: Trained | None = field(default=None, repr=False)
+
+
+def attempt(setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments) -> Attempt:
+    """Build the engine, make the calls and take a step, unless the model is refused."""
+    engine = None
+    try:
+        engine = setup.create()
+        engine.initialize()
+    except EngineError as error:
+        if engine is not None:
+            engine.close()
+        return Attempt(refused=error)
+    try:
+        answers: list[Answer | Refusal] = []
+        for call in calls:
+            try:
+                answers.append(answer(engine, call, setup.device))
+            except (BatchError, RankFailure) as error:
+                answers.append(error)
+        return Attempt(answers=answers, trained=summary(engine, [step(engine, setup, batch)]))
+    finally:
+        engine.close()
+
+
+def _right_or_refused(target: Target, asked: dict[str, Asked]) -> float:
+    """Require right outputs and a right step of each model, or its refusal on every rank."""
+    margins = [0.0]
+    for name, one in asked.items():
+        margins.append(_one(target, name, one))
+    return max(margins)
+
+
+def _one(target: Target, name: str, asked: Asked) -> float:
+    model = target.model(**asked.model)
+    calls = [asking(target, documents(81, lengths)) for lengths in ("uneven", "skewed")]
+    batch = documents(82)
+    ranks: list[Attempt] = target.run(attempt, _config(target, asked), calls=calls, batch=batch)
+    if any(rank.refused for rank in ranks):
+        _refused_by_name(name, asked, [rank.refused for rank in ranks])
+        return 0.0
+    oracle = oracle_of(str(model))
+    margins = list[float]()
+    for i, call in enumerate(calls):
+        rows = [rank.answers[i] for rank in ranks]
+        errors = [row for row in rows if not _is_answer(row)]
+        if i > 0 and any(isinstance(error, BatchError) for error in errors):
+            # A document beyond the model's context may be refused when it comes.
+            must(len(errors) == len(rows), name, "a long document is refused on some ranks only")
+            continue
+        must(not errors, name, f"a short document is refused: {errors[:1]}")
+        margins.append(outputs_match(target, oracle, call, [r for r in rows if _is_answer(r)]))
+    trained = [rank.trained for rank in ranks if rank.trained is not None]
+    margins.append(training_matches(target, trained, oracle_training(str(model), (batch,)), oracle))
+    return max(margins)
+
+
+def _is_answer(row: Answer | Refusal) -> TypeGuard[Answer]:
+    return isinstance(row, Answer)
+
+
+def _config(target: Target, asked: Asked) -> EngineConfig:
+    """Return the configuration that asks for it, by the folder or by overrides."""
+    if not asked.overrides:
+        return target.config(target.model(**asked.model))
+    plain = {key: value for key, value in asked.model.items() if key not in asked.overrides}
+    config = target.config(target.model(**plain))
+    return replace(config, model=replace(config.model, config_overrides=asked.overrides))
+
+
+def _refused_by_name(name: str, asked: Asked, errors: Sequence[EngineError | None]) -> None:
+    kind = next(type(error) for error in errors if error is not None)
+    allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
+    raised_everywhere(name, errors, kind if allowed else ConfigError)
+    said = str(errors[0])
+    named = any(word.lower() in said.lower() for word in asked.words)
+    must(named, name, f"the refusal names none of {', '.join(asked.words)}: {said}")
+
+
+@case(id="models.rope", since=SINCE)
+def rope(target: Target) -> float:
+    """Scaled rotary positions MUST be computed as ``config.json`` says, or be refused by name.
+
+    The kinds are ``linear``, ``dynamic``, ``yarn``, ``llama3`` and ``longrope``, in
+    transformers' present and older keys. A kind that follows the length of a document does
+    so document by document, or the engine refuses longer ones (``BatchError``).
+
+    If this fails: ``rope_parameters`` or ``rope_scaling`` is not read, frequencies are
+    right and the factor of cosine and sine is left out (YaRN), or the longest document of
+    the pack decides for all.
+    """
+    return _right_or_refused(target, ROPES)
+
+
+@case(id="models.windows", since=SINCE)
+def windows(target: Target) -> float:
+    """A sliding window MUST hold in its layers, documents and to the token, or be refused by name.
+
+    A token attends to as many tokens as the window has, itself included, in all layers
+    (Mistral), from a layer on (Qwen2) or by type of layer (Qwen3). A window that is
+    not switched on has no effect.
+
+    If this fails: the window is one too wide or too narrow, applies in every layer, or
+    attention is full.
+    """
+    return _right_or_refused(target, WINDOWS)
+
+
+@case(id="models.caps", since=SINCE)
+def caps(target: Target) -> float:
+    """Caps of scores and logits MUST be applied, or the model be refused by name.
+
+    A cap c makes x ``c * tanh(x / c)``, before the temperature. The model is Gemma 2.
+
+    If this fails: an attention kernel without caps is used, or a chunked head leaves its
+    cap out.
+    """
+    return _right_or_refused(target, CAPS)
+
+
+@case(id="models.shapes", since=SINCE)
+def shapes(target: Target) -> float:
+    """Biases, heads and vocabularies of every shape MUST be computed rightly or be refused by name.
+
+    These are biases on each projection (the output's and the MLP's too), heads whose
+    width is not hidden size / heads, one head of keys, and vocabularies that no two ranks
+    divide.
+
+    If this fails: a bias is dropped, ``head_dim`` is derived where it is given, or rows of
+    the vocabulary are lost where ranks share it.
+    """
+    return _right_or_refused(target, SHAPES)
+
+
+@case(id="models.dropout", since=SINCE, model_types=TYPES)
+def dropout(target: Target) -> float:
+    """A model with dropout MUST be refused by the key, or trained without it.
+
+    The log-probs of a training pass are those of inference: with dropout the ratio of an
+    on-policy step is not 1, and no step can be repeated.
+
+    If this fails: the model was left in training mode with its own rates.
+    """
+    return _right_or_refused(target, DROPOUTS[target.model_type])
+
+
+@case(id="models.files", since=SINCE)
+def files(target: Target) -> float:
+    """Weights in bfloat16 and overrides of ``config.json`` MUST be read, or be refused by name.
+
+    If this fails: masters are in the files' dtype, so that small updates are lost, or
+    an override does not reach the model.
+    """
+    return _right_or_refused(target, FILES)
