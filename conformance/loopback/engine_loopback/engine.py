@@ -76,6 +76,9 @@ class LoopbackEngine(ExportEngine):
             self._close_groups()
             raise
 
+    def _chosen(self) -> dict[str, str]:
+        return {"model.attention": "plain"}
+
     def _build_groups(self, timeout: timedelta) -> None:
         self._owns_group = ensure_process_group(self.device_type, timeout)
         cpu = self.device_type == "cpu"

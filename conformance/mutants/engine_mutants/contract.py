@@ -38,6 +38,23 @@ _HELPERS = list["subprocess.Popen[bytes]"]()
 # --- options and arguments that are ignored -------------------------------------------------------
 
 
+@mutant("contract.resolved", group="core")
+class ChoiceUntold(LoopbackEngine):
+    """What was left to the engine is reported as it was asked, without the choice."""
+
+    def _chosen(self) -> dict[str, str]:
+        return {}
+
+
+@mutant("contract.resolved", group="core")
+class OptionRounded(LoopbackEngine):
+    """A chunk of logits is rounded up to a power of two, though a number was asked for."""
+
+    def _chosen(self) -> dict[str, Any]:
+        power = 1 << (self.config.memory.logit_chunk - 1).bit_length()
+        return super()._chosen() | {"memory.logit_chunk": power}
+
+
 @mutant("contract.bad_configuration", group="core")
 class UnknownOptionIgnored(Edits):
     """Options that the engine does not know are dropped."""

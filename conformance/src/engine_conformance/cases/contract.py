@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
+from engine_api.config import Memory, asked
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
@@ -36,6 +37,7 @@ from engine_conformance.fixtures import PackedDocuments
 
 _MEMBERS = (
     "initialize",
+    "resolved",
     "train_batch",
     "forward_backward",
     "optimizer_step",
@@ -48,6 +50,9 @@ _MEMBERS = (
     "to",
     "close",
 )
+_PROPERTIES = ("topology", "capabilities", "weight_version")
+# Members that the protocol has had only since a later contract.
+_MEMBERS_SINCE = {"resolved": "1.3"}
 _BELONGS = {
     "to": Capability.OFFLOAD,
     "save_hf": Capability.SAVE_HF,
@@ -82,7 +87,8 @@ def signatures_of(setup: Setup) -> list[str]:
 
 def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
     if not callable(getattr(cls, name, None)):
-        return [f"{name} is missing"]
+        old = is_older(stated, _MEMBERS_SINCE.get(name, "1.0"))
+        return [] if old else [f"{name} is missing"]
     wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (Engine, cls))
     wanted = {
         n: p
@@ -114,7 +120,8 @@ def signatures(target: Target) -> None:
 def _calls(
     engine: Engine, batch: Batch, loss: LossFn, folder: Path
 ) -> Mapping[str, Callable[[], Any]]:
-    return {
+    newer = {"resolved": engine.resolved} if hasattr(engine, "resolved") else {}
+    return newer | {
         "train_batch": lambda: engine.train_batch(batch, loss),
         "forward_backward": lambda: engine.forward_backward(batch, loss),
         "optimizer_step": engine.optimizer_step,
@@ -149,11 +156,8 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
     }
     errors |= {f"{name} before initialize": caught(call) for name, call in calls.items()}
     engine.initialize()
-    must(
-        isinstance(engine, Engine),
-        "engine",
-        f"{type(engine).__name__} lacks members of engine_api.contract.Engine",
-    )
+    absent = [name for name in _PROPERTIES if not hasattr(engine, name)]
+    must(not absent, "engine", f"{type(engine).__name__} lacks {', '.join(absent)}")
     errors |= {
         "initialize twice": caught(engine.initialize),
         "step without gradient": caught(engine.optimizer_step),
@@ -165,6 +169,52 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
     unused = setup.create()
     unused.close()
     return errors
+
+
+def resolved_of(setup: Setup) -> dict[str, Any]:
+    """Return what the engine says that it does of what was asked."""
+    with opened(setup) as engine:
+        return dict(engine.resolved())
+
+
+@case(id="contract.resolved", since="1.3", model_types=TYPES)
+def resolved(target: Target) -> None:
+    """``resolved`` MUST name what is done of each option, with a choice in place of ``auto``.
+
+    Explicit values come back as they were asked for; one that is not carried out is
+    refused. Of recomputing, chunks and compilation the cases of memory.* measure whether
+    it is true.
+
+    If this fails: an option that is read late is reported as it was asked; an automatic
+    value is not replaced by the choice; ranks choose alone.
+    """
+    have = target.capabilities
+    given = Memory(
+        max_tokens=32,
+        logit_chunk=7,
+        recompute="full" if Capability.RECOMPUTE in have else "none",
+        compile=Capability.COMPILE in have and target.world <= 2,
+    )
+    for memory in (Memory(), given):
+        config = target.config(target.model(), memory=memory)
+        want = asked(config, target.world)
+        ranks: list[dict[str, Any]] = target.run(resolved_of, config)
+        for rank, found in enumerate(ranks):
+            _is_resolved(found, want, f"rank {rank}")
+            must(found == ranks[0], "resolved", "differs from rank 0's", where=f"rank {rank}")
+
+
+def _is_resolved(found: Mapping[str, Any], want: Mapping[str, Any], where: str) -> None:
+    absent = sorted(want.keys() - found.keys())
+    must(not absent, "resolved", f"lacks {', '.join(absent)}", where=where)
+    for key, value in want.items():
+        got = found[key]
+        plain = got is None or isinstance(got, (str, int, float))
+        must(plain, "resolved", f"{key} is a {type(got).__name__}", where=where)
+        if value == "auto":
+            must(got != "auto", "resolved", f"{key} is 'auto', expected the choice", where=where)
+        else:
+            must(got == value, "resolved", f"{key}: expected {value!r}, got {got!r}", where=where)
 
 
 @case(id="contract.states", model_types=TYPES, quick=True)

@@ -113,12 +113,15 @@ class _Saved:
         return self._loss(outputs, batch)
 
 
-def saved_bytes(setup: Setup, batch: PackedDocuments) -> int:
-    """Return the bytes that autograd keeps of a step's forward pass, at the call of the loss."""
+def saved_bytes(setup: Setup, batch: PackedDocuments) -> tuple[int, str]:
+    """Return the bytes that autograd keeps of a step's forward pass, at the call of the loss.
+
+    The second is the kind of recomputing that the engine says it does.
+    """
     saved = _Saved(default_loss(setup.model_type))
     with opened(setup) as engine, saved_tensors_hooks(saved.keep, lambda tensor: tensor):
         step(engine, setup, batch, loss=saved)
-    return saved.most
+        return saved.most, engine.resolved()["memory.recompute"]
 
 
 @case(id="memory.recompute_saves", since="1.3", requires=(Capability.RECOMPUTE,), model_types=TYPES)
@@ -136,8 +139,14 @@ def recompute_saves(target: Target) -> float:
         target.run(saved_bytes, replace(config, memory=Memory(recompute=kind)), batch=_long())
         for kind in ("none", "full")
     ]
-    for rank, (whole, less) in enumerate(zip(*kept, strict=True)):
+    for rank, ((whole, said), (less, said_then)) in enumerate(zip(*kept, strict=True)):
         where = f"rank {rank}"
+        must(
+            (said, said_then) == ("none", "full"),
+            "resolved",
+            f"memory.recompute is {said!r} without recompute, {said_then!r} with it",
+            where=where,
+        )
         must(whole > 0, "bytes for backward", "autograd keeps nothing in this process", where=where)
         problem = f"{less} with recompute, {whole} without"
         must(less <= 0.6 * whole, "bytes for backward", problem, where=where)

@@ -80,6 +80,9 @@ class MinimalEngine(BaseEngine):
         named = model.named_parameters()
         self.weights: dict[str, Tensor] = {pieces[name][0].name: param for name, param in named}
 
+    def _chosen(self) -> Mapping[str, Any]:
+        return {"model.attention": "eager"}
+
     def forward_step(
         self,
         batch: Batch,

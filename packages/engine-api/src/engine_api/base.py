@@ -33,7 +33,7 @@ from engine_api.arguments import (
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm, together
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, asked
 from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
 from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
@@ -129,6 +129,11 @@ class BaseEngine(EngineDefaults):
             self._release()
             raise unsupported(Capability.DP, self._name, self.capabilities)
         self._state = "ready"
+
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``Engine.resolved``."""
+        self._expect("resolved", "ready")
+        return asked(self.config, self.topology.world_size) | dict(self._chosen())
 
     def train_batch(
         self,

@@ -301,6 +301,22 @@ class EngineConfig:
                 raise ConfigError(name, what, why=why, remedy=remedy)
 
 
+def asked(config: EngineConfig, world_size: int) -> dict[str, Any]:
+    """Return what a configuration asks of an engine, by dotted key (see ``Engine.resolved``).
+
+    ``parallelism.dp_shard`` is a number of ranks also where it is -1.
+    """
+    found: dict[str, Any] = {"model.attention": config.model.attention}
+    for section in ("parallelism", "precision", "memory", "checkpoint"):
+        part = getattr(config, section)
+        found |= {f"{section}.{one.name}": getattr(part, one.name) for one in fields(part)}
+    if config.parallelism.dp_shard == -1:
+        sizes = config.parallelism
+        others = sizes.dp_replicate * sizes.tp * sizes.pp * sizes.cp * sizes.ulysses
+        found["parallelism.dp_shard"] = world_size // others
+    return found
+
+
 def build_options(options: Any, cls: type[Any]) -> Any:
     """Turn a mapping (or None, or a ready object) into the plug-in's options dataclass.
 

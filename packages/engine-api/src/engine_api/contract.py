@@ -64,6 +64,16 @@ class Engine(Protocol):
         """
         ...
 
+    def resolved(self) -> Mapping[str, Any]:
+        """Return what the engine does of what was asked (since contract 1.3).
+
+        The keys are the fields of ``EngineConfig`` in the sections ``parallelism``, ``precision``,
+        ``memory`` and ``checkpoint``, with dots, and ``model.attention``. A value that the
+        configuration left to the engine (``auto``, -1) is the one that it chose; all others are
+        carried out as they were asked for, or the engine has refused them.
+        """
+        ...
+
     def train_batch(
         self,
         batch: Batch,

@@ -78,6 +78,10 @@ class EngineDefaults(ABC):
 
     # --- hooks ------------------------------------------------------------------------------------
 
+    def _chosen(self) -> Mapping[str, Any]:
+        """Return, for ``resolved``, what the engine chose itself, or can tell of what it built."""
+        return {}
+
     def _accumulation(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch.
 

@@ -105,7 +105,8 @@ class FSDPEngine(BaseEngine):
             lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group
         )
         self.module.eval()
-        blocks = blocks_of(lm)
+        # Before FSDP gives the blocks other classes.
+        self._blocks = blocks = blocks_of(lm)
         shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
         home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
@@ -123,6 +124,18 @@ class FSDPEngine(BaseEngine):
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
+
+    def _chosen(self) -> dict[str, Any]:
+        lm: Any = self.module.lm
+        # torch keeps a block's compiled call under this name and has no public one.
+        compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001
+        return {
+            # The kernel depends on the micro-batch where two are as good.
+            "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
+            "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",
+            "memory.compile": compiled,
+            "memory.logit_chunk": self.module.logit_chunk,
+        }
 
     def _limit_documents(self, hf_config: Any) -> None:
         self.document_limit = document_limit(hf_config)

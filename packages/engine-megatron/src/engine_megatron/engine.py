@@ -146,6 +146,9 @@ class MegatronEngine(BaseEngine):
                 remedy="turn it on",
             )
 
+    def _chosen(self) -> dict[str, Any]:
+        return {"model.attention": "sdpa" if self.shape.spec == "local" else "transformer engine"}
+
     def _build_groups(self, timeout: timedelta) -> None:
         ModelParallel.join(
             self.layout, self.device_type, device_of(self.device_type).group_timeout(timeout)

@@ -30,6 +30,7 @@ def start(after: int = 0, model: str = "model"):
         backend="fsdp2",
         device="cpu",
         model=model,
+        resolved={"model.attention": "sdpa"},
     )
 
 

@@ -66,6 +66,10 @@ class EngineGroup(Protocol):
         """The number of optimizer steps applied."""
         ...
 
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``Engine.resolved``; empty for an engine of an older contract, which cannot tell."""
+        ...
+
     def infer(
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:

@@ -57,6 +57,11 @@ class SpmdEngines:
         """See ``EngineGroup``."""
         return self.engine.weight_version
 
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``EngineGroup``."""
+        tell = getattr(self.engine, "resolved", None)
+        return {} if tell is None else tell()
+
     def infer(
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:

@@ -248,6 +248,8 @@ class Run:
         if (name := self.config.run.push_to_hub) is not None:
             together(self.comm, lambda: create_repository(name) if self.is_main else None)
         self.policy = self.launcher.engines(section, self.engine_config, self.device)
+        # On all ranks, since those of an engine on Ray are asked together.
+        self._resolved = self.policy.resolved()
         return self.policy
 
     def resume(self, rows: int) -> dict[str, Any]:
@@ -565,6 +567,7 @@ class Run:
             backend=config.engine.backend,
             device=self.device,
             model=config.engine.model.path,
+            resolved=self._resolved,
         )
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,10 @@ class Start:
     """Commit of the git repository that the run was started in; None outside of one."""
     versions: dict[str, str]
     """Versions of Python and of packages."""
+    resolved: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What the engine does of what it was asked for, by the key of its section
+    (``Engine.resolved``).
+    """
 
 
 def record(folder: Path, start: Start) -> None:
@@ -132,6 +136,7 @@ def describe_start(
     backend: str,
     device: str,
     model: str,
+    resolved: Mapping[str, Any],
 ) -> Start:
     """Return the environment of this process."""
     return Start(
@@ -148,6 +153,7 @@ def describe_start(
         hardware=hardware(device),
         commit=commit(Path.cwd()),
         versions=versions(),
+        resolved=dict(resolved),
     )
 
 

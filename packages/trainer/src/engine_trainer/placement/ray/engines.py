@@ -46,6 +46,11 @@ class RayEngines:
         """See ``EngineGroup``."""
         return self._version
 
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``EngineGroup``."""
+        found: Mapping[str, Any] = self.call_all("resolved")[0]
+        return found
+
     def infer(
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:

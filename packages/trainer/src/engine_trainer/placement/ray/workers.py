@@ -153,6 +153,10 @@ class EngineWorker(Worker):
         """See ``Engine.load_checkpoint``."""
         return self._engines[number].load_checkpoint(directory)
 
+    def resolved(self, number: int) -> dict[str, Any]:
+        """See ``EngineGroup.resolved``."""
+        return dict(self._engines[number].resolved())
+
     def save_hf(self, number: int, directory: Path, dtype: torch.dtype) -> None:
         """See ``Engine.save_hf``."""
         self._engines[number].save_hf(directory, dtype=dtype)

@@ -349,6 +349,7 @@ def _environment(recorded: Recorded) -> str:
         ("started", _time(last)),
         ("commit", last.commit or "not known: the run was not started in a git repository"),
         ("engine", f"{last.backend} on {last.device}, {_counted(last.ranks, 'rank')}"),
+        *_options(last),
         (f"hardware{where}", ", ".join(last.hardware)),
         ("versions", versions),
     ]
@@ -356,6 +357,13 @@ def _environment(recorded: Recorded) -> str:
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in entries
     )
     return f"<section><h2>Environment</h2><dl>{rows}</dl>{_starts(recorded.starts)}</section>"
+
+
+def _options(start: Start) -> list[tuple[str, str]]:
+    """Return what the engine does of what decides on speed and memory, where it could tell."""
+    shown = ("model.attention", "precision.compute", "memory.recompute", "memory.compile")
+    named = [f"{key} {start.resolved[key]}" for key in shown if key in start.resolved]
+    return [("engine does", ", ".join(named))] if named else []
 
 
 def _starts(starts: Sequence[Start]) -> str:
