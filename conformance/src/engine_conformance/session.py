@@ -16,7 +16,7 @@ import torch
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
 from engine_api.errors import PluginError
 from engine_api.registry import EngineRegistry, Resolution
-from engine_conformance.cases import run_case
+from engine_conformance.cases import Target, run_case
 from engine_conformance.cases._case import LM
 from engine_conformance.cases.plugin import find_missing_class
 from engine_conformance.deviations import Deviation, with_deviations
@@ -138,11 +138,10 @@ def _check_classes(items: Sequence[Item]) -> None:
     Raises:
         CannotRun: if a class is not there.
     """
-    firsts = {
-        item.target.model_type: item.target
-        for item in reversed(items)
-        if not (item.absent or item.target.rollout or item.case.id.startswith("plugin."))
-    }
+    firsts: dict[str, Target] = {}
+    for item in items:
+        if not (item.absent or item.target.rollout or item.case.id.startswith("plugin.")):
+            firsts.setdefault(item.target.model_type, item.target)
     for target in firsts.values():
         try:
             problems = target.run(find_missing_class, target.config(target.model()))
