@@ -224,6 +224,8 @@ class Campaign:
     def items(self, stage: Stage) -> dict[str, Item]:
         """Return the cases of a stage in their settings, by name.
 
+        Cases that a whole run repeats in other layouts are left out: they would double the time.
+
         Raises:
             CannotRun: if the engine, as it is now, cannot be resolved.
         """
@@ -231,7 +233,7 @@ class Campaign:
         return {
             f"{item.case.id} {item.target.model_type} {item.target.world}": item
             for item in make_plan(selection, self.root)
-            if item.case.quick == (stage.tier == "quick") and not item.absent
+            if item.case.quick == (stage.tier == "quick") and not (item.absent or item.variant)
         }
 
     # --- the unchanged engine ------------------------------------------------------------------

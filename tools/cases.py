@@ -9,8 +9,10 @@ import sys
 
 from matrix import ROOT, table, write_or_check
 
+from engine_api.capabilities import Capability
 from engine_conformance.cases import Case, load_cases
 from engine_conformance.cases._case import PROFILES
+from engine_conformance.variants import CASES, CASES_OF_EXPERTS, LAYOUTS, name_variant
 
 PAGE = ROOT / "docs" / "cases.md"
 INTRODUCTION = """\
@@ -25,6 +27,13 @@ for an error. *Core* cases apply to every engine, *undeclared* ones to engines t
 the capability, and the others to engines that declare the capability that is their group.
 [The contract](contract.md) states what each case demands.
 """
+REPEATED = """\
+## Repeated cases
+
+A run of all cases repeats these in each declared layout, on the smallest number of several ranks
+that it has, and with the options that the descriptor lists as
+[`variants`](contract.md#plugin-variants).
+"""
 SHORT = {"language_model": "lm", "value_model": "value"}
 
 
@@ -38,7 +47,21 @@ def render() -> str:
             f"## Profile `{profile}`: {len(cases)} "
             f"cases\n\n{table(head, [_row(one) for one in cases])}"
         )
+    parts.append(f"{REPEATED}\n{table(('case', 'repeated in'), _repeated())}")
     return "\n".join(parts)
+
+
+def _repeated() -> list[tuple[str, str]]:
+    layouts = [
+        (name_variant(layout, {}), CASES_OF_EXPERTS if capability == Capability.EP else CASES)
+        for capability, layout in LAYOUTS.items()
+    ]
+    options = ("options of `variants`", CASES)
+    found = dict.fromkeys((*CASES, *CASES_OF_EXPERTS))
+    return [
+        (f"`{case}`", ", ".join(name for name, cases in (*layouts, options) if case in cases))
+        for case in found
+    ]
 
 
 def _row(one: Case) -> tuple[str, ...]:

@@ -187,6 +187,7 @@ def _setting(one: Mutant) -> str:
     parts = [
         f"world {one.world}",
         layout,
+        " ".join(f"{name}={value}" for name, value in one.options.items()),
         one.dtype.replace("float32", ""),
         one.model_type.replace("language_model", ""),
     ]

@@ -94,7 +94,8 @@ def _commit(report: Mapping[str, Any]) -> str:
 
 
 def _settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:
-    return [Setting(**{one.name: row[one.name] for one in fields(Setting)}) for row in rows]
+    names = [one.name for one in fields(Setting)]
+    return [Setting(**{name: row[name] for name in names if name in row}) for row in rows]
 
 
 def _device(report: Mapping[str, Any]) -> str:

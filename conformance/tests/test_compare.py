@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine_conformance.cases import Target
+from engine_conformance.cases._expect import oracle_outputs, outputs_match
+from engine_conformance.cases._ranks import Answer, InferCall
 from engine_conformance.compare import (
     ConformanceFailure,
     assert_bitwise,
     assert_close_per_token,
+    assert_covered_once,
+    assert_names,
     assert_scalar_close,
     assert_weights_close,
 )
@@ -106,6 +111,67 @@ def test_telltale_ratios(want: Tensor, ratio: float, text: str) -> None:
     assert text in str(scalar.value)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "cause"),
+    [
+        (4.0, "= ranks: it is summed over the ranks twice"),
+        (0.25, "= 1 / ranks: it is averaged over the ranks"),
+        (2.0, "the norm counts what all ranks hold once a rank"),
+        (0.5, "the norm is of one rank's part"),
+        (6.0, "= micro-batches: each micro-batch counts as a whole batch"),
+        (7.0, "got / want is 7: a whole number: something is summed 7 times"),
+    ],
+)
+def test_a_ratio_that_a_wrong_reduction_gives_names_it(ratio: float, cause: str) -> None:
+    with pytest.raises(ConformanceFailure) as caught:
+        assert_scalar_close(
+            "grad_norm", 3.0 * ratio, 3.0, TOL, factors={"ranks": 4, "micro-batches": 6}
+        )
+    assert cause in str(caught.value)
+
+
+def test_a_shift_is_seen_although_it_fetches_values_of_the_next_document(want: Tensor) -> None:
+    bounds = [0, 2, 4, 6, 8, 10]
+    got = want.roll(-1)
+    got[torch.tensor(bounds[1:]) - 1] = 7.0
+    assert "one token early" in str(failure(got, want, TOL, cu_seqlens=bounds))
+
+
+def test_boxes_that_overlap_name_their_holders_and_the_replica() -> None:
+    counts = torch.tensor([[2, 2], [1, 0]])
+    boxes = {
+        "rank 0": (slice(0, 1), slice(0, 2)),
+        "rank 1": (slice(0, 1), slice(0, 2)),
+        "rank 2": (slice(1, 2), slice(0, 1)),
+    }
+    with pytest.raises(ConformanceFailure) as caught:
+        assert_covered_once("shards", counts, boxes, where="a.weight")
+    told = str(caught.value)
+    assert "1 of 4 elements are in no box" in told
+    assert "2 of 4 elements are in several boxes: of rank 0, rank 1" in told
+    assert "all say replica 0" in told
+    assert_covered_once("shards", torch.ones(2, 2), {}, where="a.weight")
+
+
+def test_logits_that_are_not_shifted_are_named(checkpoint: Any, tmp_path: Any) -> None:
+    oracle = load_oracle(checkpoint())
+    call = InferCall(documents=packed_documents(0, LENGTHS["uneven"]))
+    batch = call.documents
+    unshifted = oracle.unshifted_log_probs(batch.input_ids, batch.cu_seqlens).float()
+    shifted = oracle_outputs(oracle, call)["log_probs"].float()
+    target = Target(backend="acme", root=tmp_path)
+
+    def answers(values: Tensor) -> list[Answer]:
+        return [Answer(dp_rank=0, dp_size=1, fields={"log_probs": values})]
+
+    with pytest.raises(ConformanceFailure, match="they are not shifted"):
+        outputs_match(target, oracle, call, answers(unshifted))
+    with pytest.raises(ConformanceFailure) as caught:
+        outputs_match(target, oracle, call, answers(shifted + 0.1))
+    assert "not shifted" not in str(caught.value)
+    assert outputs_match(target, oracle, call, answers(shifted)) < 1
+
+
 def test_shifts_and_places(want: Tensor) -> None:
     assert "one token early" in str(failure(want.roll(-1), want, TOL))
     assert "one token late" in str(failure(want.roll(1), want, TOL))
@@ -128,9 +194,13 @@ def test_weights_name_element_and_update(want: Tensor) -> None:
     assert caught.value.margin > 100
     assert assert_weights_close(exact, exact, TOL) == 0
     with pytest.raises(
-        ConformanceFailure, match=r"1 missing \['b.weight'\], 1 unexpected \['c.weight'\]"
+        ConformanceFailure,
+        match=r"only the expected side \(the oracle.*\) has 1: \['b.weight'\]; "
+        r"only the engine under test has 1: \['c.weight'\]",
     ):
         assert_weights_close({"a.weight": want, "c.weight": want}, exact, TOL)
+    with pytest.raises(ConformanceFailure, match=r"names: only the engine under test has 1: \["):
+        assert_names("weights", exact | {"c.weight": want}, exact)
 
 
 def test_bitwise_sees_dtype_sign_of_zero_and_one_bit() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine_conformance.cases._expect import documents
+from engine_conformance.cases.rl import _grouped
 from engine_conformance.fixtures import (
     LENGTHS,
     TinyModel,
@@ -96,6 +97,17 @@ def test_another_seed_draws_other_batches_and_forgets_those_before() -> None:
     finally:
         use_seed(0)
     assert documents(1).input_ids.tolist() == drawn.input_ids.tolist()
+
+
+def test_rewards_of_grpo_follow_the_seed() -> None:
+    batch = documents(122)
+    drawn = _grouped(batch, 1).advantages.tolist()
+    try:
+        use_seed(3)
+        assert _grouped(batch, 1).advantages.tolist() != drawn
+    finally:
+        use_seed(0)
+    assert _grouped(batch, 1).advantages.tolist() == drawn
 
 
 def test_lengths_must_be_positive() -> None:

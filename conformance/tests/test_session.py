@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine_api.registry import EngineRegistry
+from engine_conformance.cases import Case, Target
 from engine_conformance.cli import main
+from engine_conformance.plan import Selection
+from engine_conformance.results import Outcome
+from engine_conformance.session import run_selection
 from engine_mutants import load_mutants
 from engine_mutants.mutant import install
 
@@ -124,6 +128,59 @@ def test_a_deviation_turns_a_failure_into_partial_and_rots(
     assert "DEVIATION forward.loss_weight" in capsys.readouterr().out
     assert main(["run", "loopback", *arguments]) == 1
     assert "STALE-DEVIATION" in capsys.readouterr().out
+
+
+BENT = """
+from dataclasses import replace
+from engine_loopback.plugin import PLUGIN as LOOPBACK
+ROWS = tuple(replace(row, backends=("bent",), target=row.target + "s") for row in LOOPBACK.rows)
+PLUGIN = replace(LOOPBACK, name="bent", rows=ROWS)
+"""
+
+
+def test_a_misspelt_class_fails_once_before_the_first_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bent_plugin.py").write_text(BENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["--plugin", "bent_plugin:PLUGIN", "--case", "train.*", "--world", "1"]
+    EngineRegistry.refresh()
+    assert main(["run", "bent", *arguments]) == 3
+    told = capsys.readouterr()
+    assert "train." not in told.out
+    assert (
+        "the descriptor names engine_loopback.engine:LoopbackEngineWithLMHeads: "
+        "engine_loopback.engine has no 'LoopbackEngineWithLMHeads'; "
+        "did you mean LoopbackEngineWithLMHead" in told.err
+    )
+
+
+def test_after_a_case_that_hung_deadlines_are_shorter_and_after_three_the_run_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hang(case: Case, target: Target, **_: object) -> Outcome:
+        status = "passed" if case.id == "train.families" else "timeout"
+        patience[case.id] = target.patience
+        return Outcome(status=status, seconds=0.1, message="" if status == "passed" else "stacks")
+
+    patience: dict[str, float] = {}
+    monkeypatch.setattr("engine_conformance.session.run_case", hang)
+    monkeypatch.setattr("engine_conformance.session._check_classes", lambda _: None)
+    selection = Selection(
+        name="loopback", worlds=(1,), model_types=("language_model",), cases=("train.*",)
+    )
+    rows = run_selection(selection, command=[]).rows
+    statuses = {row.case: row.outcome.status for row in rows}
+    assert [*statuses.values()][:5] == ["timeout", "timeout", "passed", "timeout", "not-run"]
+    assert set(statuses.values()) == {"timeout", "passed", "not-run"}
+    assert [*patience.values()] == [1.0, 0.25, 0.25, 0.25], "none was started after the third"
+    assert rows[0].outcome.message == "stacks"
+    assert rows[1].outcome.message.startswith(
+        f"the deadline was 0.25 of the usual one, since {rows[0].case} hung before"
+    )
+    assert rows[4].outcome.message == (
+        f"stopped: {rows[0].case}, {rows[1].case}, {rows[3].case} hung; fix these first"
+    )
 
 
 def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(

@@ -232,11 +232,21 @@ class LoopbackEngine(ExportEngine):
 
     def gradient_norm(self) -> float:
         """Return the 2-norm of the whole gradient."""
+        return math.sqrt(float(self.layout.all_reduce(self.own_squares(), "world")))
+
+    def own_squares(self) -> Tensor:
+        """Return the sum of squares of the gradients that this rank counts."""
+        grads = [
+            weight.held.grad.double().flatten().to(self.device)
+            for weight in self.held_and_trained()
+            if self.counts(weight) and weight.held.grad is not None
+        ]
+        if self.options.flat_norm:
+            grads = [torch.cat(grads)] if grads else []
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight in self.held_and_trained():
-            if self.counts(weight) and weight.held.grad is not None:
-                squares += weight.held.grad.double().square().sum().to(self.device)
-        return math.sqrt(float(self.layout.all_reduce(squares, "world")))
+        for grad in grads:
+            squares += grad.square().sum()
+        return squares
 
     def counts(self, weight: Weight) -> bool:
         """Return whether this rank's box enters the norm, so that each box counts once."""

@@ -14,6 +14,9 @@ class LoopbackOptions:
     timeout_s: int = 600
     """Seconds after which a collective that does not end fails."""
 
+    flat_norm: bool = False
+    """True computes the gradient's norm over one flat tensor instead of weight by weight."""
+
     def __post_init__(self) -> None:
         if self.timeout_s < 1:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_api.capabilities import Capability
 from engine_api.devices import probe_torch
-from engine_api.plugin import EnginePlugin, Row
+from engine_api.plugin import EnginePlugin, Row, Variant
 
 _DEVICES = ("cpu", "cuda")
 
@@ -29,5 +29,6 @@ PLUGIN = EnginePlugin(
     ),
     capabilities=CAPABILITIES,
     options="engine_loopback.options:LoopbackOptions",
+    variants=(Variant(options={"flat_norm": True}),),
     probe=probe_torch,
 )

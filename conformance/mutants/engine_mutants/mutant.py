@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.config import Parallelism
@@ -45,7 +46,7 @@ class Mutant:
         group: the part of the contract that it breaks: a capability, or the group of a core case.
         defect: one sentence, the first line of its class's docstring.
         case: the case that must fail.
-        world, dtype, model_type, layout: the setting in which the case must fail.
+        world, dtype, model_type, layout, options: the setting in which the case must fail.
         seen_in: issues and pull requests of other projects that report the defect.
         capabilities: capabilities of the loopback engine without those in ``hides``.
         deadline: factor on the case's deadlines, small for a mutant that stalls.
@@ -63,6 +64,7 @@ class Mutant:
     hides: frozenset[Capability]
     deadline: float
     layout: Mapping[str, int]
+    options: Mapping[str, Any]
     targets: Mapping[str, str] = field(repr=False)
 
     def target(self, root: Path) -> Target:
@@ -74,6 +76,7 @@ class Mutant:
             dtype=self.dtype,
             model_type=self.model_type,
             layout=Parallelism(**self.layout),
+            options=self.options,
             partner=PARTNER,
             patience=self.deadline,
         )
@@ -94,6 +97,7 @@ def mutant(
     hides: tuple[Capability, ...] = (),
     deadline: float = 1.0,
     layout: Mapping[str, int] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[type], type]:
     """Return a class decorator that registers a mixin as a mutant.
 
@@ -125,6 +129,7 @@ def mutant(
             hides=frozenset(hides),
             deadline=deadline,
             layout=dict(layout),
+            options=dict(options),
             targets=targets,
         )
         return mixin

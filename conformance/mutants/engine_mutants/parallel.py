@@ -115,6 +115,16 @@ class RouterGradientOfOwnPart(Model):
         return mix.detach() + (mix - mix.detach()) / self.layout.tensor
 
 
+@mutant("lora.train", group="lora", world=2, layout={"tp": 2})
+class AdapterGradientOfOwnPart(LoopbackEngine):
+    """The gradient of an adapter covers a tensor-parallel rank's own part only."""
+
+    def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
+        if weight.adapter and self.layout.tensor > 1:
+            return self.sum_over_copies(weight, grad)
+        return super().reduce_gradient(weight, grad)
+
+
 # --- pipelines ------------------------------------------------------------------------------------
 
 
@@ -176,6 +186,18 @@ class LayerLost(Partition):
 
     def check(self) -> None:
         """Refuse nothing."""
+
+
+@mutant("train.accumulation", group="pp", world=2, layout={"pp": 2})
+class PipelineBeginsAnew(LoopbackEngine):
+    """In a pipeline each ``forward_backward`` drops the gradient that waits for its step."""
+
+    def _run_train(
+        self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        if self.layout.stages > 1:
+            self._zero_grad()
+        return super()._run_train(parts, loss, denominator, temperature)
 
 
 # --- context and sequence parallelism -------------------------------------------------------------

@@ -31,6 +31,7 @@ def _descriptor(mutant: Mutant) -> EnginePlugin:
         rows=rows,
         capabilities=LOOPBACK.capabilities - mutant.hides,
         options=LOOPBACK.options,
+        variants=LOOPBACK.variants,
         probe=LOOPBACK.probe,
     )
 

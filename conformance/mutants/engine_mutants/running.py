@@ -41,6 +41,7 @@ def controls(mutants: Iterable[Mutant], root: Path) -> dict[str, tuple[str, Targ
         if not mutant.hides:
             target = replace(mutant.target(root), backend="loopback", patience=1.0)
             sizes = [f"{name}{size}" for name, size in mutant.layout.items()]
+            sizes += [f"{name}-{value}" for name, value in mutant.options.items()]
             setting = (f"world{mutant.world}", *sizes, mutant.dtype, mutant.model_type)
             name = "-".join((mutant.case, *setting))
             found.setdefault(name, (mutant.case, target))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.errors import EngineStateError
@@ -94,6 +95,15 @@ class LinearBelowFloor(LoopbackEngine):
             below = schedule.min_ratio * total / self._step
             self.config = replace(self.config, schedule=replace(schedule, min_ratio=below))
         return super()._step_with(norm)
+
+
+@mutant("steps.clipping", group="core", world=2, options={"flat_norm": True})
+class FlatNormInBfloat16(LoopbackEngine):
+    """With an option of the engine's own, the sum of a gradient's squares is in bfloat16."""
+
+    def own_squares(self) -> Tensor:
+        squares = super().own_squares()
+        return squares.bfloat16().double() if self.options.flat_norm else squares
 
 
 @mutant("steps.clipping", group="core")

@@ -20,6 +20,7 @@ __all__ = [
     "ConformanceFailure",
     "assert_bitwise",
     "assert_close_per_token",
+    "assert_covered_once",
     "assert_names",
     "assert_scalar_close",
     "assert_weights_close",
@@ -46,8 +47,19 @@ class ConformanceFailure(AssertionError):
         self.margin = margin
         self.where = where
         self.hints = tuple(hints)
+        self._problem = problem
         at = f" at {where}" if where else ""
         super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
+
+    def with_hint(self, hint: str) -> ConformanceFailure:
+        """Return the same failure with one more likely cause, which comes first."""
+        return ConformanceFailure(
+            self.quantity,
+            self._problem,
+            margin=self.margin,
+            where=self.where,
+            hints=(hint, *self.hints),
+        )
 
 
 def assert_scalar_close(
@@ -203,15 +215,50 @@ def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> 
     """Check that the names are the same, no more and no fewer.
 
     Raises:
-        ConformanceFailure: with the names that are missing and those that are unexpected.
+        ConformanceFailure: with the names that only one side has, and which side.
     """
     missing = sorted(set(want) - set(got))
     unexpected = sorted(set(got) - set(want))
     if missing or unexpected:
-        counts = (
-            f"{len(missing)} missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
+        sides = {
+            "only the expected side (the oracle, a file or an earlier export)": missing,
+            "only the engine under test": unexpected,
+        }
+        problem = "; ".join(
+            f"{side} has {len(names)}: {names[:5]}" for side, names in sides.items() if names
         )
-        raise ConformanceFailure(f"{name} names", counts)
+        raise ConformanceFailure(f"{name} names", problem)
+
+
+def assert_covered_once(name: str, counts: Tensor, boxes: Mapping[str, Any], *, where: str) -> None:
+    """Check that boxes cover each element of a tensor exactly once.
+
+    Args:
+        name: the quantity, as the message names it.
+        counts: the number of boxes that each element is in.
+        boxes: the slices of each box, by the name of its holder.
+        where: the tensor's name.
+
+    Raises:
+        ConformanceFailure: with the numbers of elements in no box and in several, and the holders.
+    """
+    none = int((counts == 0).sum())
+    several = counts > 1
+    twice = int(several.sum())
+    if not none and not twice:
+        return
+    problems = [f"{none} of {counts.numel()} elements are in no box"] if none else []
+    hints = list[str]()
+    if twice:
+        holders = [holder for holder, box in boxes.items() if bool(several[box].any())]
+        problems.append(
+            f"{twice} of {counts.numel()} elements are in several boxes: of {', '.join(holders)}"
+        )
+        hints.append(
+            "holders of the same box all say replica 0: number the copies 0, 1, … "
+            "(ShardSpec.replica), since only replica 0 is stored"
+        )
+    raise ConformanceFailure(name, "; ".join(problems), where=where, hints=hints)
 
 
 def _margins(got: Tensor, want: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:

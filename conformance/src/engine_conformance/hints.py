@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -13,6 +14,15 @@ __all__ = ["Factors", "ratio_hint", "token_hints"]
 Factors = Mapping[str, float]
 """Sizes of the run by name, as ``{"dp size": 2, "micro-batches": 3}``."""
 
+# A ratio's meaning -> what makes a sum be off by it.
+_CAUSES = {
+    "ranks": "it is summed over the ranks twice, or each rank holds the whole sum already",
+    "1 / ranks": "it is averaged over the ranks, and the denominator is that of all ranks already",
+    "root of ranks": "the norm counts what all ranks hold once a rank",
+    "1 / root of ranks": "the norm is of one rank's part",
+    "micro-batches": "each micro-batch counts as a whole batch",
+    "1 / micro-batches": "it is averaged over the micro-batches on top of the denominator",
+}
 # Share of the elements that must follow a pattern for it to be reported.
 _MOST = 0.9
 # Relative distance within which two ratios count as the same.
@@ -31,9 +41,13 @@ def ratio_hint(got: Tensor, want: Tensor, bound: Tensor, factors: Factors) -> It
     if same.double().mean() < _MOST or abs(ratio - 1) < _NEAR:
         return
     known = [meaning for meaning, value in _known(factors) if abs(ratio / value - 1) < _NEAR]
+    causes = [_CAUSES[meaning] for meaning in known if meaning in _CAUSES]
     if abs(ratio) < _NEAR:
         known = ["nothing was added or updated"]
-    yield f"got / want is {ratio:.4g}" + (f" = {' = '.join(known)}" if known else "")
+    elif not known and ratio > 2 and abs(ratio / round(ratio) - 1) < _NEAR:
+        causes = [f"a whole number: something is summed {round(ratio)} times"]
+    text = f"got / want is {ratio:.4g}" + (f" = {' = '.join(known)}" if known else "")
+    yield f"{text}: {'; or '.join(causes)}" if causes else text
 
 
 def _known(factors: Factors) -> Iterator[tuple[str, float]]:
@@ -41,6 +55,9 @@ def _known(factors: Factors) -> Iterator[tuple[str, float]]:
         if value not in (0, 1):
             yield name, value
             yield f"1 / {name}", 1 / value
+    if (ranks := factors.get("ranks", 1)) > 1:
+        yield "root of ranks", math.sqrt(ranks)
+        yield "1 / root of ranks", 1 / math.sqrt(ranks)
     yield from (("2", 2.0), ("1 / 2", 0.5), ("-1 (a sign)", -1.0))
 
 
@@ -48,9 +65,12 @@ def token_hints(
     got: Tensor, want: Tensor, bound: Tensor, wrong: Tensor, bounds: Sequence[int]
 ) -> Iterator[str]:
     """Yield hints on shifts by one and on wrong tokens that are all in one kind of place."""
-    if _mostly_within(got[:-1] - want[1:], bound[1:]):
+    # The last token of a document and the first of the next one are not shifted into each other.
+    inside = torch.ones(max(0, len(want) - 1), dtype=torch.bool)
+    inside[torch.tensor(bounds[1:-1], dtype=torch.long) - 1] = False
+    if _mostly_within((got[:-1] - want[1:])[inside], bound[1:][inside]):
         yield "got[t] equals want[t + 1]: values are one token early (alignment)"
-    if _mostly_within(got[1:] - want[:-1], bound[:-1]):
+    if _mostly_within((got[1:] - want[:-1])[inside], bound[:-1][inside]):
         yield "got[t] equals want[t - 1]: values are one token late (alignment)"
     if len(bounds) < 3:
         return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,9 +16,10 @@ from engine_conformance.cases import Case, Target, load_cases
 from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.results import Setting
+from engine_conformance.variants import changed, repetitions
 from engine_conformance.verdict import is_complete
 
-__all__ = ["Item", "Selection", "changed", "make_plan", "resolve", "resolve_kind"]
+__all__ = ["Item", "Selection", "make_plan", "resolve", "resolve_kind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,14 @@ class Selection:
 class Item:
     """One case in one setting.
 
-    ``absent`` holds the reason if it cannot run here.
+    ``absent`` holds the reason if it cannot run here, ``variant`` the name of the layout and the
+    options if the case is repeated in them.
     """
 
     case: Case
     target: Target
     absent: str = ""
+    variant: str = ""
 
     @property
     def setting(self) -> Setting:
@@ -92,13 +95,8 @@ class Item:
             device=reported(target.device),
             world=target.world,
             dtype=target.dtype,
+            variant=self.variant,
         )
-
-
-def changed(layout: Parallelism) -> dict[str, int]:
-    """Return the sizes that differ from the default."""
-    default = asdict(Parallelism())
-    return {name: size for name, size in asdict(layout).items() if size != default[name]}
 
 
 def resolve_kind(selection: Selection) -> bool:
@@ -154,6 +152,9 @@ def model_types(selection: Selection) -> tuple[str, ...]:
 def make_plan(selection: Selection, root: Path) -> list[Item]:
     """Return every case that applies, world by world so that few ranks are idle at a time.
 
+    In a run that leaves nothing out, some cases are repeated at its end in every declared layout,
+    and with the options that the descriptor lists as variants.
+
     Raises:
         UsageError: if a glob fits no case.
         CannotRun: if the engine cannot be resolved, or nothing is left to run.
@@ -165,7 +166,7 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
         for case in _chosen(selection.cases)
         if case.profile in profiles and (case.quick or not selection.quick)
     ]
-    resolve(selection)
+    resolution = resolve(selection)
     targets = [
         Target(
             backend=selection.name,
@@ -189,12 +190,34 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     items = [
         item for target in targets for case in chosen if (item := _item(case, target, why_not))
     ]
+    if selection.complete and selection.layout == Parallelism() and not rollout:
+        items += _repeated(chosen, targets, resolution)
     if not items:
         reasons = "".join(f"\n  {case}: {why}" for case, why in list(why_not.items())[:10])
         raise CannotRun(
             f"nothing to run: no case applies to {selection.name!r} in these settings{reasons}"
         )
     return items
+
+
+def _repeated(
+    chosen: Sequence[Case], targets: Sequence[Target], resolution: Resolution
+) -> Iterator[Item]:
+    """Yield the repeated cases, of every model type, in the first precision that was asked for."""
+    worlds = [target.world for target in targets]
+    for repetition in repetitions(resolution.plugin, worlds):
+        for target in targets:
+            if (target.world, target.dtype) != (repetition.world, targets[0].dtype):
+                continue
+            varied = replace(
+                target,
+                layout=repetition.layout,
+                options={**target.options, **repetition.options},
+            )
+            for case in chosen:
+                item = _item(case, varied, {}) if case.id in repetition.cases else None
+                if item:
+                    yield replace(item, variant=repetition.name)
 
 
 def _chosen(globs: Sequence[str]) -> list[Case]:

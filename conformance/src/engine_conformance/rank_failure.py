@@ -26,6 +26,12 @@ class RankFailure:
     exception: str = ""
     output: str = ""
 
+    @property
+    def error(self) -> str:
+        """The error that was raised, without its traceback."""
+        start = self.text.rfind(f"{self.exception}: ")
+        return self.text[max(0, start) :].strip()
+
 
 class RankError(AssertionError):
     """The failure of a function on some rank.
@@ -37,6 +43,7 @@ class RankError(AssertionError):
         self, function: str, world: int, failures: Sequence[RankFailure], seconds: float
     ) -> None:
         self.function = function
+        self.world = world
         self.world = world
         self.failures = tuple(failures)
         ranks = [failure.rank for failure in failures]
@@ -52,6 +59,13 @@ class RankError(AssertionError):
     def timed_out(self) -> bool:
         """True if the deadline passed and no rank raised or died."""
         return all(failure.kind == "stalled" for failure in self.failures)
+
+    def raised_everywhere(self, *errors: type[Exception]) -> bool:
+        """Return whether every rank raised one of ``errors``."""
+        names = {f"{error.__module__}.{error.__qualname__}" for error in errors}
+        return len(self.failures) == self.world and all(
+            failure.exception in names for failure in self.failures
+        )
 
 
 def _described(failure: RankFailure) -> str:

@@ -48,15 +48,21 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The circumstances under which a case ran."""
+    """The circumstances under which a case ran.
+
+    ``variant`` names the layout and the options of a repeated case; it is empty for all others,
+    which run in the layout and with the options that were asked for.
+    """
 
     model_type: str
     device: str
     world: int
     dtype: str
+    variant: str = ""
 
     def __str__(self) -> str:
-        return f"{self.model_type}, {self.device}, world {self.world}, {self.dtype}"
+        text = f"{self.model_type}, {self.device}, world {self.world}, {self.dtype}"
+        return f"{text}, {self.variant}" if self.variant else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +73,7 @@ class Row:
         case: its id.
         must: the requirement, one line.
         profile: ``engine``, ``rl`` or ``rollout``.
-        group: ``core``, a capability, or the profile's name.
+        group: ``core``, a capability, the profile's name, or ``variants`` for a repeated case.
         provisional: whether the row is reported without being part of the verdict.
         hints: places to look at, from the case's docstring; empty when it passed.
         repeat: the command that runs it again.

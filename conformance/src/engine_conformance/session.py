@@ -16,17 +16,24 @@ import torch
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
 from engine_api.errors import PluginError
 from engine_api.registry import EngineRegistry, Resolution
-from engine_conformance.cases import run_case
+from engine_conformance.cases import Target, run_case
 from engine_conformance.cases._case import LM
+from engine_conformance.cases.plugin import find_missing_class
 from engine_conformance.deviations import Deviation, with_deviations
 from engine_conformance.environment import commits, environment, sources, suite
-from engine_conformance.plan import Item, Selection, changed, make_plan, resolve
-from engine_conformance.ranks import close_pools
+from engine_conformance.errors import CannotRun
+from engine_conformance.plan import Item, Selection, make_plan, resolve
+from engine_conformance.ranks import RankError, close_pools
 from engine_conformance.results import Outcome, Row, Run, Setting
+from engine_conformance.variants import GROUP, changed
 
 __all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
 
 Listener = Callable[[Row], None]
+# An engine that hangs in one case hangs in many, and each takes its whole deadline: after the first
+# one deadlines are this many times as long, and after a few the run ends.
+_SHORTER = 0.25
+_MOST_HANGS = 3
 
 
 def run_selection(
@@ -55,21 +62,27 @@ def run_selection(
         listen: called with each row as it comes.
 
     Raises:
-        UsageError, CannotRun: see `make_plan`.
+        UsageError, CannotRun: see `make_plan`; also if a class of the descriptor is not there.
     """
     began = time.monotonic()
     about = describe_run(selection, command=command, certify=certify, commit=commit)
     # The oracle's tensors are so small that threads would cost more than they gain.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        items = make_plan(selection, Path(folder))
+        items = [
+            item
+            for item in make_plan(selection, Path(folder))
+            if (item.case.id, item.setting) not in done
+        ]
         rows: list[Row] = []
         try:
+            _check_classes(items)
             for item in items:
-                if (item.case.id, item.setting) in done:
-                    continue
                 late = "out of time (--limit)" if time.monotonic() - began > limit else ""
-                rows.append(run_item(item, selection, deviations, late=late))
+                hung = [row.case for row in rows if row.outcome.status == "timeout"]
+                if len(hung) >= _MOST_HANGS:
+                    late = f"stopped: {', '.join(hung)} hung; fix these first"
+                rows.append(run_item(item, selection, deviations, late=late, hung=hung))
                 if listen:
                     listen(rows[-1])
         finally:
@@ -117,18 +130,58 @@ def _partner(selection: Selection, name: str) -> list[Resolution]:
         return []
 
 
+def _check_classes(items: Sequence[Item]) -> None:
+    """Import the classes that the descriptor names, once for each model type, in the ranks.
+
+    The case ``plugin.classes`` says more, but every other case would fail for the same reason.
+
+    Raises:
+        CannotRun: if a class is not there.
+    """
+    firsts: dict[str, Target] = {}
+    for item in items:
+        if not (item.absent or item.target.rollout or item.case.id.startswith("plugin.")):
+            firsts.setdefault(item.target.model_type, item.target)
+    for target in firsts.values():
+        try:
+            problems = target.run(find_missing_class, target.config(target.model()))
+        # A rank that ends or hangs while it imports is reported by the cases.
+        except RankError:
+            continue
+        if problem := next(filter(None, problems), None):
+            raise CannotRun(problem)
+
+
 def run_item(
-    item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = ""
+    item: Item,
+    selection: Selection,
+    deviations: Sequence[Deviation] = (),
+    *,
+    late: str = "",
+    hung: Sequence[str] = (),
 ) -> Row:
     """Run one item and return its row.
 
-    ``late`` is the reason why it is not even started.
+    Args:
+        item: the case and its setting.
+        selection: the selection that it is from.
+        deviations: the known deviations of this engine.
+        late: the reason why it is not even started.
+        hung: the cases that hung before it: then its deadlines are shorter.
     """
     case = item.case
+    target = item.target
+    if hung:
+        target = replace(target, patience=target.patience * _SHORTER)
     if reason := item.absent or late:
         outcome = Outcome(status="not-run", seconds=0.0, message=reason)
     else:
-        outcome = run_case(case, item.target)
+        # Two declared capabilities must compose or be refused, so that the experts of a mixture and
+        # adapters may be refused in a layout; the layout itself may not.
+        outcome = run_case(case, target, may_refuse=bool(item.variant and case.requires))
+        if outcome.status == "timeout" and hung:
+            note = f"the deadline was {_SHORTER} of the usual one, since {hung[0]} hung before"
+            outcome = replace(outcome, message=f"{note}\n{outcome.message}")
     listed = next((d for d in deviations if d.covers(case.id, item.setting)), None)
     outcome = with_deviations(outcome, listed)
     silent = outcome.status in ("passed", "refused", "not-run")
@@ -147,6 +200,8 @@ def run_item(
 
 
 def _group(item: Item) -> str:
+    if item.variant:
+        return GROUP
     return "undeclared" if item.case.probes else item.case.group
 
 
@@ -156,7 +211,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
     parts = ["engine-conformance", "run", selection.name, "--case", item.case.id]
     parts += ["--model-type", setting.model_type, "--device", item.target.device]
     parts += ["--world", str(setting.world), "--dtype", setting.dtype]
-    layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
+    layout = ",".join(f"{name}={size}" for name, size in changed(item.target.layout).items())
     given = {
         "--profile": item.case.profile if item.case.profile != "engine" else None,
         "--parallelism": layout,
@@ -167,7 +222,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
     parts += [word for option, value in given.items() if value for word in (option, value)]
     parts += [
         word
-        for name, value in selection.options.items()
+        for name, value in item.target.options.items()
         for word in ("--option", f"{name}={json.dumps(value)}")
     ]
     return shlex.join([*parts, "--shim"] if cuda_is_simulated() or npu_is_simulated() else parts)

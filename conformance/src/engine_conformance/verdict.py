@@ -114,7 +114,7 @@ def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
         return []
     passed = [row for row in rows if row.outcome.status == "passed"]
     shown = {row.group for row in passed}
-    if any(row.setting.world > 1 for row in passed):
+    if any(row.setting.world > 1 and not row.setting.variant for row in passed):
         shown.add("dp")
     return sorted(set(map(str, declared)) - shown)
 

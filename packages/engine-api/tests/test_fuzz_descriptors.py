@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from engine_api import __main__ as command_line
 from engine_api.capabilities import Capability
 from engine_api.errors import EngineError
-from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
+from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row, Variant
 from engine_api.registry import EngineRegistry, RolloutRegistry
 
 
@@ -112,6 +112,7 @@ def probes(draw: st.DrawFn) -> Any:
     return probe
 
 
+VARIANTS = st.builds(Variant, options=VALUES, parallelism=VALUES)
 DESCRIPTORS = st.builds(
     EnginePlugin,
     name=maybe(WORDS),
@@ -122,6 +123,7 @@ DESCRIPTORS = st.builds(
     exporter=maybe(st.none()),
     wire=maybe(st.none()),
     one_layout=maybe(st.booleans()),
+    variants=maybe(st.lists(st.one_of(VARIANTS, VALUES), max_size=2).map(tuple)),
     probe=maybe(probes()),
 )
 

@@ -134,6 +134,16 @@ def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(
         ("options=5", 'options: expected "module:Class" or None, got 5'),
         ("exporter='nowhere'", "exporter: expected"),
         ("one_layout=None", "one_layout: expected True or False, got None"),
+        ("variants=None", "variants: expected a tuple of Variant, got None"),
+        ("variants=({'fast': True},)", "variants: expected a tuple of Variant"),
+        (
+            "variants=(engine_api.Variant(options={}),)",
+            r"variants\[0\].options: expected one or more values by name, got {}",
+        ),
+        (
+            "variants=(engine_api.Variant(options={'fast': True}, parallelism={'tp': '2'}),)",
+            r"variants\[0\].parallelism: expected sizes of 1 or more by field of Parallelism",
+        ),
         ("probe=None", "probe: expected a function of a device's name, got None"),
         (
             "rows=(dataclasses.replace(PLUGIN.rows[0], backends=None),)",
@@ -159,7 +169,7 @@ def test_a_descriptor_with_a_wrong_field_is_refused_by_the_fields_name(
 ):
     text = (
         GOOD.format(module="bent")
-        + f"import dataclasses\nPLUGIN = dataclasses.replace(PLUGIN, {change})\n"
+        + f"import dataclasses, engine_api\nPLUGIN = dataclasses.replace(PLUGIN, {change})\n"
     )
     add_distribution("bent", {"bent": "bent_plugin:PLUGIN"}, {"bent_plugin": text})
     assert registry.resolve(backend="acme").source.startswith("acme==1.0")

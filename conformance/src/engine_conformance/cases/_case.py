@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from engine_api.capabilities import Capability
+from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.plugin import is_older
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
@@ -72,6 +73,7 @@ _MODULES = (
 )
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"
+_REFUSALS = (ConfigError, UnsupportedCapability)
 # Several ranks are data parallel, unless a layout says otherwise.
 _MODEL_PARALLEL = frozenset(
     {Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES}
@@ -246,8 +248,11 @@ def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> No
         raise ConformanceFailure(quantity, problem, where=where)
 
 
-def run_case(one: Case, target: Target) -> Outcome:
-    """Run one case and report how it ended, without raising for anything the engine does."""
+def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
+    """Run one case and report how it ended, without raising for anything the engine does.
+
+    With ``may_refuse`` a refusal of the configuration on every rank is as good as a right result.
+    """
     began = time.monotonic()
 
     def outcome(status: Status, message: str = "", margin: float | None = None) -> Outcome:
@@ -267,6 +272,8 @@ def run_case(one: Case, target: Target) -> Outcome:
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
     except RankError as failure:
+        if may_refuse and failure.raised_everywhere(*_REFUSALS):
+            return outcome("refused", failure.failures[0].error)
         return outcome("timeout" if failure.timed_out else "failed", str(failure))
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
         return outcome("suite-error", traceback.format_exc())

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine_conformance.cases._case import must
-from engine_conformance.compare import assert_bitwise
+from engine_conformance.compare import assert_bitwise, assert_covered_once
 
 __all__ = ["assert_same_state", "read_manifest", "read_rank_files", "read_state"]
 
@@ -68,6 +68,7 @@ def read_rank_files(folder: Path) -> dict[str, Any]:
 def _assemble(folder: Path, key: str, entry: dict[str, Any]) -> Tensor:
     whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     seen = torch.zeros(entry["shape"], dtype=torch.uint8)
+    boxes = dict[str, Any]()
     for shard in entry["shards"]:
         box = tuple(
             slice(start, start + size)
@@ -82,10 +83,6 @@ def _assemble(folder: Path, key: str, entry: dict[str, Any]) -> Tensor:
         with safe_open(folder / shard["file"], framework="pt") as file:
             whole[box] = file.get_tensor(key)
         seen[box] += 1
-    must(
-        bool((seen == 1).all()),
-        "checkpoint",
-        "the boxes do not cover the tensor exactly once",
-        where=key,
-    )
+        boxes[f"{shard['file']} at {shard['offset']}"] = box
+    assert_covered_once("checkpoint", seen, boxes, where=key)
     return whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 
@@ -104,8 +105,33 @@ def load_classes(setup: Setup) -> list[str]:
     ]
     if options and not problems:
         targets[options]()
+        for variant in resolution.plugin.variants:
+            targets[options](**variant.options)
     pickle.dumps((resolution.row, sorted(resolution.plugin.capabilities)))
     return problems
+
+
+def find_missing_class(setup: Setup) -> str:
+    """Return why the engine's class is not there, or nothing if it is.
+
+    It runs in a rank, as `load_classes` does. A module that raises anything else is reported by the
+    cases, with its traceback.
+    """
+    row = EngineRegistry.resolve(
+        model_type=setup.model_type, backend=setup.backend, device=setup.device
+    ).row
+    name, _, attribute = row.target.partition(":")
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            return ""
+        return f"the descriptor names {row.target}: no module is called {error.name!r}"
+    if hasattr(module, attribute):
+        return ""
+    near = get_close_matches(attribute, dir(module), n=3, cutoff=0.6)
+    remedy = f"did you mean {' or '.join(near)}?" if near else "correct Row.target"
+    return f"the descriptor names {row.target}: {name} has no {attribute!r}; {remedy}"
 
 
 @case(id="plugin.classes", world=(1,), model_types=TYPES)

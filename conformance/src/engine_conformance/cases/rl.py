@@ -48,7 +48,7 @@ from engine_conformance.cases._rl_updates import (
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.fixtures import PackedDocuments, seeded_generator
 
 BOTH = (LM, VALUE)
 
@@ -229,7 +229,7 @@ def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocum
     Each document's weights sum to one.
     """
     lengths = batch.lengths
-    rewards = np.random.default_rng(seed).normal(size=(len(lengths) // size, size))
+    rewards = seeded_generator(seed).normal(size=(len(lengths) // size, size))
     normal = (rewards - rewards.mean(axis=1, keepdims=True)) / (
         rewards.std(axis=1, keepdims=True) + 1e-6
     )

@@ -117,6 +117,22 @@ class OracleModel:
         both = _per_document(_ids(input_ids), cu_seqlens, outputs, width=2)
         return OracleOutputs(log_probs=both[:, 0], entropy=both[:, 1])
 
+    def unshifted_log_probs(
+        self, input_ids: Any, cu_seqlens: Any, *, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the wrong log-probs ``[T]`` of an engine that does not shift its logits.
+
+        At t it is the log-prob of token t by the logits that come after it.
+        """
+        params = self.effective_params()
+        log_probs = [
+            (_logits(params, self.config, ids) / temperature)
+            .log_softmax(dim=-1)
+            .gather(-1, ids[:, None])
+            for ids in _documents(_ids(input_ids), cu_seqlens)
+        ]
+        return torch.cat(log_probs).squeeze(-1)
+
     def values(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
         """Return values ``[T]``: at t, the head on the hidden state at t - 1.
 

@@ -21,7 +21,7 @@ __all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document"
 SCHEMA = "1"
 # JSON has no infinity.
 INFINITE = "infinite"
-_SETTING = ("model_type", "device", "world", "dtype")
+_SETTING = ("model_type", "device", "world", "dtype", "variant")
 
 
 def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
@@ -148,7 +148,8 @@ def _read_row(entry: Mapping[str, Any]) -> Row:
     same = ("case", "must", "profile", "group", "hints", "repeat", "provisional", "deviation")
     return Row(
         **{name: entry[name] for name in same},
-        setting=Setting(**{name: entry[name] for name in _SETTING}),
+        # Reports from before cases were repeated name no variant.
+        setting=Setting(**{name: entry[name] for name in _SETTING if name in entry}),
         outcome=Outcome(
             status=entry["status"],
             seconds=entry["seconds"],

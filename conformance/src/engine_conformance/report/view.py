@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine_api.config import Parallelism
 from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Run, Setting
+from engine_conformance.variants import name_variant
 from engine_conformance.verdict import Judgement, Verdict, untested
 
 __all__ = [
@@ -192,6 +194,17 @@ def commands(run: Run) -> list[str]:
     return lines if own in lines else [*lines, own]
 
 
+def _variants_text(run: Run) -> str:
+    """Return the layout and the options of the cases, and those in which some were repeated."""
+    chosen = run.selection
+    layout = Parallelism(**chosen["layout"])
+    own = name_variant(layout, chosen.get("options", {})) or "data parallel with default options"
+    variants = dict.fromkeys(row.setting.variant for row in run.rows if row.setting.variant)
+    if not variants:
+        return f"{own} only, except for cases that set a layout themselves"
+    return f"{own}; some cases also with {'; '.join(variants)}"
+
+
 def _commit_text(commits: Mapping[str, str]) -> str:
     """Return the packages' commits, or the one that all of them have."""
     if len(set(commits.values())) == 1:
@@ -217,6 +230,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
             ", ".join(str(world) for world in sorted({setting.world for setting in settings})),
         ),
         ("Precisions", precisions(settings)),
+        ("Layouts and options", _variants_text(run)),
         ("Started", run.started),
         ("Duration", f"{run.seconds:.1f} s"),
         ("Digest of report.json", digest),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine_api.plugin import EnginePlugin as EnginePlugin
     from engine_api.plugin import ProbeResult as ProbeResult
     from engine_api.plugin import Row as Row
+    from engine_api.plugin import Variant as Variant
     from engine_api.registry import EngineRegistry as EngineRegistry
     from engine_api.registry import RolloutRegistry as RolloutRegistry
     from engine_api.results import LossOutput as LossOutput
@@ -61,7 +62,7 @@ _HOMES = {
     ),
     "contract": ("Engine",),
     "losses": ("LossFn", "sft_loss", "token_weights"),
-    "plugin": ("CONTRACT", "EnginePlugin", "ProbeResult", "Row"),
+    "plugin": ("CONTRACT", "EnginePlugin", "ProbeResult", "Row", "Variant"),
     "registry": ("EngineRegistry", "RolloutRegistry"),
     "results": ("LossOutput", "TokenOutputs", "Topology", "TrainOutput"),
     "rollout": (

@@ -566,16 +566,21 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
     out = {key: torch.empty(spec.shape, dtype=dtype) for key, (spec, dtype) in wanted.items()}
     by_file: dict[str, list[tuple[str, Shard]]] = {}
     holes: list[str] = []
+    why = ""
     for key, (spec, _) in wanted.items():
         shards = _intersecting(manifest.tensors[key].shards, spec)
         if not _covers_once(shards, spec):
             holes.append(key)
+            boxes = [(shard.offset, shard.shape) for shard in shards]
+            if len(set(boxes)) < len(boxes):
+                why = "several ranks stored the same box: each of them said that it is replica 0"
         for shard in shards:
             by_file.setdefault(shard.file, []).append((key, shard))
     if holes:
         raise CheckpointCorrupt(
             f"the shards do not cover {_few(sorted(holes))} exactly once",
             where=str(folder),
+            why=why,
             remedy="use an earlier checkpoint",
         )
     for file, shards in by_file.items():

@@ -6,11 +6,12 @@ Loading it imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 from engine_api.capabilities import Capability
+from engine_api.config import Parallelism
 
 # MAJOR.MINOR of the contract, independent of package versions.
 CONTRACT = "1.3"
@@ -82,6 +83,17 @@ def always_available(device: str) -> ProbeResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """Values of an engine's own options that a certificate covers in addition to the defaults."""
+
+    options: Mapping[str, Any] = field(hash=False)
+    """Fields of the options dataclass with other values than their defaults."""
+
+    parallelism: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    """Sizes of ``Parallelism`` that the options need; empty for data parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlugin:
     """The descriptor of a plug-in.
 
@@ -98,6 +110,8 @@ class EnginePlugin:
             it has none.
         one_layout: True if its engines in one process must have the same ``Parallelism`` sizes, so
             that a second one with other sizes is refused.
+        variants: for an engine, the values of its options that change what is computed or stored,
+            which a certificate shall cover (since contract 1.3).
         probe: function from a device's name to the answer whether the plug-in can run on it here.
     """
 
@@ -109,6 +123,7 @@ class EnginePlugin:
     exporter: str | None = None
     wire: str | None = None
     one_layout: bool = False
+    variants: tuple[Variant, ...] = ()
     probe: Callable[[str], ProbeResult] = always_available
 
 
@@ -138,6 +153,30 @@ def _is_set_of_text(value: Any) -> bool:
     )
 
 
+def _is_list_of_variants(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(item, Variant) for item in _items(value, tuple)
+    )
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping, and nothing for anything else."""
+    return list(cast("Mapping[Any, Any]", value).items()) if isinstance(value, Mapping) else []
+
+
+def _is_options(value: Any) -> bool:
+    pairs = _pairs(value)
+    return bool(pairs) and all(_is_text(name) for name, _ in pairs)
+
+
+def _is_sizes(value: Any) -> bool:
+    known = {one.name for one in fields(Parallelism)}
+    return isinstance(value, Mapping) and all(
+        _is_text(name) and name in known and type(size) is int and size > 0
+        for name, size in _pairs(cast("Any", value))
+    )
+
+
 def _is_target(value: Any) -> bool:
     return _is_text(value) and re.fullmatch(r"[^\s:]+:[^\s:]+", value) is not None
 
@@ -160,6 +199,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "exporter": (f"{_TARGET} or None", _is_target_or_none),
     "wire": (f"{_TARGET} or None", _is_target_or_none),
     "one_layout": ("True or False", lambda value: isinstance(value, bool)),
+    "variants": ("a tuple of Variant", _is_list_of_variants),
     "probe": ("a function of a device's name", callable),
 }
 _ROW_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -167,6 +207,10 @@ _ROW_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "devices": (_NAMES, _is_list_of_text),
     "target": (_TARGET, _is_target),
     "model_types": (_NAMES, _is_list_of_text),
+}
+_VARIANT_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "options": ("one or more values by name", _is_options),
+    "parallelism": ("sizes of 1 or more by field of Parallelism", _is_sizes),
 }
 _PROBE_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ok": ("True or False", lambda value: isinstance(value, bool)),
@@ -189,6 +233,9 @@ def descriptor_problem(plugin: EnginePlugin) -> str | None:
     """Return the first problem of a descriptor's fields with the field's name, or None."""
     if problem := _misfit(plugin, _FIELDS, ""):
         return problem
+    for place, variant in enumerate(plugin.variants):
+        if problem := _misfit(variant, _VARIANT_FIELDS, f"variants[{place}]."):
+            return problem
     claimed: dict[tuple[str, str, str], int] = {}
     for place, row in enumerate(plugin.rows):
         if problem := _misfit(row, _ROW_FIELDS, f"rows[{place}]."):

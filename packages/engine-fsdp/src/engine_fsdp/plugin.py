@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_api.capabilities import Capability
 from engine_api.devices import probe_torch
-from engine_api.plugin import EnginePlugin, Row
+from engine_api.plugin import EnginePlugin, Row, Variant
 
 # Both names mean fully_shard, because the older FullyShardedDataParallel wrapper is deprecated
 # upstream.
@@ -47,5 +47,6 @@ PLUGIN = EnginePlugin(
         }
     ),
     options="engine_fsdp.options:FSDPOptions",
+    variants=(Variant(options={"reduce_each_micro_batch": True}),),
     probe=probe_torch,
 )

@@ -7,7 +7,7 @@ import importlib.util
 
 from engine_api.capabilities import Capability
 from engine_api.devices import cuda_is_simulated, probe_torch
-from engine_api.plugin import EnginePlugin, ProbeResult, Row
+from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
 from engine_megatron import te
 
 _BACKENDS = ("megatron",)
@@ -92,5 +92,10 @@ PLUGIN = EnginePlugin(
     options="engine_megatron.options:MegatronOptions",
     # Megatron keeps its process groups in global variables.
     one_layout=True,
+    variants=(
+        Variant(options={"sequence_parallel": True}, parallelism={"tp": 2}),
+        Variant(options={"vocabulary_multiple": 48}),
+        Variant(options={"checkpoint": "megatron"}),
+    ),
     probe=probe,
 )

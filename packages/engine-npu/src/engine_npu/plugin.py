@@ -41,6 +41,7 @@ FSDP = EnginePlugin(
     # use.
     capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE},
     options=FSDP_ELSEWHERE.options,
+    variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,
 )
 
@@ -66,6 +67,7 @@ MEGATRON = EnginePlugin(
     ),
     capabilities=_MEGATRON,
     options=MEGATRON_ELSEWHERE.options,
+    variants=MEGATRON_ELSEWHERE.variants,
     one_layout=MEGATRON_ELSEWHERE.one_layout,
     probe=probe_megatron,
 )
