@@ -111,7 +111,7 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
     except (Exception, SystemExit) as error:  # noqa: BLE001
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         # A case's own verdict is complete; the traceback would show only lines of the suite.
-        judged = type(error).__name__ == "ConformanceFailure"
+        judged = type(error).__name__ in ("ConformanceFailure", "ModelRefused")
         return pickle.dumps(
             Reply(
                 kind="raised", text=str(error) if judged else traceback.format_exc(), exception=name

@@ -49,6 +49,12 @@ class RankError(AssertionError):
         super().__init__("\n".join(lines))
 
     @property
+    def refusal(self) -> str | None:
+        """The reason why the engine could not build the case's model, or None."""
+        told = [one.text for one in self.failures if one.exception.endswith("ModelRefused")]
+        return told[0] if told else None
+
+    @property
     def timed_out(self) -> bool:
         """True if the deadline passed and no rank raised or died."""
         return all(failure.kind == "stalled" for failure in self.failures)

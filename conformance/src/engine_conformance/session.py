@@ -95,6 +95,7 @@ def describe_run(
         distribution=chosen.source,
         contract=chosen.plugin.contract,
         declared=sorted(map(str, chosen.plugin.capabilities)),
+        families=chosen.plugin.families,
         trace=[str(c) for c in chosen.trace],
         command=list(command),
         selection=selection.as_dict() | {"complete": selection.complete},
@@ -140,7 +141,7 @@ def run_item(
         setting=item.setting,
         outcome=outcome,
         provisional=case.provisional,
-        hints="" if silent else case.hints,
+        hints="" if silent else outcome.hints or case.hints,
         repeat="" if silent else repeat_command(item, selection),
         deviation=listed.facts if listed else None,
     )

@@ -121,6 +121,7 @@ DESCRIPTORS = st.builds(
     options=maybe(st.none()),
     exporter=maybe(st.none()),
     wire=maybe(st.none()),
+    families=maybe(st.lists(WORDS, max_size=2).map(tuple)),
     one_layout=maybe(st.booleans()),
     probe=maybe(probes()),
 )

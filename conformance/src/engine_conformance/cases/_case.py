@@ -46,6 +46,8 @@ LM = "language_model"
 VALUE = "value_model"
 BOTH_PRECISIONS = ("float32", "bfloat16")
 FLOAT32 = ("float32",)
+# The family of the models that have experts.
+EXPERTS = ("qwen3_moe",)
 # In the order in which they run and are listed.
 _MODULES = (
     "plugin",
@@ -72,6 +74,10 @@ _MODULES = (
 )
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"
+_REFUSED = (
+    "the engine is asked for every model family of the suite, unless its descriptor states the "
+    'families that it builds, EnginePlugin(families=("llama",)): then no other is made.'
+)
 # Several ranks are data parallel, unless a layout says otherwise.
 _MODEL_PARALLEL = frozenset(
     {Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES}
@@ -111,6 +117,8 @@ class Case:
         slow: takes more than about ten seconds.
         provisional: reported, but no part of the verdict until the next minor version.
         partner: is about two engines, and runs only where a second one is named.
+        families: the model families that it is about, of which the engine must build one; empty if
+            any family will do.
     """
 
     id: str
@@ -126,6 +134,7 @@ class Case:
     slow: bool
     provisional: bool
     partner: bool
+    families: tuple[str, ...]
 
     @property
     def must(self) -> str:
@@ -180,6 +189,8 @@ class Case:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
             return f"{self.probes} is declared"
+        if self.families and not set(self.families) & set(target.families):
+            return f"model family not declared: {', '.join(self.families)}"
         if self.partner and target.partner is None:
             return "no second engine: name one with --partner"
         if target.model_type not in self.model_types:
@@ -203,6 +214,7 @@ def case(
     slow: bool = False,
     provisional: bool = False,
     partner: bool = False,
+    families: tuple[str, ...] = (),
 ) -> Callable[[CaseFunction], CaseFunction]:
     """Register a case, whose arguments `Case` explains."""
 
@@ -224,6 +236,7 @@ def case(
             slow=slow,
             provisional=provisional,
             partner=partner,
+            families=families or (EXPERTS if Capability.MOE in (*requires, probes) else ()),
         )
         return function
 
@@ -267,6 +280,13 @@ def run_case(one: Case, target: Target) -> Outcome:
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
     except RankError as failure:
+        if failure.refusal:
+            return Outcome(
+                status="failed",
+                seconds=time.monotonic() - began,
+                message=failure.refusal,
+                hints=_REFUSED,
+            )
         return outcome("timeout" if failure.timed_out else "failed", str(failure))
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
         return outcome("suite-error", traceback.format_exc())

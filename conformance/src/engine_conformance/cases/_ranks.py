@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,9 @@ from engine_api.results import TokenOutputs, Topology, TrainOutput
 from engine_conformance.cases._case import must
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._target import Setup
+from engine_conformance.compare import ModelRefused
 from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import read_config
 
 __all__ = [
     "Answer",
@@ -48,9 +51,22 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(setup: Setup) -> Iterator[Engine]:
-    """Yield an initialized engine and close it at the end."""
+    """Yield an initialized engine and close it at the end.
+
+    Raises:
+        ModelRefused: if the engine refuses the model, which is one that it must build.
+    """
     engine = setup.create()
-    engine.initialize()
+    try:
+        engine.initialize()
+    # An engine may raise anything over a model that it was not written for.
+    except Exception as error:
+        is_typed = isinstance(error, EngineError)
+        if is_typed and getattr(error, "field", "").partition(".")[0] != "model":
+            raise
+        family = read_config(setup.config.model.path).family
+        why = str(error) if is_typed else traceback.format_exc()
+        raise ModelRefused(f"a {family} model", f"the engine cannot build it\n{why}") from error
     try:
         yield engine
     finally:
