@@ -187,7 +187,7 @@ def test_a_model_family_that_the_engine_does_not_know_fails_without_the_hints_of
         "        raise ConfigError('model.path', 'expected gpt2, got llama')\n",
     )
     done = cli("run", "odd", "--case", "forward.llama", "--world", "1")
-    told = ("a llama model: the engine cannot build it", "expected gpt2, got llama", "families=")
+    told = ("cannot build a model of the family llama", "expected gpt2, got llama", "families=")
     ends(done, 1, *told)
     assert "RoPE" not in done.told, done.told
 

@@ -50,10 +50,6 @@ class ConformanceFailure(AssertionError):
         super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
 
 
-class ModelRefused(ConformanceFailure):
-    """Failure of an engine that cannot build the model of a case."""
-
-
 def assert_scalar_close(
     name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None
 ) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -23,9 +23,8 @@ from engine_api.results import TokenOutputs, Topology, TrainOutput
 from engine_conformance.cases._case import must
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._target import Setup
-from engine_conformance.compare import ModelRefused
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import read_config
+from engine_conformance.rank_failure import REFUSED
 
 __all__ = [
     "Answer",
@@ -53,20 +52,19 @@ T = TypeVar("T")
 def opened(setup: Setup) -> Iterator[Engine]:
     """Yield an initialized engine and close it at the end.
 
-    Raises:
-        ModelRefused: if the engine refuses the model, which is one that it must build.
+    An error that is about the model, which a case expects the engine to build, has a note that
+    names the model's family.
     """
     engine = setup.create()
     try:
         engine.initialize()
     # An engine may raise anything over a model that it was not written for.
     except Exception as error:
-        is_typed = isinstance(error, EngineError)
-        if is_typed and getattr(error, "field", "").partition(".")[0] != "model":
-            raise
-        family = read_config(setup.config.model.path).family
-        why = str(error) if is_typed else traceback.format_exc()
-        raise ModelRefused(f"a {family} model", f"the engine cannot build it\n{why}") from error
+        part = getattr(error, "field", "").partition(".")[0]
+        file = Path(setup.config.model.path, "config.json")
+        if file.exists() and (part == "model" or not isinstance(error, EngineError)):
+            error.add_note(f"{REFUSED} {json.loads(file.read_text()).get('model_type')}")
+        raise
     try:
         yield engine
     finally:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from engine_api import BaseEngine, Batch, Capability, ModelSource, ShardSpec, TokenOutputs, Topology
@@ -74,6 +75,11 @@ class MinimalEngine(BaseEngine):
         if any("expert" in name for name, _ in model.named_parameters()):
             raise unsupported(Capability.MOE, self._name, self.capabilities)
         self.model = model.to(self.device_type).eval()
+        # Some families scale or cap their logits behind the head, which _score would leave out.
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        head = model.get_output_embeddings()(model.base_model(token).last_hidden_state)
+        if not torch.allclose(head, model(token).logits):
+            raise ConfigError("model.path", "its logits are not those of its head alone")
         self.vocab_size = model.config.get_text_config().vocab_size
         # Hugging Face names in the model's order, with tied weights once.
         pieces = pieces_of(model)
@@ -90,16 +96,23 @@ class MinimalEngine(BaseEngine):
     ) -> TokenOutputs:
         """Compute each document in a forward of its own, so that none can attend to another."""
         # An empty slice of a weight gives the outputs of an empty micro-batch a gradient path, too.
-        log_probs = [next(iter(self.weights.values())).flatten()[:0]]
-        entropy = list(log_probs)
+        values = [next(iter(self.weights.values())).flatten()[:0].expand(2, 0)]
+        size = self.config.memory.logit_chunk
         for ids in batch.input_ids.to(self.model.device).split(batch.lengths):
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            rows = torch.log_softmax(logits / temperature, dim=-1)
-            # The logits at t - 1 predict token t, and none predict a document's first token.
-            log_probs.append(pad(rows.gather(1, ids[1:, None])[:, 0], (1, 0)))
-            entropy.append(pad(-(rows.exp() * rows).sum(-1), (1, 0)))
-        entropies = torch.cat(entropy) if "entropy" in needs else None
-        return TokenOutputs(log_probs=torch.cat(log_probs), entropy=entropies)
+            # The state at t - 1 predicts token t, and none predicts a document's first token.
+            states = self.model.base_model(ids[None], use_cache=False).last_hidden_state[0, :-1]
+            chunks = zip(states.split(size), ids[1:].split(size), strict=True)
+            # Logits exist chunk by chunk, because the backward pass computes them again.
+            scores = [checkpoint(self._score, *c, temperature, use_reentrant=False) for c in chunks]
+            values.append(pad(torch.cat(scores, 1), (1, 0)))
+        log_probs, entropy = torch.cat(values, 1)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy if "entropy" in needs else None)
+
+    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Return log-probs and entropies ``[2, n]`` of the tokens that follow n states."""
+        logits = self.model.get_output_embeddings()(hidden)
+        rows = torch.log_softmax(logits / temperature, dim=-1)
+        return torch.stack([rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)])
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         for param in self.weights.values():
@@ -128,27 +141,19 @@ class MinimalEngine(BaseEngine):
     ) -> WeightExport:
         """Return whole weights by name, which every rank has (see ``Engine``)."""
         self._expect("get_per_tensor_param", "ready")
-        if adapter == "only":
-            raise unsupported(Capability.LORA, self._name, self.capabilities)
-        if adapter != "merged":
-            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="use merged")
-        weights = self.weights.items()
-        return ((name, param.detach().to(dtype or param.dtype)) for name, param in weights)
+        self._check_adapter(adapter)
+        return ((name, p.detach().to(dtype or p.dtype)) for name, p in self.weights.items())
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """Return the whole state, which every rank has.
 
-        Replica 0 of a tensor is written. The ranks take turns in being that replica.
+        Replica 0 of a tensor is written, so that rank 0 writes all of it.
         """
         state = {f"model.{name}": param.detach() for name, param in self.weights.items()}
         for name, param in self.weights.items() if self.optimizer else ():
             for field, value in self.optimizer.state.get(param, {}).items():
                 state[f"optim.{name}.{field}"] = value
-        shards = {}
-        for index, (key, tensor) in enumerate(state.items()):
-            replica = (self.topology.rank - index) % self.topology.world_size
-            shards[key] = (tensor, ShardSpec.whole(tensor.shape, replica))
-        return shards
+        return {key: (t, ShardSpec.whole(t.shape, self.comm.rank)) for key, t in state.items()}
 
     def _optimizer_fields(self) -> Collection[str]:
         return state_fields(self.optimizer) if self.optimizer else ()
