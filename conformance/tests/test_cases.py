@@ -141,7 +141,7 @@ def test_an_engine_is_asked_only_for_the_model_families_that_it_declares(tmp_pat
     some, every = target("gpt2", "llama"), target()
 
     assert some.families == ("llama",)
-    assert every.families == ("qwen3", "llama", "qwen2", "qwen3_moe")
+    assert every.families == ("qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gemma2")
     told = "model family not declared: qwen2"
     assert [CASES["forward.qwen2"].why_not(one) for one in (some, every)] == [told, None]
     assert [CASES["refusal.moe"].why_not(one) is None for one in (some, every)] == [False, True]

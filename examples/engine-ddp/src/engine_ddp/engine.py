@@ -125,6 +125,8 @@ class DdpEngine(BaseEngine):
         if (family := model.config.model_type) not in PLUGIN.families:
             known = ", ".join(PLUGIN.families)
             raise ConfigError("model.path", f"expected one of {known}, got a {family} model")
+        if (rope := model.config.rope_parameters["rope_type"]) in ("dynamic", "longrope"):
+            raise ConfigError("model.path", f"RoPE {rope} follows the longest document of a batch")
         if self.gives == ("values",) and model.config.num_labels != 1:
             raise ConfigError("model.path", f"expected 1 label, got {model.config.num_labels}")
         self.model = model.to(self.device_type).eval()

@@ -58,13 +58,8 @@ class MinimalEngine(BaseEngine):
         if self.config.model != ModelSource(path=path):
             raise ConfigError("model", "only model.path is read", remedy="leave the rest out")
         try:
-            # transformers' faster attention leaves out the caps of some models (Gemma 2).
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                attn_implementation="eager",
+                path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError("model.path", f"{path!r} cannot be loaded", why=str(error)) from error
@@ -74,12 +69,9 @@ class MinimalEngine(BaseEngine):
             raise ConfigError("model.path", f"{path!r} lacks {sorted(info['missing_keys'])}")
         if any("expert" in name for name, _ in model.named_parameters()):
             raise unsupported(Capability.MOE, self._name, self.capabilities)
+        # transformers' faster attention leaves out the caps of some models (Gemma 2).
+        model.set_attn_implementation("eager")
         self.model = model.to(self.device_type).eval()
-        # Some families scale or cap their logits behind the head, which _score would leave out.
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        head = model.get_output_embeddings()(model.base_model(token).last_hidden_state)
-        if not torch.allclose(head, model(token).logits):
-            raise ConfigError("model.path", "its logits are not those of its head alone")
         self.vocab_size = model.config.get_text_config().vocab_size
         # Hugging Face names in the model's order, with tied weights once.
         pieces = pieces_of(model)
@@ -99,20 +91,23 @@ class MinimalEngine(BaseEngine):
         values = [next(iter(self.weights.values())).flatten()[:0].expand(2, 0)]
         size = self.config.memory.logit_chunk
         for ids in batch.input_ids.to(self.model.device).split(batch.lengths):
-            # The state at t - 1 predicts token t, and none predicts a document's first token.
-            states = self.model.base_model(ids[None], use_cache=False).last_hidden_state[0, :-1]
-            chunks = zip(states.split(size), ids[1:].split(size), strict=True)
+            # The logits at t - 1 predict token t, and none predict a document's first token.
+            chunks = torch.arange(len(ids) - 1, device=ids.device).split(size)
             # Logits exist chunk by chunk, because the backward pass computes them again.
-            scores = [checkpoint(self._score, *c, temperature, use_reentrant=False) for c in chunks]
+            scores = [
+                checkpoint(self._score, ids, chunk, temperature, use_reentrant=False)
+                for chunk in chunks
+            ]
             values.append(pad(torch.cat(scores, 1), (1, 0)))
         log_probs, entropy = torch.cat(values, 1)
         return TokenOutputs(log_probs=log_probs, entropy=entropy if "entropy" in needs else None)
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Return log-probs and entropies ``[2, n]`` of the tokens that follow n states."""
-        logits = self.model.get_output_embeddings()(hidden)
+    def _score(self, ids: Tensor, chunk: Tensor, temperature: float) -> Tensor:
+        """Return log-probs and entropies ``[2, n]`` of the tokens that follow ``chunk``."""
+        logits = self.model(ids[None], use_cache=False, logits_to_keep=chunk).logits[0]
         rows = torch.log_softmax(logits / temperature, dim=-1)
-        return torch.stack([rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)])
+        log_probs = rows.gather(1, ids[chunk + 1, None])[:, 0]
+        return torch.stack([log_probs, -(rows.exp() * rows).sum(-1)])
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         for param in self.weights.values():
