@@ -264,7 +264,7 @@ def windows(target: Target) -> float:
     return _right_or_refused(target, WINDOWS)
 
 
-@case(id="models.caps", since=SINCE)
+@case(id="models.caps", since=SINCE, families=("gemma2",))
 def caps(target: Target) -> float:
     """Caps of scores and logits MUST be applied, or the model be refused by name.
 
