@@ -118,8 +118,8 @@ class Run:
             target.
         contract: the version that the descriptor states.
         declared: its capabilities.
-        families: the model families that it declares, without which no model was made; empty if it
-            declares none, and models of all families were made.
+        families: the model families that it declares and the suite computes, of which alone models
+            were made; empty if it declares none, and models of all were made.
         trace: the registry's choice, one line per candidate.
         command: the arguments after ``engine-conformance``.
         selection: the cases and settings asked for, as in the command line's options.

@@ -20,6 +20,7 @@ from engine_conformance.cases import run_case
 from engine_conformance.cases._case import LM
 from engine_conformance.deviations import Deviation, with_deviations
 from engine_conformance.environment import commits, environment, sources, suite
+from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, changed, make_plan, resolve
 from engine_conformance.ranks import close_pools
 from engine_conformance.results import Outcome, Row, Run, Setting
@@ -95,7 +96,7 @@ def describe_run(
         distribution=chosen.source,
         contract=chosen.plugin.contract,
         declared=sorted(map(str, chosen.plugin.capabilities)),
-        families=chosen.plugin.families,
+        families=tuple(name for name in chosen.plugin.families if name in FAMILIES),
         trace=[str(c) for c in chosen.trace],
         command=list(command),
         selection=selection.as_dict() | {"complete": selection.complete},

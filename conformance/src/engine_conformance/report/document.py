@@ -91,7 +91,7 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         # Reports from before 2026-11-25 name no commits.
         commits=document.get("commits", {}),
         parts=tuple(Part(**part) for part in document.get("parts", [])),
-        families=document.get("families", ()),
+        families=tuple(document.get("families", ())),
     )
     return run, [Judgement(**entry) for entry in document["verdicts"]]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_conformance.environment import SHIMMED
-from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Run, Setting
 from engine_conformance.verdict import Judgement, Verdict, untested
@@ -20,7 +19,6 @@ __all__ = [
     "by_case",
     "commands",
     "facts",
-    "families",
     "lane",
     "margin_text",
     "precisions",
@@ -201,14 +199,6 @@ def _commit_text(commits: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {commit}" for name, commit in commits.items())
 
 
-def families(run: Run) -> str:
-    """Return the declared model families, and which of them the suite cannot test."""
-    untested = [name for name in run.families if name not in FAMILIES]
-    tested = ", ".join(name for name in run.families if name in FAMILIES)
-    text = f"{tested} alone, as the descriptor declares"
-    return f"{text}; not tested: {', '.join(untested)}" if untested else text
-
-
 def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
     """Return what was tested, with what, when and where, as pairs of a name and a text."""
     suite = run.suite
@@ -221,7 +211,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
-        *([("Model families", families(run))] if run.families else []),
+        *([("Model families", f"{', '.join(run.families)} alone")] if run.families else []),
         ("Devices", ", ".join(dict.fromkeys(devices))),
         (
             "Numbers of ranks",
