@@ -53,7 +53,7 @@ API, FSDP, NPU, TRAINER, SUITE = (
     "conformance",
 )
 ROLLOUT = "packages/rollout-fp8"
-EXAMPLE = "examples/engine-minimal"
+EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")
 # These tools write a page from its source, and compare the two with --check.
 GENERATORS = (
     "matrix",
@@ -166,7 +166,7 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
     The trainer's tests on Ray are a command of their own.
     """
-    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
+    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
     ]
@@ -226,7 +226,7 @@ def tests(session: nox.Session) -> None:
 
     These are lint, types, imports, generated pages, every test, the certificates and the site.
     """
-    install(session, [*packages(), EXAMPLE], *TOOLS)
+    install(session, [*packages(), *EXAMPLES], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
     units = unit_commands(session)
@@ -236,7 +236,7 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("dist")
         session.notify("site")
-        session.notify("minimal")
+        session.notify("examples")
         session.notify("vllm")
 
 
@@ -437,23 +437,29 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
 
 
 @nox.session
-def minimal(session: nox.Session) -> None:
-    """Certify examples/engine-minimal as an outsider would, from wheels in a fresh environment."""
-    install_wheels(session, [API, SUITE, EXAMPLE])
+def examples(session: nox.Session) -> None:
+    """Certify the engines of examples/ as an outsider would, from wheels in a fresh environment."""
+    install_wheels(session, [API, SUITE, *EXAMPLES])
+    names = [
+        name
+        for folder in EXAMPLES
+        for name in project(folder)["entry-points"]["engine_api.engines"]
+    ]
     # The session leaves the tree, so that nothing of the tree is on the path.
     with session.chdir(session.create_tmp()):
-        session.run(
-            "engine-conformance",
-            "run",
-            "minimal",
-            "--world",
-            "1,2",
-            "--certify",
-            "--report",
-            "report",
-            "--quiet",
-        )
-        session.run("engine-conformance", "verify", "report/report.json")
+        for name in names:
+            session.run(
+                "engine-conformance",
+                "run",
+                name,
+                "--world",
+                "1,2",
+                "--certify",
+                "--report",
+                name,
+                "--quiet",
+            )
+            session.run("engine-conformance", "verify", f"{name}/report.json")
 
 
 @nox.session
@@ -509,7 +515,7 @@ def campaign(session: nox.Session) -> None:
     After `--`: `--engine fsdp2|loopback|megatron|minimal`, `--budget SECONDS`, `--seed N`,
     `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`.
     """
-    install(session, [*packages(), EXAMPLE])
+    install(session, [*packages(), *EXAMPLES])
     session.run("python", "tools/campaign.py", *session.posargs)
 
 

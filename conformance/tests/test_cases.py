@@ -129,3 +129,21 @@ def test_an_engine_is_asked_only_for_what_the_contract_had_that_it_was_written_f
     target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
     assert "written for 1.0" in (CASES["lora.base"].why_not(target) or "")
     assert CASES["lora.train"].why_not(target) is None
+
+
+def test_an_engine_is_asked_only_for_the_model_families_that_it_declares(tmp_path: Path) -> None:
+    def target(*families: str) -> Target:
+        plugin = EnginePlugin(name="some", contract="1.3", rows=(), families=families)
+        made = Target(backend="some", root=tmp_path)
+        made.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
+        return made
+
+    some, every = target("gpt2", "llama"), target()
+
+    assert some.families == ("llama",)
+    assert every.families == ("qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gemma2")
+    told = "model family not declared: qwen2"
+    assert [CASES["forward.qwen2"].why_not(one) for one in (some, every)] == [told, None]
+    assert [CASES["refusal.moe"].why_not(one) is None for one in (some, every)] == [False, True]
+    assert [one.model().name.split("-")[0] for one in (some, every)] == ["llama", "qwen3"]
+    assert len(some.models({"family": "llama"}, {"family": "qwen2"})) == 1

@@ -174,6 +174,32 @@ def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
     assert "--option 'spec=\"local\"' --option bytes=1024 --option bias=null" in done.told
 
 
+def test_a_model_family_that_the_engine_does_not_know_fails_without_the_hints_of_the_case(
+    cli: Cli, install: Install
+) -> None:
+    install("odd_plugin", DESCRIPTOR)
+    install(
+        "odd_engine",
+        "from engine_api.errors import ConfigError\n"
+        "class Odd:\n"
+        "    def __init__(self, config, **_): pass\n"
+        "    def initialize(self):\n"
+        "        raise ConfigError('model.path', 'expected gpt2, got llama')\n",
+    )
+    done = cli("run", "odd", "--case", "forward.llama", "--world", "1")
+    told = ("cannot build a model of the family llama", "expected gpt2, got llama", "families=")
+    ends(done, 1, *told)
+    assert "RoPE" not in done.told, done.told
+
+
+def test_a_descriptor_of_families_that_the_suite_does_not_know_cannot_run(
+    cli: Cli, install: Install
+) -> None:
+    install("odd_plugin", DESCRIPTOR.replace('"1.0",', '"1.3", families=("gpt2",),'))
+    told = ("declares the model families gpt2", "the suite computes llama", "nothing to compare")
+    ends(cli("run", "odd", "--world", "1"), 3, *told)
+
+
 def test_a_descriptor_that_prints_fails_its_case(cli: Cli, install: Install) -> None:
     install("odd_plugin", "print('loading odd')\n" + DESCRIPTOR)
     ends(

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
+from engine_api.errors import EngineError
+from engine_conformance.rank_failure import REFUSED
 from engine_conformance.seeds import use_seed
 
 __all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
@@ -112,11 +114,12 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         # A case's own verdict is complete; the traceback would show only lines of the suite.
         judged = type(error).__name__ == "ConformanceFailure"
-        return pickle.dumps(
-            Reply(
-                kind="raised", text=str(error) if judged else traceback.format_exc(), exception=name
-            )
-        )
+        text = str(error) if judged else traceback.format_exc()
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(REFUSED)]
+        if notes:
+            # The engine's typed error says what it refuses; the traceback would add nothing.
+            text = f"{notes[0]}\n{error if isinstance(error, EngineError) else text}"
+        return pickle.dumps(Reply(kind="raised", text=text, exception=name))
 
 
 def _join(spec: WorkerSpec) -> None:

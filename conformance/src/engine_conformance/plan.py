@@ -11,10 +11,13 @@ from typing import Any
 
 from engine_api.config import Parallelism
 from engine_api.errors import PluginError
+from engine_api.plugin import EnginePlugin
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.cases import Case, Target, load_cases
+from engine_conformance.cases._case import EXPERTS
 from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
+from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.results import Setting
 from engine_conformance.variants import changed, repetitions
 from engine_conformance.verdict import is_complete
@@ -167,6 +170,8 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
         if case.profile in profiles and (case.quick or not selection.quick)
     ]
     resolution = resolve(selection)
+    if not rollout:
+        _check_families(resolution.plugin)
     targets = [
         Target(
             backend=selection.name,
@@ -218,6 +223,18 @@ def _repeated(
                 item = _item(case, varied, {}) if case.id in repetition.cases else None
                 if item:
                     yield replace(item, variant=repetition.name)
+
+
+def _check_families(plugin: EnginePlugin) -> None:
+    """Raise ``CannotRun`` if an engine declares no model family to compare it with."""
+    dense = [name for name in FAMILIES if name not in EXPERTS]
+    if plugin.families and not set(plugin.families) & set(dense):
+        raise CannotRun(
+            f"{plugin.name!r} declares the model families {', '.join(plugin.families)}, "
+            f"and the suite computes {', '.join(FAMILIES)}: there is nothing to compare\n"
+            f"  to do: build one of {', '.join(dense)}, too, and declare it in the descriptor's "
+            "`families`"
+        )
 
 
 def _chosen(globs: Sequence[str]) -> list[Case]:

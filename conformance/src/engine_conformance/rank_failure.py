@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FailureKind", "RankError", "RankFailure"]
+__all__ = ["REFUSED", "FailureKind", "RankError", "RankFailure"]
+
+# Begins the note of an error that an engine raised over the model of a case.
+REFUSED = "the engine cannot build a model of the family"
 
 FailureKind = Literal["raised", "died", "stalled"]
 
@@ -54,6 +57,12 @@ class RankError(AssertionError):
         )
         lines += [_described(failure) for failure in ordered]
         super().__init__("\n".join(lines))
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why the engine could not build the case's model, or None."""
+        told = [one.text for one in self.failures if one.text.startswith(REFUSED)]
+        return told[0] if told else None
 
     @property
     def timed_out(self) -> bool:

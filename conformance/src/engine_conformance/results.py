@@ -37,13 +37,15 @@ BAD: frozenset[Status] = frozenset({"failed", "accepted-undeclared", "stale-devi
 class Outcome:
     """The result of a case.
 
-    ``margin`` is its largest error over the tolerance.
+    ``margin`` is its largest error over the tolerance. ``hints`` replaces the hints of the case
+    where it failed for a reason that has nothing to do with what the case is about.
     """
 
     status: Status
     seconds: float
     margin: float | None = None
     message: str = ""
+    hints: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +124,8 @@ class Run:
             target.
         contract: the version that the descriptor states.
         declared: its capabilities.
+        families: the model families that it declares and the suite computes, of which alone models
+            were made; empty if it declares none, and models of all were made.
         trace: the registry's choice, one line per candidate.
         command: the arguments after ``engine-conformance``.
         selection: the cases and settings asked for, as in the command line's options.
@@ -153,3 +157,4 @@ class Run:
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     parts: Sequence[Part] = ()
     commits: Mapping[str, str] = field(default_factory=dict[str, str])
+    families: Sequence[str] = ()

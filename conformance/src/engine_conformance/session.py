@@ -22,6 +22,7 @@ from engine_conformance.cases.plugin import find_missing_class
 from engine_conformance.deviations import Deviation, with_deviations
 from engine_conformance.environment import commits, environment, sources, suite
 from engine_conformance.errors import CannotRun
+from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, make_plan, resolve
 from engine_conformance.ranks import RankError, close_pools
 from engine_conformance.results import Outcome, Row, Run, Setting
@@ -108,6 +109,7 @@ def describe_run(
         distribution=chosen.source,
         contract=chosen.plugin.contract,
         declared=sorted(map(str, chosen.plugin.capabilities)),
+        families=tuple(name for name in chosen.plugin.families if name in FAMILIES),
         trace=[str(c) for c in chosen.trace],
         command=list(command),
         selection=selection.as_dict() | {"complete": selection.complete},
@@ -193,7 +195,7 @@ def run_item(
         setting=item.setting,
         outcome=outcome,
         provisional=case.provisional,
-        hints="" if silent else case.hints,
+        hints="" if silent else outcome.hints or case.hints,
         repeat="" if silent else repeat_command(item, selection),
         deviation=listed.facts if listed else None,
     )

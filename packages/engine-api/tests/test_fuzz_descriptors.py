@@ -122,6 +122,7 @@ DESCRIPTORS = st.builds(
     options=maybe(st.none()),
     exporter=maybe(st.none()),
     wire=maybe(st.none()),
+    families=maybe(st.lists(WORDS, max_size=2).map(tuple)),
     one_layout=maybe(st.booleans()),
     variants=maybe(st.lists(st.one_of(VARIANTS, VALUES), max_size=2).map(tuple)),
     probe=maybe(probes()),

@@ -133,6 +133,7 @@ def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(
         ("capabilities=None", "capabilities: expected a frozenset of Capability, got None"),
         ("options=5", 'options: expected "module:Class" or None, got 5'),
         ("exporter='nowhere'", "exporter: expected"),
+        ("families='llama'", "families: expected a tuple of names, got 'llama'"),
         ("one_layout=None", "one_layout: expected True or False, got None"),
         ("variants=None", "variants: expected a tuple of Variant, got None"),
         ("variants=({'fast': True},)", "variants: expected a tuple of Variant"),

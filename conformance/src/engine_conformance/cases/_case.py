@@ -47,6 +47,8 @@ LM = "language_model"
 VALUE = "value_model"
 BOTH_PRECISIONS = ("float32", "bfloat16")
 FLOAT32 = ("float32",)
+# The family of the models that have experts.
+EXPERTS = ("qwen3_moe",)
 # In the order in which they run and are listed.
 _MODULES = (
     "plugin",
@@ -74,6 +76,11 @@ _MODULES = (
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"
 _REFUSALS = (ConfigError, UnsupportedCapability)
+# The hint of a model that the engine does not build.
+_REFUSED = (
+    "the engine is asked for every model family of the suite, unless its descriptor states the "
+    'families that it builds, EnginePlugin(families=("llama",)): then no other is made.'
+)
 # Several ranks are data parallel, unless a layout says otherwise.
 _MODEL_PARALLEL = frozenset(
     {Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES}
@@ -113,6 +120,8 @@ class Case:
         slow: takes more than about ten seconds.
         provisional: reported, but no part of the verdict until the next minor version.
         partner: is about two engines, and runs only where a second one is named.
+        families: the model families that it is about, of which the engine must build one; empty if
+            any family will do.
     """
 
     id: str
@@ -128,6 +137,7 @@ class Case:
     slow: bool
     provisional: bool
     partner: bool
+    families: tuple[str, ...]
 
     @property
     def must(self) -> str:
@@ -182,6 +192,8 @@ class Case:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
             return f"{self.probes} is declared"
+        if self.families and not set(self.families) & set(target.families):
+            return f"model family not declared: {', '.join(self.families)}"
         if self.partner and target.partner is None:
             return "no second engine: name one with --partner"
         if target.model_type not in self.model_types:
@@ -205,6 +217,7 @@ def case(
     slow: bool = False,
     provisional: bool = False,
     partner: bool = False,
+    families: tuple[str, ...] = (),
 ) -> Callable[[CaseFunction], CaseFunction]:
     """Register a case, whose arguments `Case` explains."""
 
@@ -226,6 +239,7 @@ def case(
             slow=slow,
             provisional=provisional,
             partner=partner,
+            families=families or (EXPERTS if Capability.MOE in (*requires, probes) else ()),
         )
         return function
 
@@ -246,6 +260,16 @@ def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> No
     """Raise `ConformanceFailure` unless ``condition``."""
     if not condition:
         raise ConformanceFailure(quantity, problem, where=where)
+
+
+def _judge_ranks(failure: RankError, *, may_refuse: bool, seconds: float) -> Outcome:
+    """Return how a case ended in which a rank raised, died or stalled."""
+    if may_refuse and failure.raised_everywhere(*_REFUSALS):
+        return Outcome(status="refused", seconds=seconds, message=failure.failures[0].error)
+    if failure.refusal:
+        return Outcome(status="failed", seconds=seconds, message=failure.refusal, hints=_REFUSED)
+    status: Status = "timeout" if failure.timed_out else "failed"
+    return Outcome(status=status, seconds=seconds, message=str(failure))
 
 
 def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
@@ -272,9 +296,7 @@ def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
     except RankError as failure:
-        if may_refuse and failure.raised_everywhere(*_REFUSALS):
-            return outcome("refused", failure.failures[0].error)
-        return outcome("timeout" if failure.timed_out else "failed", str(failure))
+        return _judge_ranks(failure, may_refuse=may_refuse, seconds=time.monotonic() - began)
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
         return outcome("suite-error", traceback.format_exc())
     return outcome("refused" if one.probes else "passed", margin=margin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from engine_conformance.cases._case import must
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._target import Setup
 from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.rank_failure import REFUSED
 
 __all__ = [
     "Answer",
@@ -48,9 +50,21 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(setup: Setup) -> Iterator[Engine]:
-    """Yield an initialized engine and close it at the end."""
+    """Yield an initialized engine and close it at the end.
+
+    An error that is about the model, which a case expects the engine to build, has a note that
+    names the model's family.
+    """
     engine = setup.create()
-    engine.initialize()
+    try:
+        engine.initialize()
+    # An engine may raise anything over a model that it was not written for.
+    except Exception as error:
+        part = getattr(error, "field", "").partition(".")[0]
+        file = Path(setup.config.model.path, "config.json")
+        if file.exists() and (part == "model" or not isinstance(error, EngineError)):
+            error.add_note(f"{REFUSED} {json.loads(file.read_text()).get('model_type')}")
+        raise
     try:
         yield engine
     finally:

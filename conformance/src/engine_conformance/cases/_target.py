@@ -16,6 +16,7 @@ from engine_api.capabilities import REQUESTS, Capability
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Parallelism, Precision
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.ranks import get_pool
 from engine_conformance.tolerances import Quantity, Tolerance, tolerance
 
@@ -91,6 +92,17 @@ class Target:
         return self.resolution.plugin.capabilities
 
     @property
+    def families(self) -> tuple[str, ...]:
+        """The model families that the engine is asked to build, the usual one first.
+
+        They are those that the oracle computes, and of them those that the plug-in declares. A
+        rollout is asked for all.
+        """
+        declared = () if self.rollout else self.resolution.plugin.families
+        usual = ("qwen3", *FAMILIES)
+        return tuple(dict.fromkeys(name for name in usual if not declared or name in declared))
+
+    @property
     def spread(self) -> frozenset[Capability]:
         """The kinds of parallelism that the layout asks for."""
         config = EngineConfig(model=ModelSource(path=""), parallelism=self.layout)
@@ -112,14 +124,22 @@ class Target:
     def model(self, **kwargs: Any) -> Path:
         """Return the folder of a generated model of this model type, written once.
 
-        The keywords are arguments of `TinyModel`. Tied by default; a value model has no
-        head to tie.
+        The keywords are arguments of `TinyModel`. Of the usual family and tied by default; a value
+        model has no head to tie.
         """
         value = self.model_type == "value_model"
-        arguments: dict[str, Any] = {"tied": not value, "value_model": value} | kwargs
+        arguments: dict[str, Any] = {
+            "family": self.families[0],
+            "tied": not value,
+            "value_model": value,
+        } | kwargs
         model = TinyModel(**arguments)
         folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
         return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
+
+    def models(self, *arguments: Mapping[str, Any]) -> list[Path]:
+        """Return `model` of each of these arguments whose family the engine is asked to build."""
+        return [self.model(**one) for one in arguments if one["family"] in self.families]
 
     def scratch(self) -> Path:
         """Return a new empty folder."""

@@ -119,8 +119,8 @@ def exact(target: Target) -> None:
     if target.model_type == VALUE:
         _check_export(target, target.model())
         return
-    for arguments in FAMILIES:
-        _check_export(target, target.model(**arguments))
+    for model in target.models(*FAMILIES):
+        _check_export(target, model)
 
 
 @case(id="export.moe", requires=(Capability.MOE,))
@@ -307,7 +307,7 @@ def shards_cover(target: Target) -> float:
     """
     models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
     experts = Capability.MOE in target.capabilities and target.model_type == LM
-    models += [target.model(family="qwen3_moe", tied=False)] if experts else []
+    models += target.models({"family": "qwen3_moe", "tied": False}) if experts else []
     for model in models:
         ranks = target.run(shards, target.config(model))
         shards_make_the_whole(ranks)
@@ -449,8 +449,8 @@ def save_hf(target: Target) -> float:
     folder = target.scratch()
     margins = list[float]()
     call = InferCall(documents=documents(42, "single"))
-    for arguments in ({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False}):
-        model = target.model(**arguments)
+    models = target.models({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False})
+    for model in models or [target.model()]:
         place = folder / model.name
         place.mkdir()
         answers = target.run(save_folder, target.config(model), folder=place, call=call)

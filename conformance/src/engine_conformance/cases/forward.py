@@ -71,7 +71,7 @@ def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
     return [list(rows) for rows in zip(*ranks, strict=True)]
 
 
-@case(id="forward.llama", quick=True)
+@case(id="forward.llama", quick=True, families=("llama",))
 def llama(target: Target) -> float:
     """Every token's outputs MUST be the oracle's for Llama, with its own head and a tied one.
 
@@ -95,7 +95,7 @@ def llama(target: Target) -> float:
     return max(*margins, _all_match(target, target.model(family="llama"), [long]))
 
 
-@case(id="forward.qwen2")
+@case(id="forward.qwen2", families=("qwen2",))
 def qwen2(target: Target) -> float:
     """Every token's outputs MUST be the oracle's for Qwen2 (biased projections).
 
@@ -106,7 +106,7 @@ def qwen2(target: Target) -> float:
     return _per_token(target, target.model(family="qwen2"))
 
 
-@case(id="forward.qwen3")
+@case(id="forward.qwen3", families=("qwen3",))
 def qwen3(target: Target) -> float:
     """Every token's outputs MUST be the oracle's for Qwen3, read from one file or several.
 

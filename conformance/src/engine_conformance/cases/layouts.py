@@ -43,15 +43,16 @@ def tp(target: Target) -> float:
     return layout_holds(target, target.model(**WIDE), Parallelism(tp=target.world))
 
 
-@case(id="parallel.tp_families", requires=(TP,), world=SEVERAL)
+@case(id="parallel.tp_families", requires=(TP,), world=SEVERAL, families=("qwen2", "llama"))
 def tp_families(target: Target) -> float:
     """Biases, models without norms of heads and heads of their own MUST be split as rightly.
 
     If this fails: a bias behind a sum over ranks is added once a rank; the untied head
     is split another way than the embedding, and its gradient is a rank's own.
     """
-    models = [target.model(family=family, tied=False, **WIDE) for family in ("qwen2", "llama")]
-    return max(layout_holds(target, model, Parallelism(tp=target.world)) for model in models)
+    kinds = [{"family": family, "tied": False, **WIDE} for family in ("qwen2", "llama")]
+    layout = Parallelism(tp=target.world)
+    return max(layout_holds(target, model, layout) for model in target.models(*kinds))
 
 
 @case(id="parallel.pp", requires=(PP,), world=SEVERAL, model_types=BOTH)

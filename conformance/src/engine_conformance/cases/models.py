@@ -178,10 +178,14 @@ def attempt(setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments) ->
 
 
 def _right_or_refused(target: Target, asked: dict[str, Asked]) -> float:
-    """Require right outputs and a right step of each model, or its refusal on every rank."""
+    """Require right outputs and a right step of each model, or its refusal on every rank.
+
+    Models of families that the engine does not declare are left out.
+    """
     margins = [0.0]
     for name, one in asked.items():
-        margins.append(_one(target, name, one))
+        if one.model.get("family", target.families[0]) in target.families:
+            margins.append(_one(target, name, one))
     return max(margins)
 
 
@@ -260,7 +264,7 @@ def windows(target: Target) -> float:
     return _right_or_refused(target, WINDOWS)
 
 
-@case(id="models.caps", since=SINCE)
+@case(id="models.caps", since=SINCE, families=("gemma2",))
 def caps(target: Target) -> float:
     """Caps of scores and logits MUST be applied, or the model be refused by name.
 

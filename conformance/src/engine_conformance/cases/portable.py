@@ -92,7 +92,7 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
     )
 
 
-@case(id="checkpoint.gold", requires=PORTABLE, model_types=BOTH)
+@case(id="checkpoint.gold", requires=PORTABLE, model_types=BOTH, families=("qwen3",))
 def gold(target: Target) -> float:
     """An earlier release's checkpoint MUST load and export bit for bit, and train as the oracle.
 

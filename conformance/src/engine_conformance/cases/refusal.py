@@ -309,7 +309,10 @@ def _probe(capability: Capability) -> None:
     {capability} should be declared. If another error comes: the request got as far as code that
     does not know it.
     """
-    case(id=f"refusal.{capability}", probes=capability, world=(1,), model_types=BOTH)(probe)
+    # The checkpoint to refuse is one of an earlier release.
+    families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
+    name = f"refusal.{capability}"
+    case(id=name, probes=capability, world=(1,), model_types=BOTH, families=families)(probe)
 
 
 for _capability in Capability:

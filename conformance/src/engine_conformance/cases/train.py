@@ -126,12 +126,11 @@ def families(target: Target) -> float:
     """
     batches = _batches("uneven", "skewed")
     margins = list[float]()
-    for arguments in (
+    for model in target.models(
         {"family": "llama", "tied": False},
         {"family": "qwen2"},
         {"family": "qwen3", "tied": False},
     ):
-        model = target.model(**arguments)
         ranks = target.run(train, target.config(model), batches=batches)
         want = oracle_training(str(model), batches)
         margins.append(training_matches(target, ranks, want, oracle_of(str(model))))

@@ -41,6 +41,7 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
         "distribution": run.distribution,
         "trace": list(run.trace),
         "declared": list(run.declared),
+        **({"families": list(run.families)} if run.families else {}),
         "verdicts": [
             {
                 "profile": j.profile,
@@ -90,6 +91,7 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         # Reports from before 2026-11-25 name no commits.
         commits=document.get("commits", {}),
         parts=tuple(Part(**part) for part in document.get("parts", [])),
+        families=tuple(document.get("families", ())),
     )
     return run, [Judgement(**entry) for entry in document["verdicts"]]
 

@@ -71,6 +71,7 @@ def _about(run: Run) -> dict[str, Any]:
         "distribution": run.distribution,
         "contract": run.contract,
         "declared capabilities": list(run.declared),
+        "declared model families": list(run.families),
     }
     facts |= {f"suite's {name}": text for name, text in run.suite.items()}
     facts |= {f"digest of {name}'s files": text for name, text in run.sources.items()}

@@ -224,6 +224,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
+        *([("Model families", f"{', '.join(run.families)} alone")] if run.families else []),
         ("Devices", ", ".join(dict.fromkeys(devices))),
         (
             "Numbers of ranks",

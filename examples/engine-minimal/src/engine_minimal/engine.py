@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from engine_api import BaseEngine, Batch, Capability, ModelSource, ShardSpec, TokenOutputs, Topology
@@ -57,13 +58,8 @@ class MinimalEngine(BaseEngine):
         if self.config.model != ModelSource(path=path):
             raise ConfigError("model", "only model.path is read", remedy="leave the rest out")
         try:
-            # transformers' faster attention leaves out the caps of some models (Gemma 2).
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                attn_implementation="eager",
+                path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError("model.path", f"{path!r} cannot be loaded", why=str(error)) from error
@@ -73,6 +69,8 @@ class MinimalEngine(BaseEngine):
             raise ConfigError("model.path", f"{path!r} lacks {sorted(info['missing_keys'])}")
         if any("expert" in name for name, _ in model.named_parameters()):
             raise unsupported(Capability.MOE, self._name, self.capabilities)
+        # transformers' faster attention leaves out the caps of some models (Gemma 2).
+        model.set_attn_implementation("eager")
         self.model = model.to(self.device_type).eval()
         self.vocab_size = model.config.get_text_config().vocab_size
         # Hugging Face names in the model's order, with tied weights once.
@@ -93,16 +91,26 @@ class MinimalEngine(BaseEngine):
     ) -> TokenOutputs:
         """Compute each document in a forward of its own, so that none can attend to another."""
         # An empty slice of a weight gives the outputs of an empty micro-batch a gradient path, too.
-        log_probs = [next(iter(self.weights.values())).flatten()[:0]]
-        entropy = list(log_probs)
+        values = [next(iter(self.weights.values())).flatten()[:0].expand(2, 0)]
+        size = self.config.memory.logit_chunk
         for ids in batch.input_ids.to(self.model.device).split(batch.lengths):
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            rows = torch.log_softmax(logits / temperature, dim=-1)
             # The logits at t - 1 predict token t, and none predict a document's first token.
-            log_probs.append(pad(rows.gather(1, ids[1:, None])[:, 0], (1, 0)))
-            entropy.append(pad(-(rows.exp() * rows).sum(-1), (1, 0)))
-        entropies = torch.cat(entropy) if "entropy" in needs else None
-        return TokenOutputs(log_probs=torch.cat(log_probs), entropy=entropies)
+            chunks = torch.arange(len(ids) - 1, device=ids.device).split(size)
+            # Logits exist chunk by chunk, because the backward pass computes them again.
+            scores = [
+                checkpoint(self._score, ids, chunk, temperature, use_reentrant=False)
+                for chunk in chunks
+            ]
+            values.append(pad(torch.cat(scores, 1), (1, 0)))
+        log_probs, entropy = torch.cat(values, 1)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy if "entropy" in needs else None)
+
+    def _score(self, ids: Tensor, chunk: Tensor, temperature: float) -> Tensor:
+        """Return log-probs and entropies ``[2, n]`` of the tokens that follow ``chunk``."""
+        logits = self.model(ids[None], use_cache=False, logits_to_keep=chunk).logits[0]
+        rows = torch.log_softmax(logits / temperature, dim=-1)
+        log_probs = rows.gather(1, ids[chunk + 1, None])[:, 0]
+        return torch.stack([log_probs, -(rows.exp() * rows).sum(-1)])
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         for param in self.weights.values():
@@ -131,27 +139,19 @@ class MinimalEngine(BaseEngine):
     ) -> WeightExport:
         """Return whole weights by name, which every rank has (see ``Engine``)."""
         self._expect("get_per_tensor_param", "ready")
-        if adapter == "only":
-            raise unsupported(Capability.LORA, self._name, self.capabilities)
-        if adapter != "merged":
-            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="use merged")
-        weights = self.weights.items()
-        return ((name, param.detach().to(dtype or param.dtype)) for name, param in weights)
+        self._check_adapter(adapter)
+        return ((name, p.detach().to(dtype or p.dtype)) for name, p in self.weights.items())
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """Return the whole state, which every rank has.
 
-        Replica 0 of a tensor is written. The ranks take turns in being that replica.
+        Replica 0 of a tensor is written, so that rank 0 writes all of it.
         """
         state = {f"model.{name}": param.detach() for name, param in self.weights.items()}
         for name, param in self.weights.items() if self.optimizer else ():
             for field, value in self.optimizer.state.get(param, {}).items():
                 state[f"optim.{name}.{field}"] = value
-        shards = {}
-        for index, (key, tensor) in enumerate(state.items()):
-            replica = (self.topology.rank - index) % self.topology.world_size
-            shards[key] = (tensor, ShardSpec.whole(tensor.shape, replica))
-        return shards
+        return {key: (t, ShardSpec.whole(t.shape, self.comm.rank)) for key, t in state.items()}
 
     def _optimizer_fields(self) -> Collection[str]:
         return state_fields(self.optimizer) if self.optimizer else ()

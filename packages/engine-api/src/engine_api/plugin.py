@@ -104,6 +104,9 @@ class EnginePlugin:
         capabilities: for an engine, its optional abilities; for a rollout, ``lora`` if it takes an
             adapter in addition to the base weights (argument ``lora`` of the rollout and of its
             exporter).
+        families: for an engine, the model families that it builds, by their ``model_type`` in
+            config.json (since contract 1.3); empty means every family that the conformance suite
+            computes. The suite makes no model of a family that is not declared.
         options: ``"module:Class"`` of its own options dataclass; None if it has none.
         exporter: for a rollout, ``"module:Class"`` of its ``WeightExporter``; None if it has none.
         wire: for a rollout, ``"module:Class"`` of its ``WeightWire`` (since contract 1.2); None if
@@ -119,6 +122,7 @@ class EnginePlugin:
     contract: str
     rows: tuple[Row, ...]
     capabilities: frozenset[Capability] = frozenset()
+    families: tuple[str, ...] = ()
     options: str | None = None
     exporter: str | None = None
     wire: str | None = None
@@ -195,6 +199,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "contract": ("a version, MAJOR.MINOR", _is_text),
     "rows": ("a tuple of one or more Row", _is_list_of_rows),
     "capabilities": ("a frozenset of Capability", _is_set_of_text),
+    "families": ("a tuple of names", lambda value: value == () or _is_list_of_text(value)),
     "options": (f"{_TARGET} or None", _is_target_or_none),
     "exporter": (f"{_TARGET} or None", _is_target_or_none),
     "wire": (f"{_TARGET} or None", _is_target_or_none),
