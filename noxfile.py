@@ -538,8 +538,11 @@ def build_release(session: nox.Session) -> Path:
     for pattern in ("*.whl", "*.tar.gz"):
         for old in folder.glob(pattern):
             old.unlink()
+    sources = Path(session.create_tmp(), "sources").absolute()
+    session.run("python", "tools/release.py", "sources", str(sources))
     for package in packages():
-        session.run("uv", "build", "--quiet", package, "--out-dir", str(folder))
+        with session.chdir(sources):
+            session.run("uv", "build", "--quiet", package, "--out-dir", str(folder))
     session.run("python", "tools/release.py", "contents", str(folder))
     built = [str(file) for pattern in ("*.whl", "*.tar.gz") for file in folder.glob(pattern)]
     session.run("twine", "check", "--strict", *built)
