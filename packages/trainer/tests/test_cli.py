@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -138,7 +139,9 @@ def test_the_version_names_package_contract_and_torch(capsys):
 
 def test_print_config_says_what_a_key_means_and_what_it_may_be(sft_file, capsys):
     assert main(["sft", str(sft_file), "--print-config"]) == 0
-    assert "    # One of: none, full.\n    recompute: none\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "    # One of: none, full.\n    recompute: none\n" in said
+    assert re.search(r"  # Installed here: .*\blocal\b.*\n  name: local\n", said)
 
 
 def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):
