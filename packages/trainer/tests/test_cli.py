@@ -64,6 +64,14 @@ def test_an_unknown_plug_in_is_wrong_input(sft_file, capsys):
     assert "did you mean" in capsys.readouterr().err
 
 
+def test_the_values_of_a_key_are_listed_once(sft_file, capsys):
+    assert main(["sft", str(sft_file), "engine.schedule.name=polynomial"]) == 2
+    assert capsys.readouterr().err == (
+        "error: config engine.schedule.name: expected one of constant, linear, cosine, got "
+        "'polynomial'\n  to do: choose one of them\n"
+    )
+
+
 def test_debug_shows_the_traceback(sft_file, capsys):
     assert main(["sft", str(sft_file), "--debug", "run.nothing=1"]) == 2
     assert "Traceback" in capsys.readouterr().err
