@@ -594,6 +594,15 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session
+def fresh(session: nox.Session) -> None:
+    """Time the way from wheels to a first trained model by uv and pip, and size the packages.
+
+    After `--`: `--write` puts the result into docs/install.md.
+    """
+    session.run("python", "tools/fresh.py", str(build_release(session)), *session.posargs)
+
+
+@nox.session
 def newest(session: nox.Session) -> None:
     """Run the tests with the newest version of every dependency; after `--`: pytest arguments.
 
