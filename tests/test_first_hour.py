@@ -78,7 +78,9 @@ def test_the_page_of_the_installation_times_the_steps_that_the_tool_repeats(
     shown = page.partition("<!-- begin fresh -->")[2].partition("<!-- end fresh -->")[0]
     cells = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines() if "|" in line]
     assert cells[2:-1] == list(fresh.STEPS)
-    text = fresh.render({"uv": [(2.0, 1.0)] * len(fresh.STEPS)}, {"torch": 699.4, "numpy": 57.0})
+    text = fresh.render(
+        {"uv": [(2.0, 1.0)] * len(fresh.STEPS)}, {"torch": 699.4, "numpy": 57.0}, 2.0
+    )
     assert "| new environment | 2.0, 1.0 |" in text
     assert f"| in all | **{2 * len(fresh.STEPS)}** |" in text
     assert "756 MB: torch 699, numpy 57" in text

@@ -55,12 +55,15 @@ def main() -> int:
     options = parser.parse_args()
     times: dict[str, Times] = {}
     sizes: dict[str, float] = {}
+    loads = [os.getloadavg()[0]]
     for installer in INSTALLERS:
         with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
             times[installer] = follow(installer, options.wheels.absolute(), Path(folder))
-            python = str(Path(folder, "venv", "bin", "python"))
-            sizes = json.loads(subprocess.check_output([python, "-c", SIZES], text=True))
-    text = render(times, sizes)
+            loads.append(os.getloadavg()[0])
+            if installer == "uv":  # pip counts the bytecode that it makes
+                python = str(Path(folder, "venv", "bin", "python"))
+                sizes = json.loads(subprocess.check_output([python, "-c", SIZES], text=True))
+    text = render(times, sizes, max(loads))
     print(text)
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         print(f"{size:8.1f} MB  {name}")
@@ -116,8 +119,8 @@ def measure(folder: Path, command: Sequence[str]) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def render(times: Mapping[str, Times], sizes: Mapping[str, float]) -> str:
-    """Return the text of the page between its marks."""
+def render(times: Mapping[str, Times], sizes: Mapping[str, float], most: float) -> str:
+    """Return the text of the page between its marks; ``most`` is the machine's highest load."""
     rows = [
         (step, *(f"{times[one][at][0]:.1f}, {times[one][at][1]:.1f}" for one in times))
         for at, step in enumerate(STEPS)
@@ -125,10 +128,10 @@ def render(times: Mapping[str, Times], sizes: Mapping[str, float]) -> str:
     rows.append(("in all", *(f"**{sum(clock for clock, _ in times[one]):.0f}**" for one in times)))
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NAMED]
     told = ", ".join(f"{name} {sizes[name]:.0f}" for name in largest)
-    load_now = f"load {os.getloadavg()[0]:.0f}, {len(os.sched_getaffinity(0))} cores"
+    machine = f"load up to {most:.0f}, {len(os.sched_getaffinity(0))} cores"
     rest = f", and {len(sizes) - NAMED} more the rest" if len(sizes) > NAMED else ""
     return (
-        f"Measured on {datetime.now(UTC):%Y-%m-%d} ({load_now}), by `nox -s fresh -- --write`:\n\n"
+        f"Measured on {datetime.now(UTC):%Y-%m-%d} ({machine}), by `nox -s fresh -- --write`:\n\n"
         f"{table(('step', *times), rows)}\n"
         f"The packages have {sum(sizes.values()):,.0f} MB: {told}{rest}.\n"
     )
