@@ -544,8 +544,11 @@ def build_release(session: nox.Session) -> Path:
     for pattern in ("*.whl", "*.tar.gz"):
         for old in folder.glob(pattern):
             old.unlink()
+    sources = Path(session.create_tmp(), "sources").absolute()
+    session.run("python", "tools/release.py", "sources", str(sources))
     for package in packages():
-        session.run("uv", "build", "--quiet", package, "--out-dir", str(folder))
+        with session.chdir(sources):
+            session.run("uv", "build", "--quiet", package, "--out-dir", str(folder))
     session.run("python", "tools/release.py", "contents", str(folder))
     built = [str(file) for pattern in ("*.whl", "*.tar.gz") for file in folder.glob(pattern)]
     session.run("twine", "check", "--strict", *built)
@@ -594,6 +597,15 @@ def wheels(session: nox.Session) -> None:
     copies = str(Path(session.create_tmp(), "recipes"))
     command = Path(session.create_tmp(), "alone", "enginehouse", "bin", "engine-train")
     session.run(str(command), "recipes", "copy", "all", copies, external=True)
+
+
+@nox.session
+def fresh(session: nox.Session) -> None:
+    """Time the way from wheels to a first trained model by uv and pip, and size the packages.
+
+    After `--`: `--write` puts the result into docs/install.md.
+    """
+    session.run("python", "tools/fresh.py", str(build_release(session)), *session.posargs)
 
 
 @nox.session

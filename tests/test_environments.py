@@ -46,6 +46,8 @@ class Recorder:
             name = project(ROOT / folder)["name"].replace("-", "_")
             place.mkdir(exist_ok=True)
             (place / f"{name}-0-py3-none-any.whl").write_text(folder)
+        if arguments[:3] == ("uv", "pip", "install"):
+            self.installs.append(arguments[3:])
         return ""
 
     def create_tmp(self) -> str:
@@ -114,6 +116,20 @@ def record(name: str, folder: Path) -> Recorder:
     return recorder
 
 
+# By an option of `uv pip install`: that of `uv pip compile`.
+OPTIONS = {"-c": "-c", "--overrides": "--override"}
+
+
+def as_folder(wheel: str) -> str:
+    """Return the folder of a wheel, or of ``NAME[EXTRAS] @ file://WHEEL``, with the extras.
+
+    The recorder's wheels hold nothing but the name of their folder.
+    """
+    name, _, path = wheel.rpartition(" @ file://")
+    extras = name[name.index("[") :] if "[" in name else ""
+    return f"-e ./{Path(path).read_text()}{extras}"
+
+
 def questions(recorder: Recorder) -> Iterator[Question]:
     """Yield a session's installations, for each kind of host that is meant for them."""
     for install in recorder.installs:
@@ -123,19 +139,14 @@ def questions(recorder: Recorder) -> Iterator[Question]:
         for word in rest:
             if word == "--no-deps":
                 break  # a checkout that the user names
-            if word == "-c":
-                arguments += ["-c", next(rest)]
-            elif word == "--overrides":
-                arguments += ["--override", next(rest)]
+            if word in OPTIONS:
+                arguments += [OPTIONS[word], next(rest)]
             elif word == "-e":
                 wanted.append(f"-e {next(rest)}")
-            elif " @ file://" in word:
-                # The recorder's wheels hold nothing but the name of their folder.
-                name, _, wheel = word.partition(" @ file://")
-                extras = name[name.index("[") :] if "[" in name else ""
-                wanted.append(f"-e ./{Path(wheel).read_text()}{extras}")
-            else:
-                wanted.append(word)
+            elif word == "--python":
+                next(rest)
+            elif word != "--quiet":
+                wanted.append(as_folder(word) if word.endswith(".whl") else word)
         if wanted:
             yield from questions_for(arguments, wanted, recorder.variables)
 

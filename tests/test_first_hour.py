@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -66,6 +67,25 @@ def run_page(page: str, folder: Path) -> list[str]:
             lines = block["text"].replace("\\\n", " ").splitlines()
             said += [run(line, folder) for line in lines]
     return said
+
+
+def test_the_page_of_the_installation_times_the_steps_that_the_tool_repeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    fresh = importlib.import_module("fresh")
+    page = (DOCS / "install.md").read_text()
+    shown = page.partition("<!-- begin fresh -->")[2].partition("<!-- end fresh -->")[0]
+    cells = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines() if "|" in line]
+    assert cells[2:-1] == list(fresh.STEPS)
+    text = fresh.render(
+        {"uv": [(2.0, 1.0)] * len(fresh.STEPS)}, {"torch": 699.4, "numpy": 57.0}, 2.0
+    )
+    assert "| new environment | 2.0, 1.0 |" in text
+    assert f"| in all | **{2 * len(fresh.STEPS)}** |" in text
+    assert "756 MB: torch 699, numpy 57" in text
+    files = {name for name, _ in fresh.FILE.findall((DOCS / "first-hour.md").read_text())}
+    assert files == {"make_data.py", "sft.yaml"}
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

@@ -93,6 +93,27 @@ def test_the_tested_versions_are_accepted(package: Path) -> None:
                 assert versions[needed.name] in needed.specifier, needed
 
 
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [("vllm", {"vllm"}), ("ray", {"ray"}), ("gpu", {"vllm", "ray", "peft"})],
+)
+def test_an_extra_of_enginehouse_brings_what_its_name_says(extra: str, parts: set[str]) -> None:
+    """Follow the extras through the packages to those of an index."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    waiting = [("enginehouse", extra)]
+    while waiting:
+        name, wanted = waiting.pop()
+        seen.add((name, wanted))
+        for text in project(NAMES[name])["optional-dependencies"][wanted]:
+            needed = Requirement(text)
+            if needed.name in NAMES:
+                waiting += {(needed.name, one) for one in needed.extras} - seen
+            else:
+                found.add(needed.name)
+    assert found >= parts
+
+
 def test_an_extra_of_enginehouse_names_extras_that_exist() -> None:
     for needed in requirements(ROOT / "packages/enginehouse"):
         known = project(NAMES[needed.name]).get("optional-dependencies", {})

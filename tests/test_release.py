@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -77,8 +76,8 @@ def test_unreleased_changes_are_no_release(release: ModuleType, checkout: Path) 
 def test_released_packages_have_addresses_and_no_relative_link(
     release: ModuleType, checkout: Path
 ) -> None:
-    release.write_addresses(URL, "v0.1.0")
-    release.write_addresses(URL, "v0.1.0")  # a second time changes nothing
+    release.write_addresses(checkout, URL, "v0.1.0")
+    release.write_addresses(checkout, URL, "v0.1.0")  # a second time changes nothing
 
     for package in PUBLISHED:
         folder = package.relative_to(ROOT)
@@ -92,22 +91,83 @@ def test_released_packages_have_addresses_and_no_relative_link(
     assert f"({URL}/blob/v0.1.0/docs/first-hour.md)" in trainer
 
 
+@pytest.mark.parametrize(
+    ("remote", "url"),
+    [
+        ("https://forge.example/owner/name", URL),
+        ("https://user:secret@forge.example/owner/name.git", URL),
+        ("git@forge.example:owner/name.git", URL),
+        ("ssh://git@forge.example:2222/owner/name.git/", URL),
+        ("/srv/git/name.git", None),
+        ("../name", None),
+        ("file:///srv/git/name.git", None),
+        ("", None),
+    ],
+)
+def test_the_address_is_that_of_origin_without_credentials(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch, remote: str, url: str | None
+) -> None:
+    monkeypatch.setattr(release, "ask_git", lambda *_: remote)
+    assert release.origin() == url
+
+
+def test_packages_are_built_from_a_copy_with_the_address_of_the_tag(
+    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"remote": URL, "describe": "v0.1.0", "rev-parse": "0" * 40}
+    monkeypatch.setattr(release, "ask_git", lambda command, *_: said[command])
+    release.write_sources(tmp_path / "sources")
+    for package in PUBLISHED:
+        copy = tmp_path / "sources" / package.relative_to(ROOT)
+        assert f'Repository = "{URL}"' in (copy / "pyproject.toml").read_text()
+        assert f'Repository = "{URL}"' not in (package / "pyproject.toml").read_text()
+        assert not release.LINK.findall((copy / "README.md").read_text())
+    recipes = tmp_path / "sources/packages/trainer/src/engine_trainer/recipes"
+    assert (recipes / "rl/dapo.yaml").is_file()
+
+    said["describe"] = ""  # no tag
+    release.write_sources(tmp_path / "sources")
+    readme = (tmp_path / "sources/packages/trainer/README.md").read_text()
+    assert f"({URL}/blob/{'0' * 40}/docs/first-hour.md)" in readme
+
+    said["remote"] = "/srv/git/name.git"
+    release.write_sources(tmp_path / "sources")
+    for package in PUBLISHED:
+        copy = tmp_path / "sources" / package.relative_to(ROOT)
+        assert (copy / "README.md").read_text() == (package / "README.md").read_text()
+
+
 def test_a_dead_link_stops_the_release(release: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"the link \.\./none\.md leads to no file"):
         release.with_absolute_links("[a](../none.md)", "packages/trainer", URL, "v1")
 
 
-def build(folder: Path, release: ModuleType, *, without: str = "", more: str = "") -> None:
+NAMES = ("Repository", "Documentation", "Changelog", "Issues")
+METADATA = (
+    "".join(f"Project-URL: {name}, {URL}\n" for name in NAMES) + "\nSee [here](https://a/b).\n"
+)
+
+
+def build(
+    folder: Path,
+    release: ModuleType,
+    *,
+    without: str = "",
+    more: str = "",
+    metadata: str = METADATA,
+) -> None:
     """Write archives with the files that the tool looks for."""
     for package in PUBLISHED:
         table = project(package)
         name = table["name"].replace("-", "_")
         stem = f"{name}-{table['version']}"
-        files = [f"{stem}.dist-info/licenses/LICENSE", f"{name}/py.typed"]
+        info = f"{stem}.dist-info"
+        files = [f"{info}/licenses/LICENSE", f"{name}/py.typed"]
         if name == "engine_trainer":
             files += [f"{release.RECIPES}{p.parent.name}/{p.name}" for p in release.recipes()]
             files += [more] if more else []
         with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", metadata)
             for file in files:
                 if file != without:
                     wheel.writestr(file, "")
@@ -115,15 +175,32 @@ def build(folder: Path, release: ModuleType, *, without: str = "", more: str = "
             source.add(ROOT / "LICENSE", f"{stem}/LICENSE")
 
 
-def test_a_wheel_without_a_recipe_or_with_leftovers_is_found(
+def test_a_wheel_without_addresses_or_with_a_relative_link_is_found(
     release: ModuleType, tmp_path: Path
 ) -> None:
+    build(tmp_path, release)
+    assert list(release.content_problems(tmp_path, addressed=True)) == []
+
+    build(tmp_path, release, metadata=f"Project-URL: Issues, {URL}\n\nSee [it](../docs/it.md#a).\n")
+    assert list(release.content_problems(tmp_path, addressed=False)) == []
+    found = [one for one in release.content_problems(tmp_path, addressed=True) if "trainer" in one]
+    assert [one.split("METADATA: ")[1] for one in found] == [
+        *(f"expected a Project-URL {name}, got Issues" for name in NAMES[:3]),
+        "expected absolute links in the README, got ../docs/it.md",
+    ]
+
+
+def test_a_wheel_without_a_recipe_or_with_leftovers_is_found(
+    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "origin", lambda: URL)
     build(tmp_path, release)
     assert release.main(["contents", str(tmp_path)]) == 0
 
     lost, left = "engine_trainer/recipes/rl/dapo.yaml", "engine_trainer/__pycache__/a.pyc"
     build(tmp_path, release, without=lost, more=left)
-    found = [problem.split(": ")[1] for problem in release.content_problems(tmp_path)]
+    problems = release.content_problems(tmp_path, addressed=True)
+    found = [problem.split(": ")[1] for problem in problems]
     assert found == [f"{lost} is absent", f"{left} is left over"]
 
 
@@ -148,11 +225,21 @@ def test_the_workflow_runs_sessions_and_steps_that_exist(release: ModuleType) ->
     assert sessions
     assert sessions <= defined
     steps = re.findall(r"tools/release\.py (\w+) (.*)", scripts)
-    assert {name for name, _ in steps} == {"check", "address", "notes"}
+    assert {name for name, _ in steps} == {"check", "notes"}
     # Only the job that publishes may ask for an identity, and only after the checks.
     assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == [
         "publish"
     ]
     assert set(jobs["publish"]["needs"]) == {"test", "build"}
     assert "secrets." not in WORKFLOW.read_text()
-    assert sys.version_info >= (3, 11)
+
+
+def test_the_workflow_tests_every_python_that_the_packages_name_with_torch_for_a_cpu() -> None:
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    named = [
+        text.rpartition(" ")[2]
+        for text in project(PUBLISHED[0])["classifiers"]
+        if re.search(r"Python :: 3\.\d+$", text)
+    ]
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == named
+    assert workflow["env"]["UV_TORCH_BACKEND"] == "cpu"

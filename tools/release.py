@@ -1,18 +1,20 @@
 """Prepare a release: check versions, write addresses into the packages, check what was built.
 
-``python tools/release.py check TAG`` compares the tag with versions and changelogs,
-``address URL TAG`` writes the repository's address into the packages of a checkout,
-``notes TAG`` prints the changes of the tag, ``contents FOLDER`` checks built packages, and
-``place FOLDER`` copies them to dist/ in place of older ones. All are steps of
-.github/workflows/release.yml, the last two in `nox -s wheels`.
+``python tools/release.py check TAG`` compares the tag with versions and changelogs, ``notes TAG``
+prints the changes of the tag. ``sources FOLDER`` copies the packages and writes the address of the
+remote ``origin`` into the copy, ``contents FOLDER`` checks built packages, and ``place FOLDER``
+copies them to dist/ in place of older ones. The first two are steps of
+.github/workflows/release.yml, the other three of `nox -s dist` and `nox -s wheels`.
 """
 
 from __future__ import annotations
 
 import argparse
+import email
 import posixpath
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -26,6 +28,11 @@ from matrix import ROOT
 LINK = re.compile(r"(?<=\]\()[^\s()#:]+(?=[)#])")
 HEADING = re.compile(r"^## (?P<version>[^\s,]+)(?P<rest>.*)$", re.MULTILINE)
 RECIPES = "engine_trainer/recipes/"
+# A forge's address of a repository, without the user and the password that it may have.
+REMOTE = re.compile(
+    r"(?:(?:https?|ssh)://(?:[^@/]+@)?(?P<host>[\w.-]+)(?::\d+)?/|(?:[^@/:]+@)?(?P<scp>[\w.-]+):(?!//))"
+    r"(?P<path>[^:]+?)(?:\.git)?/?"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = parser.add_subparsers(dest="step", required=True)
     for name in ("check", "notes"):
         steps.add_parser(name).add_argument("tag")
-    address = steps.add_parser("address")
-    address.add_argument("url")
-    address.add_argument("tag")
-    for name in ("contents", "place"):
+    for name in ("sources", "contents", "place"):
         steps.add_parser(name).add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
-    if options.step == "address":
-        write_addresses(options.url, options.tag)
+    if options.step == "sources":
+        write_sources(options.folder)
         return 0
     if options.step == "place":
         place(options.folder)
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = (
         release_problems(options.tag)
         if options.step == "check"
-        else list(content_problems(options.folder))
+        else list(content_problems(options.folder, addressed=origin() is not None))
     )
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
@@ -107,19 +111,52 @@ def notes(version: str) -> str:
     return "".join(f"## {name}\n\n{text}\n\n" for name, text in parts if text)
 
 
-def write_addresses(url: str, tag: str) -> None:
-    """Write the repository's address into metadata and READMEs of the packages.
+def write_sources(target: Path) -> None:
+    """Copy what packages are built from, and write the address of ``origin`` into the copy.
+
+    Without a remote ``origin`` on a forge the copy has no address, and the reason is printed.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    waste = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in ("packages", "conformance", "recipes"):
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=waste)
+    url = origin()
+    if url is None:
+        print(
+            "no remote `origin` on a forge: the packages have no project URLs, and relative links"
+        )
+        return
+    commit = ask_git("rev-parse", "HEAD")
+    write_addresses(target, url, ask_git("describe", "--exact-match", "--tags") or commit)
+
+
+def origin() -> str | None:
+    """Return the address of the remote ``origin`` on a forge, for a browser, or None."""
+    found = REMOTE.fullmatch(ask_git("remote", "get-url", "origin"))
+    return found and f"https://{found['host'] or found['scp']}/{found['path'].lstrip('/')}"
+
+
+def ask_git(*arguments: str) -> str:
+    """Return what a command of git prints; empty if it fails, as in a folder without git."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def write_addresses(root: Path, url: str, tag: str) -> None:
+    """Write the repository's address into metadata and READMEs of the packages below ``root``.
 
     Relative links of a README lead nowhere where the long description of a package is shown.
 
     Raises ``SystemExit`` for a link to a file that does not exist.
     """
     for folder in packages():
-        path = ROOT / folder / "pyproject.toml"
+        path = root / folder / "pyproject.toml"
         text = path.read_text(encoding="utf-8")
         if "[project.urls]" not in text:
             path.write_text(f"{text}\n{addresses(folder, url, tag)}", encoding="utf-8")
-        readme = ROOT / folder / "README.md"
+        readme = root / folder / "README.md"
         linked = with_absolute_links(readme.read_text(encoding="utf-8"), folder, url, tag)
         readme.write_text(linked, encoding="utf-8")
 
@@ -148,8 +185,11 @@ def with_absolute_links(text: str, folder: str, url: str, tag: str) -> str:
     return LINK.sub(absolute, text)
 
 
-def content_problems(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the wheels and source distributions in a folder."""
+def content_problems(folder: Path, *, addressed: bool) -> Iterator[str]:
+    """Yield what is wrong with the wheels and source distributions in a folder.
+
+    ``addressed`` packages have the repository's address, and no relative link.
+    """
     for package in packages():
         name = project(package)["name"].replace("-", "_")
         stem = f"{name}-{project(package)['version']}"
@@ -160,6 +200,9 @@ def content_problems(folder: Path) -> Iterator[str]:
                 return
         with zipfile.ZipFile(wheel) as archive:
             files = set(archive.namelist())
+            metadata = archive.read(f"{stem}.dist-info/METADATA").decode()
+        if addressed:
+            yield from (f"{wheel}: METADATA: {problem}" for problem in address_problems(metadata))
         with tarfile.open(source) as archive:
             sources = {member.name: member for member in archive.getmembers()}
         wanted = {f"{stem}.dist-info/licenses/LICENSE"}
@@ -174,6 +217,17 @@ def content_problems(folder: Path) -> Iterator[str]:
         yield from (
             f"{source}: {name} is a link" for name, member in sources.items() if member.issym()
         )
+
+
+def address_problems(metadata: str) -> Iterator[str]:
+    """Yield the addresses that a wheel's METADATA lacks, and the relative links of its README."""
+    message = email.message_from_string(metadata)
+    found = {text.split(",")[0] for text in message.get_all("Project-URL", [])}
+    for name in ("Repository", "Documentation", "Changelog", "Issues"):
+        if name not in found:
+            yield f"expected a Project-URL {name}, got {', '.join(sorted(found)) or 'none'}"
+    for link in LINK.findall(str(message.get_payload())):
+        yield f"expected absolute links in the README, got {link}"
 
 
 def place(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """``engine-conformance run | merge | list | explain | verify | badge``.
 
 Exit codes: 0 nothing failed (with ``--certify``: conformant), 1 not, 2 usage, 3 could
-not run.
+not run, 141 the reader of the output ended early.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -20,9 +21,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_api.commands import run_command
 from engine_api.config import Parallelism
 from engine_api.devices import SIMULATED_CUDA, SIMULATED_NPU, npu_is_simulated
 from engine_api.errors import ConfigError
+from engine_api.plugin import CONTRACT
+from engine_conformance import __version__
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
 from engine_conformance.messages import describe, line
@@ -46,7 +50,10 @@ _DEVIATIONS = Path("conformance.toml")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: _run_one(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run_one(given: Sequence[str]) -> int:
     options = _parser().parse_args(given)
     try:
         return options.command(options, given)
@@ -63,6 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-conformance", description=_ABOUT)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"engine-conformance {__version__} (contract {CONTRACT}, "
+        f"Python {platform.python_version()})",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(
         commands.add_parser("run", help="run the cases against an engine or a rollout, by name")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -61,6 +62,14 @@ def test_a_broken_line_is_two_and_named(broken, capsys):
 def test_an_unknown_plug_in_is_wrong_input(sft_file, capsys):
     assert main(["sft", str(sft_file), "engine.backend=bigramm"]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_the_values_of_a_key_are_listed_once(sft_file, capsys):
+    assert main(["sft", str(sft_file), "engine.schedule.name=polynomial"]) == 2
+    assert capsys.readouterr().err == (
+        "error: config engine.schedule.name: expected one of constant, linear, cosine, got "
+        "'polynomial'\n  to do: choose one of them\n"
+    )
 
 
 def test_debug_shows_the_traceback(sft_file, capsys):
@@ -138,7 +147,9 @@ def test_the_version_names_package_contract_and_torch(capsys):
 
 def test_print_config_says_what_a_key_means_and_what_it_may_be(sft_file, capsys):
     assert main(["sft", str(sft_file), "--print-config"]) == 0
-    assert "    # One of: none, full.\n    recompute: none\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "    # One of: none, full.\n    recompute: none\n" in said
+    assert re.search(r"  # Installed here: .*\blocal\b.*\n  name: local\n", said)
 
 
 def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):

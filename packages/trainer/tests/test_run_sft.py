@@ -409,6 +409,25 @@ def test_eval_measures_the_losses_of_a_file_of_sft(sft_file, tmp_path, capsys):
     assert "expected one of rl, sft, got 'dpo'" in capsys.readouterr().err
 
 
+def test_eval_of_sft_measures_the_checkpoint_that_resume_names(sft_file, tmp_path):
+    sets = held_files(tmp_path)
+    folder = run(sft_file, sets, "eval.every=1", "run.save_every=1", "run.keep=0").folder
+    losses = {
+        row["step"]: row["eval/loss"]
+        for row in read_metrics(folder / "metrics.jsonl")
+        if "eval/loss" in row
+    }
+    for step in (2, 6):
+        checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+        out = tmp_path / f"measured-{step}"
+        arguments = [sets, f"run.resume={checkpoint}", f"run.output_dir={out}"]
+        assert main(["eval", str(sft_file), *arguments]) == 0
+        found = json.loads((out / "evaluation.json").read_text())
+        assert (found["checkpoint"], found["step"]) == (str(checkpoint), step)
+        assert found["figures"]["eval/loss"] == pytest.approx(losses[step])
+    assert losses[2] != pytest.approx(losses[6])
+
+
 @pytest.mark.parametrize(
     ("key", "override"),
     [

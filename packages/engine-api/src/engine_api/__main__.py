@@ -6,11 +6,14 @@ It shows the installed plug-ins, how a name is resolved, and missing, broken or 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
 
 from engine_api.capabilities import Capability
+from engine_api.commands import run_command
 from engine_api.dependencies import check_dependencies
 from engine_api.devices import DEVICES, cuda_devices, torch_version
 from engine_api.discovery import Found, printable, probe, refuse
@@ -23,12 +26,17 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The code is 0 on success, 1 if the requested plug-in cannot be used here or one is broken, and 2
-    for wrong usage.
+    The code is 0 on success, 1 if the requested plug-in cannot be used here or one is broken, 2 for
+    wrong usage, and 141 if the reader of the output ended early.
     """
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="engine_api", description="Engines and rollouts of this environment."
+        prog="engine-api", description="Engines and rollouts of this environment."
     )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="every row, and whether it can run here")
     listing.add_argument(
@@ -55,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.backend, options.model_type, options.device, rollout=options.rollout
         )
     return _doctor()
+
+
+def _version() -> str:
+    return (
+        f"engine-api {importlib.metadata.version('engine-api')} (contract {CONTRACT}, "
+        f"Python {platform.python_version()})"
+    )
 
 
 def _list(capability: str | None) -> int:

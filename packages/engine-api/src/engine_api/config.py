@@ -360,13 +360,18 @@ def _check_option(name: str, value: object, hint: Any) -> None:
         )
 
 
-def near_matches(name: str, known: Sequence[str]) -> str:
-    """Return a remedy text with the near matches of ``name``, or with all known names."""
+def near_matches(name: str, known: Sequence[str], *, listed: bool = False) -> str:
+    """Return a remedy text with the near matches of ``name``, or with all known names.
+
+    ``listed`` says that the error lists the known names already.
+    """
     from difflib import get_close_matches
 
     close = get_close_matches(name, known, n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(close)}?"
+    if listed:
+        return "choose one of them"
     return f"known: {', '.join(sorted(known)) or 'none'}"
 
 
@@ -374,7 +379,7 @@ def _check_choices(section: str, part: object) -> None:
     for name, hint in get_type_hints(type(part)).items():
         value = getattr(part, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            remedy = near_matches(str(value), get_args(hint))
+            remedy = near_matches(str(value), get_args(hint), listed=True)
             raise ConfigError(
                 f"{section}.{name}",
                 f"expected one of {', '.join(get_args(hint))}, got {value!r}",

@@ -27,7 +27,7 @@ from engine_api.errors import ConfigError, EngineError, PluginNotFound, RankFail
 from engine_api.heartbeat import raised_by_all
 from engine_api.plugin import CONTRACT
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
-from engine_trainer.config.explain import explain
+from engine_trainer.config.explain import explain, installed_names
 from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
 from engine_trainer.config.tasks import find_task
@@ -177,7 +177,7 @@ def _run(options: argparse.Namespace, config: Config) -> int:
         if global_rank() == 0:
             task = "sft" if isinstance(config, SFTConfig) else options.command
             schema = json.loads(schema_text(task))
-            print(explain(to_plain(config), schema), end="")
+            print(explain(to_plain(config), schema, installed_names()), end="")
         return DONE
     # Ray gives each worker the cores that were asked for it.
     on_ray = isinstance(config, RLConfig) and config.launcher == "ray"

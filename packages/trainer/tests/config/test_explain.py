@@ -7,7 +7,7 @@ import yaml
 from layout import ROOT
 
 from engine_trainer.cli import CONFIGS
-from engine_trainer.config.explain import explain
+from engine_trainer.config.explain import explain, installed_names
 from engine_trainer.config.loading import from_tree, load_config, schema_text, to_plain
 
 RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
@@ -47,6 +47,52 @@ def test_meaning_and_allowed_values_stand_above_a_key():
         "    # One of: constant, linear, cosine.",
     ]
     assert all(len(line) <= 100 for line in lines if line.lstrip().startswith("#"))
+
+
+def keys_of(node, path=""):
+    """Yield the dotted name and the line of every key, except those of a plug-in or a function."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{path}{key.value}", key.start_mark.line
+            if key.value not in ("kwargs", "options"):
+                yield from keys_of(value, f"{path}{key.value}.")
+
+
+def undescribed(schema, path=""):
+    """Yield the properties of a schema without a description, in sections that may be null too."""
+    for key, part in schema.get("properties", {}).items():
+        if not part.get("description"):
+            yield f"{path}{key}"
+        yield from undescribed(part, f"{path}{key}.")
+    for part in schema.get("anyOf", ()):
+        yield from undescribed(part, path)
+
+
+@pytest.mark.parametrize("task", CONFIGS)
+def test_every_key_has_a_meaning_above_it(task):
+    schema = json.loads(schema_text(task))
+    assert list(undescribed(schema)) == []
+    recipes = [one for one in RECIPES if CONFIGS[task_of(one)] is CONFIGS[task]]
+    assert recipes
+    seen = {}
+    for recipe in recipes:
+        text = explain(to_plain(load(recipe)), schema)
+        lines = text.splitlines()
+        for key, line in keys_of(yaml.compose(text)):
+            seen[key] = lines[line - 1].lstrip() if line else ""
+    assert {key: above for key, above in seen.items() if not above.startswith("# ")} == {}
+    assert seen.keys() >= {"engine", "engine.model.path", "data.source", "run.seed"}
+
+
+def test_names_of_plugins_are_those_that_are_installed():
+    names = installed_names()
+    assert "local" in names["rollout.name"]
+    config = to_plain(load(ROOT / "recipes/rl/dapo.yaml"))
+    lines = explain(config, json.loads(schema_text("rl")), names).splitlines()
+    for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "local")):
+        at = lines.index(f"  {key}: {value}")
+        section = "rollout" if key == "name" else "engine"
+        assert lines[at - 1] == f"  # Installed here: {', '.join(names[f'{section}.{key}'])}."
 
 
 def test_null_is_named_where_it_is_allowed_in_addition_to_a_choice():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -13,11 +15,11 @@ from rl_runs import configure, same, tensors_of
 from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_trainer.cli import main
 from engine_trainer.config import SFTConfig
-from engine_trainer.config.loading import load_config
+from engine_trainer.config.loading import load_config, to_plain
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.run.best import BestStep
 from engine_trainer.run.checkpoints import Checkpoints
-from engine_trainer.sampling.evaluate import evaluate_model
+from engine_trainer.sampling.evaluate import Evaluator, evaluate_model
 from engine_trainer.sft import train_sft
 
 pytest.importorskip("engine_fsdp", reason="the runs need an engine")
@@ -159,6 +161,12 @@ def test_a_checkpoint_is_measured_and_an_earlier_measurement_is_kept(trained, tm
     assert found["checkpoint"] == str(trained / "checkpoints" / "step-000003")
     assert (found["model"], found["step"]) == (str(sums_model), 3)
     assert found["eval"]["samples"] == 2
+    assert found["data"] == to_plain(configure(sums_model, tmp_path))["data"]
+    assert found["engine"]["lora"]["rank"] == 4
+    manifest = trained / "checkpoints" / "step-000003" / "manifest.json"
+    assert found["checkpoint_sha256"] == hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert base["checkpoint_sha256"] is None
+    assert found["engine_trainer"] == version("engine-trainer")
     assert json.loads((tmp_path / "one" / "evaluation-1.json").read_text()) == base
     (before,) = (tmp_path / "one" / "evaluation-1").iterdir()
     (after,) = (tmp_path / "one" / "evaluation").iterdir()
@@ -230,6 +238,22 @@ def test_the_best_step_keeps_its_checkpoint_and_ends_the_run(
     # The same command does not train on, and keeps the best one.
     train_sft(load_config(SFTConfig, sft_file, arguments))
     assert list(Checkpoints(checkpoints, keep=0).steps()) == [2, 5]
+
+
+def test_the_best_step_of_rl_is_the_one_of_the_highest_accuracy(sums_model, tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.3, 0.9, 0.5])  # from before the first step on
+    monkeypatch.setattr(Evaluator, "measure", lambda *_: {"eval/accuracy": next(accuracies)})
+    train_rl(
+        configure(
+            sums_model,
+            tmp_path / "run",
+            eval={"source": str(sums_model / "test.jsonl"), "every": 1},
+            run={"keep": 1, "keep_best": "eval/accuracy"},
+        )
+    )
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert list(Checkpoints(checkpoints, keep=0).steps()) == [2, 3]
+    assert (checkpoints / "best").read_text() == "step-000002"
 
 
 @pytest.mark.parametrize(

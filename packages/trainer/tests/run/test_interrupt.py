@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -142,6 +143,46 @@ def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where)
     assert "Traceback" not in said
     (line,) = [line for line in said.splitlines() if "aborted" in line]
     assert "no checkpoint" in line
+    wait_for_the_end_of(others)
+
+
+# This module stands in for one that the command imports, and its import does not end by itself.
+SLOW_IMPORT = """
+import importlib, os, pathlib, sys, time
+
+if os.environ.get("RANK") in {ranks!r}:
+    pathlib.Path({marks!r}, str(os.getpid())).touch()
+    while True:
+        time.sleep(0.05)
+sys.path.remove({here!r})
+del sys.modules["omegaconf"]
+importlib.import_module("omegaconf")
+"""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_press_in_an_import_ends_the_command_with_one_line(tmp_path, sft_file, ranks):
+    (marks := tmp_path / "marks").mkdir()
+    (here := tmp_path / "here").mkdir()
+    waiting = [None] if ranks is None else ["0", "1"]
+    (here / "omegaconf.py").write_text(
+        SLOW_IMPORT.format(ranks=waiting, marks=str(marks), here=str(here))
+    )
+    arguments = ["sft", str(sft_file), *([] if ranks is None else ["--ranks", str(ranks)])]
+    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        [sys.executable, "-m", "engine_trainer", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        until(lambda: len(list(marks.iterdir())) == len(waiting) or process.poll() is not None)
+        others = below(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, said) == (130, "aborted\n")
     wait_for_the_end_of(others)
 
 

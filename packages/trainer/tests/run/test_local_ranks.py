@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -13,7 +14,9 @@ from ray_runs import tree
 from rl_runs import rows_of, same
 from rl_runs import start as start_torchrun
 from sockets import listening
-from waiting import DEADLINE_S, until
+from waiting import DEADLINE_S, runs, until
+
+from engine_trainer.run.interrupt import SAME_PRESS_S
 
 pytest.importorskip("engine_fsdp", reason="the runs need an engine")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(4 * DEADLINE_S)]
@@ -62,6 +65,19 @@ def begin(sums_model, tmp_path):
         process.communicate()
 
 
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids of the two ranks."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    ranks = [int(line.split()[0]) for line in listed if "engine_trainer" in line]
+    assert len(ranks) == 2, listed
+    return ranks
+
+
 def test_ctrl_c_ends_the_step_with_status_zero_and_no_traceback(begin, tmp_path):
     (tmp_path / "wait").touch()
     process = begin()
@@ -79,6 +95,24 @@ def test_ctrl_c_ends_the_step_with_status_zero_and_no_traceback(begin, tmp_path)
     assert said.count("stopped after step 1 of 3, saved") == 1
 
 
+@pytest.mark.nightly
+def test_a_second_press_ends_all_ranks_with_one_line_and_no_traceback(begin, tmp_path):
+    (tmp_path / "wait").touch()
+    process = begin()
+    until(lambda: (tmp_path / "waits").exists() or process.poll() is not None)
+    ranks = ranks_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert any("finishing step 1, then saving" in line for line in process.stdout)
+    heard = time.monotonic()
+    until(lambda: time.monotonic() > heard + SAME_PRESS_S)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.stdout.read()
+    assert process.wait() == 130, said
+    assert "Traceback" not in said
+    assert said.count("aborted; there is no checkpoint") == said.count("aborted") == 1, said
+    until(lambda: not [rank for rank in ranks if runs(rank)])
+
+
 def test_a_failure_is_said_once_and_is_the_status(begin, tmp_path):
     (tmp_path / "fail").touch()
     process = begin()
@@ -92,14 +126,7 @@ def test_a_rank_that_is_killed_ends_the_others(begin, tmp_path):
     (tmp_path / "wait").touch()
     process = begin()
     until(lambda: (tmp_path / "waits").exists() or process.poll() is not None)
-    children = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(process.pid)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    ranks = [int(line.split()[0]) for line in children if "engine_trainer" in line]
-    assert len(ranks) == 2
+    ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGKILL)
     (tmp_path / "wait").unlink()
     said, _ = process.communicate(timeout=DEADLINE_S)

@@ -143,9 +143,8 @@ def _literal(hint: Any, value: Any, key: str) -> Any:
     if value not in known:
         raise ConfigError(
             key,
-            f"unknown value {value!r}",
-            why=f"expected {describe(hint)}",
-            remedy=near_matches(str(value), [str(k) for k in known]),
+            f"expected {describe(hint)}, got {value!r}",
+            remedy=near_matches(str(value), [str(k) for k in known], listed=True),
         )
     return value
 

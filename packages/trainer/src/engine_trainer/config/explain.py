@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
+
+from engine_api.registry import EngineRegistry, RolloutRegistry
 
 WIDTH = 100
 # A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
@@ -15,12 +17,28 @@ WIDTH = 100
 _SENTENCE = re.compile(r".{10,}?[.](?=\s+[A-Z`]|$)")
 
 
-def explain(tree: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+def explain(
+    tree: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    installed: Mapping[str, Sequence[str]] | None = None,
+) -> str:
     """Return ``tree`` as YAML, with comments from the JSON schema of its file.
 
-    A parser reads the YAML back to an equal tree.
+    A parser reads the YAML back to an equal tree. ``installed`` has the names that a key may have
+    besides those of the schema, by dotted key.
     """
-    return "".join(f"{line}\n" for line in _lines(tree, schema, ""))
+    return "".join(f"{line}\n" for line in _lines(tree, schema, "", installed or {}))
+
+
+def installed_names() -> dict[str, list[str]]:
+    """Return the names of engines, model types and rollouts here, by the key that takes them."""
+    engines = [row for _, row in EngineRegistry.rows()]
+    rollouts = [row for _, row in RolloutRegistry.rows()]
+    return {
+        "engine.backend": sorted({name for row in engines for name in row.backends}),
+        "engine.model_type": sorted({name for row in engines for name in row.model_types}),
+        "rollout.name": sorted({name for row in rollouts for name in row.backends}),
+    }
 
 
 def first_sentence(text: str) -> str:
@@ -30,24 +48,31 @@ def first_sentence(text: str) -> str:
     return found[0] if found else line
 
 
-def _lines(tree: Mapping[str, Any], schema: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _lines(
+    tree: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    above: str,
+    installed: Mapping[str, Sequence[str]],
+) -> Iterator[str]:
+    indent = "  " * above.count(".")
     for key, value in tree.items():
         part = _part(schema, key)
-        yield from _comments(part, indent)
+        yield from _comments(part, indent, installed.get(f"{above}{key}", ()))
         if isinstance(value, Mapping) and value:
             # The dump of an empty mapping shows how the key is written.
             head = _dump({key: {}}).removesuffix(" {}")
             yield textwrap.indent(head, indent)
-            yield from _lines(value, part, f"{indent}  ")
+            yield from _lines(value, part, f"{above}{key}.", installed)
         else:
             yield textwrap.indent(_dump({key: value}), indent)
 
 
-def _comments(schema: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _comments(schema: Mapping[str, Any], indent: str, names: Sequence[str]) -> Iterator[str]:
     meaning = first_sentence(schema.get("description", ""))
     choices = _choices(schema)
     allowed = "" if choices in ([], ["null"]) else f"One of: {', '.join(choices)}."
-    for text in filter(None, (meaning, allowed)):
+    installed = f"Installed here: {', '.join(names)}." if names else ""
+    for text in filter(None, (meaning, allowed, installed)):
         mark = f"{indent}# "
         yield from textwrap.wrap(
             text, WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False

@@ -50,7 +50,7 @@ def find_task(
         raise ConfigError(
             "--task",
             f"expected one of {', '.join(tasks)}, got {given!r:.100}",
-            remedy=near_matches(given, list(tasks)),
+            remedy=near_matches(given, list(tasks), listed=True),
         )
     raise ConfigError(
         str(path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -14,6 +15,7 @@ from typing import Any
 
 from engine_api.comm import together
 from engine_api.errors import ConfigError
+from engine_api.manifest import MANIFEST
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import to_plain
 from engine_trainer.data import Heldout, heldout_sets, load_tokenizer
@@ -124,16 +126,24 @@ def evaluate_model(config: RLConfig) -> Metrics:
 def write_evaluation(run: Run, evaluated: Evaluated, figures: Metrics) -> None:
     """Write ``evaluation.json``, whole or not at all. Called on all ranks together.
 
-    It has the figures, and everything that they depend on: the model, the checkpoint, the held-out
-    sets, the sampling, the seed and the version of this package.
+    It has the figures, and everything that they depend on: the model, the checkpoint with the
+    SHA-256 of its manifest (which has those of all weights), the number of updates behind the
+    weights, the data with their templates, the held-out sets, the sampling, the seed and the
+    version of this package.
     """
     config = to_plain(run.config)
+    checkpoint = evaluated.checkpoint
     content = {
         "model": evaluated.model,
-        "checkpoint": None if evaluated.checkpoint is None else str(evaluated.checkpoint),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint_sha256": None
+        if checkpoint is None
+        else hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest(),
         "step": evaluated.step,
         "figures": figures,
         "seed": run.config.run.seed,
+        "engine": config["engine"],
+        "data": config["data"],
         "eval": config["eval"],
         "rollout": config["rollout"],
         "reward": config["reward"],
