@@ -69,10 +69,10 @@ server.serve_forever()
 """
 RANK = """
 from multiprocessing.connection import Connection
-from engine_conformance._rank_worker import Reply
+from engine_conformance._rank_worker import RankReply
 pipe = Connection({})
 pipe.recv_bytes()
-pipe.send(Reply(kind="returned"))
+pipe.send(RankReply(kind="returned"))
 pipe.recv_bytes()
 """
 REWARDS = """#!{python} -S

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine_conformance.results import BAD, Outcome, Row, Run, Setting
+from engine_conformance.results import BAD, Outcome, Row, Setting, SuiteRun
 from engine_conformance.verdict import Judgement, judgements
 
 SUITE = {"version": "0.1.0", "contract": "1.0", "digest": "a" * 64}
@@ -82,7 +82,9 @@ OTHERS = [
 ]
 
 
-def made(rows: Sequence[Row] = (*GOOD, *OTHERS), **changes: Any) -> tuple[Run, list[Judgement]]:
+def made(
+    rows: Sequence[Row] = (*GOOD, *OTHERS), **changes: Any
+) -> tuple[SuiteRun, list[Judgement]]:
     selection = {
         "name": "acme",
         "device": "cpu",
@@ -119,7 +121,7 @@ def made(rows: Sequence[Row] = (*GOOD, *OTHERS), **changes: Any) -> tuple[Run, l
         "started": "2026-01-31T12:00:00+00:00",
         "seconds": 93.125,
     }
-    run = Run(**(given | {"selection": selection, "rows": list(rows)} | changes))
+    run = SuiteRun(**(given | {"selection": selection, "rows": list(rows)} | changes))
     return run, judgements(run.rows, complete=selection["complete"], declared=run.declared)
 
 

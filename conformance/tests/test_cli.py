@@ -91,7 +91,7 @@ def ends(done: Ended, code: int, *texts: str) -> None:
             3,
             ["nothing to run", "parallel.topology: not declared: dp"],
         ),
-        (["odd", "--world", "two"], 2, ["--world two", "1,2,4"]),
+        (["odd", "--world", "two"], 2, ["--world: ", "1,2,4, got 'two'"]),
         (["odd", "--dtype", "float64"], 2, ["--dtype float64", "bfloat16"]),
         (["odd", "--model-type", "reward_model"], 2, ["reward_model", "value_model"]),
         (["odd", "--model-type", "value_model"], 3, ["value_model"]),
@@ -227,7 +227,7 @@ def test_an_old_report_is_told_from_a_good_one(cli: Cli, tmp_path: Path) -> None
     old = tmp_path / "report.json"
     old.write_text(json.dumps({"schema": "0", "name": "odd"}))
     ends(cli("verify", str(old)), 1, "older")
-    ends(cli("verify", "absent.json"), 2, "is no file")
+    ends(cli("verify", "absent.json"), 2, "which is not a file")
     ends(cli("badge", str(old)), 2, "does not verify")
 
 

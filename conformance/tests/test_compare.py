@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_conformance.cases import Target
 from engine_conformance.cases._expect import oracle_outputs, outputs_match
-from engine_conformance.cases._ranks import Answer, InferCall
+from engine_conformance.cases._ranks import InferCall, RankOutputs
 from engine_conformance.compare import (
     ConformanceFailure,
     assert_bitwise,
@@ -161,15 +161,15 @@ def test_logits_that_are_not_shifted_are_named(checkpoint: Any, tmp_path: Any) -
     shifted = oracle_outputs(oracle, call)["log_probs"].float()
     target = Target(backend="acme", root=tmp_path)
 
-    def answers(values: Tensor) -> list[Answer]:
-        return [Answer(dp_rank=0, dp_size=1, fields={"log_probs": values})]
+    def outputs_of(values: Tensor) -> list[RankOutputs]:
+        return [RankOutputs(dp_rank=0, dp_size=1, fields={"log_probs": values})]
 
     with pytest.raises(ConformanceFailure, match="they are not shifted"):
-        outputs_match(target, oracle, call, answers(unshifted))
+        outputs_match(target, oracle, call, outputs_of(unshifted))
     with pytest.raises(ConformanceFailure) as caught:
-        outputs_match(target, oracle, call, answers(shifted + 0.1))
+        outputs_match(target, oracle, call, outputs_of(shifted + 0.1))
     assert "not shifted" not in str(caught.value)
-    assert outputs_match(target, oracle, call, answers(shifted)) < 1
+    assert outputs_match(target, oracle, call, outputs_of(shifted)) < 1
 
 
 def test_shifts_and_places(want: Tensor) -> None:

@@ -17,7 +17,7 @@ from engine_conformance.cli import main
 from engine_conformance.errors import UsageError
 from engine_conformance.report import certificate, merge, read_document, shown, to_document, verify
 from engine_conformance.report.document import digest
-from engine_conformance.results import STATUSES, Row, Run
+from engine_conformance.results import STATUSES, Row, SuiteRun
 from engine_conformance.verdict import judgements
 from report_samples import GOOD, SUITE, WORLD_1, WORLD_2, made, row, stored
 
@@ -320,6 +320,6 @@ def test_sources_tell_two_builds_of_one_version_apart(
 
 
 def test_a_run_of_its_own_has_no_parts() -> None:
-    run: Run = read_document(FULL)[0]
+    run: SuiteRun = read_document(FULL)[0]
     assert not run.parts
     assert joined(FULL)["parts"][0]["digest"] == FULL["digest"]

@@ -14,7 +14,7 @@ from engine_api.errors import ConfigError
 from engine_api.plugin import Variant
 from engine_conformance.cases import Target, load_cases, run_case
 from engine_conformance.plan import Item, Selection, make_plan
-from engine_conformance.rank_failure import RankError, RankFailure
+from engine_conformance.rank_failure import FailedRank, RankError
 from engine_conformance.report.view import facts
 from engine_conformance.session import repeat_command, run_item
 from engine_conformance.variants import CASES, CASES_OF_EXPERTS, repetitions
@@ -116,7 +116,7 @@ def test_a_report_says_in_which_layouts_and_with_which_options_it_is_valid() -> 
 
 def _refusal(world: int, *errors: str) -> RankError:
     failures = [
-        RankFailure(rank=rank, kind="raised", text=f"Traceback\n{name}: no", exception=name)
+        FailedRank(rank=rank, kind="raised", text=f"Traceback\n{name}: no", exception=name)
         for rank, name in enumerate(errors)
     ]
     return RankError("f", world, failures, 0.1)

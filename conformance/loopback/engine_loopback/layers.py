@@ -23,7 +23,7 @@ Params = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
+class PackedInputs:
     """One micro-batch on the device.
 
     Attributes:
@@ -99,7 +99,7 @@ class Layers:
 
     # --- attention -----------------------------------------------------------------------------
 
-    def attention(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def attention(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         """Attend with own queries to keys and values of all tokens, ``[n, C]`` → ``[n, C]``."""
         x = self.collectives.copy_to_tensor(x)
         q, k, v = (self.heads(self.column(params, f"self_attn.{p}_proj", x)) for p in "qkv")
@@ -198,7 +198,7 @@ class Layers:
                 total = total + mix[:, expert, None] * output
         return total
 
-    def block(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def block(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         """Compute one pre-norm layer, ``[n, C]`` → ``[n, C]``."""
         x = x + self.attention(params, self.norm(x, params["input_layernorm.weight"]), packed)
         normed = self.norm(x, params["post_attention_layernorm.weight"])

@@ -13,7 +13,7 @@ from engine_api.batch import Batch
 from engine_api.config import EngineConfig
 from engine_api.results import TokenOutputs
 from engine_loopback import pipeline
-from engine_loopback.layers import Layers, Packed, Params
+from engine_loopback.layers import Layers, PackedInputs, Params
 from engine_loopback.lora import PREFIX
 from engine_loopback.parallel import DTYPES, Collectives, Layout
 from engine_loopback.shape import Shape
@@ -74,7 +74,7 @@ class Model(Layers):
 
     # --- inputs --------------------------------------------------------------------------------
 
-    def pack(self, batch: Batch) -> Packed:
+    def pack_inputs(self, batch: Batch) -> PackedInputs:
         """Pad with a document at the end, and take this sequence-parallel rank's slice."""
         lengths = self.padded_lengths(batch)
         ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -84,7 +84,7 @@ class Model(Layers):
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         positions = self.positions(documents, ends)
         own = self.layout.own_part(torch.arange(total), "sequence")
-        return Packed(
+        return PackedInputs(
             ids=ids[own].to(self.device),
             positions=positions[own].to(self.device),
             targets=self.next_tokens(ids)[own].to(self.device),
@@ -117,7 +117,7 @@ class Model(Layers):
 
     def outputs(self, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
         """Return aligned float32 outputs ``[T]``, the same on all ranks that share the batch."""
-        packed = self.pack(batch)
+        packed = self.pack_inputs(batch)
         x = self.enter(packed)
         for index in self.own_layers():
             x = self.layer(self.layer_params(index), x, packed)
@@ -131,21 +131,23 @@ class Model(Layers):
         count = self.shape.layers // self.layout.stages
         return range(self.layout.here.stage * count, (self.layout.here.stage + 1) * count)
 
-    def enter(self, packed: Packed) -> Tensor:
+    def enter(self, packed: PackedInputs) -> Tensor:
         """Return hidden states ``[n, C]``, embedded here or received from the previous stage."""
         if self.layout.is_first:
             return self.weight("model.embed_tokens.weight")[packed.ids]
         like = torch.empty(len(packed.ids), self.shape.hidden, dtype=self.dtype, device=self.device)
         return pipeline.receive(like, self.layout)
 
-    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def layer(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         """Run one block, recomputed in backward if the configuration asks for it."""
         if self.memory.recompute == "full":
             result: Tensor = checkpoint(self.run_block, params, x, packed, use_reentrant=False)
             return result
         return self.run_block(params, x, packed)
 
-    def leave(self, x: Tensor, packed: Packed, *, entropy: bool, temperature: float) -> Tensor:
+    def leave(
+        self, x: Tensor, packed: PackedInputs, *, entropy: bool, temperature: float
+    ) -> Tensor:
         """Return the last stage's outputs ``[T, k]`` on all stages."""
         if self.layout.is_last:
             outputs = self.head(x, packed, entropy, temperature)
@@ -158,7 +160,7 @@ class Model(Layers):
             return outputs
         return pipeline.from_last(outputs, sent, self.layout)
 
-    def head(self, x: Tensor, packed: Packed, entropy: bool, temperature: float) -> Tensor:
+    def head(self, x: Tensor, packed: PackedInputs, entropy: bool, temperature: float) -> Tensor:
         """Apply last norm and head to this rank's tokens and return all tokens' aligned outputs."""
         hidden = self.norm(x, self.weight("model.norm.weight"))
         if self.shape.kind == "value_model":
@@ -204,7 +206,7 @@ class Model(Layers):
         """Return logits in float32, divided by the temperature."""
         return logits.float() / temperature
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         """Turn outputs ``[T', k]`` about the token after each into outputs ``[T, k]`` about each.
 
         First tokens are zero, and padding is cut off.

@@ -416,7 +416,7 @@ class ExtraAsItIsLater(LoopbackEngine):
     """An asynchronous save writes the caller's ``extra`` as it is later."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
-        with patch.object(base, "_frozen", lambda given: given):
+        with patch.object(base, "_deep_copy_json", lambda given: given):
             return super().save_checkpoint(directory, extra=extra)
 
 

@@ -220,7 +220,7 @@ class StepsWithoutGradient(LoopbackEngine):
 
     def optimizer_step(self) -> Any:
         self._expect("optimizer_step", "ready")
-        return super().optimizer_step() if self._pending else self._step_with(0.0)
+        return super().optimizer_step() if self._pending else self._apply_clipped_step(0.0)
 
 
 @mutant("contract.states", group="core")

@@ -18,7 +18,7 @@ from engine_api.batch import Batch
 from engine_api.losses import LossFn
 from engine_api.results import LossOutput
 from engine_loopback.engine import LoopbackEngine
-from engine_loopback.layers import Packed, Params
+from engine_loopback.layers import PackedInputs, Params
 from engine_loopback.lora import pair_of
 from engine_loopback.model import Model
 from engine_loopback.optimizer import AdamW, Group, move_state
@@ -116,7 +116,7 @@ class ExpertsOfLastMicroBatch(LoopbackEngine):
 class ValuesSeeTheirToken(Model):
     """A value depends on the token that it is about."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return super().align(about_next.roll(-1, 0), packed)
 
 
@@ -124,7 +124,7 @@ class ValuesSeeTheirToken(Model):
 class FirstValueCarries(Model):
     """First tokens have a value, that of the end of the document before."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return about_next.roll(1, 0)[: packed.size]
 
 
@@ -201,7 +201,7 @@ class MovedMomentsAreZero(LoopbackEngine):
 class RecomputesUnpacked(Model):
     """A block's second forward ignores the ends of documents: only its gradient is wrong."""
 
-    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def layer(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         if self.memory.recompute != "full":
             return super().layer(params, x, packed)
         calls = count()
@@ -215,7 +215,7 @@ class RecomputesUnpacked(Model):
 class NothingRecomputed(Model):
     """Recompute is accepted, and all activations are kept."""
 
-    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def layer(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         return self.run_block(params, x, packed)
 
 
@@ -232,7 +232,7 @@ class AllLogitsExist(Model):
 class NothingCompiled(Model):
     """``compile`` is accepted, and the blocks run as they are."""
 
-    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def layer(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         return self.block(params, x, packed)
 
 
@@ -240,7 +240,7 @@ class NothingCompiled(Model):
 class CompiledMaskStays(Model):
     """A compiled block keeps the mask of the first batch of each size."""
 
-    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def layer(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         masks: dict[int, Tensor] = self.__dict__.setdefault("masks", {})
         if self.memory.compile:
             packed = replace(packed, mask=masks.setdefault(len(packed.ids), packed.mask))

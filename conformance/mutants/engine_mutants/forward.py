@@ -16,7 +16,7 @@ from engine_api.batch import Batch
 from engine_api.prepare import MicroBatches
 from engine_api.results import TokenOutputs
 from engine_loopback.engine import LoopbackEngine
-from engine_loopback.layers import Packed, Params
+from engine_loopback.layers import PackedInputs, Params
 from engine_loopback.model import Model
 from engine_mutants.mutant import mutant
 
@@ -52,8 +52,8 @@ class NoDocumentMask(Model):
 class MaskedTokensUnseen(Model):
     """Tokens without loss, as a prompt's, are treated as padding that no token attends to."""
 
-    def pack(self, batch: Batch) -> Packed:
-        packed = super().pack(batch)
+    def pack_inputs(self, batch: Batch) -> PackedInputs:
+        packed = super().pack_inputs(batch)
         if "loss_weight" not in batch.fields:
             return packed
         padding = packed.mask.shape[1] - batch.num_tokens
@@ -149,7 +149,7 @@ class UnorderedSums(Model):
 class HeadNormsAfterRope(Model):
     """Queries and keys are normalised after RoPE, with which norms' weights do not commute."""
 
-    def attention(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+    def attention(self, params: Params, x: Tensor, packed: PackedInputs) -> Tensor:
         x = self.collectives.copy_to_tensor(x)
         q, k, v = (self.heads(self.column(params, f"self_attn.{p}_proj", x)) for p in "qkv")
         q = self.rope(q, packed.positions)
@@ -225,7 +225,7 @@ class ChunkShiftsAlone(Model):
 class OutputsOneEarly(Model):
     """The log-prob of a token is returned at the token before it."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return super().align(about_next.roll(-1, 0), packed)
 
 
@@ -233,7 +233,7 @@ class OutputsOneEarly(Model):
 class FirstTokensCarry(Model):
     """First tokens have the log-prob after the document before, which no loss weight shows."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return about_next.roll(1, 0)[: packed.size]
 
 
@@ -360,5 +360,5 @@ class OtherKernelAfterTraining(Model):
 class ValuesShiftedInTraining(Model):
     """A value depends on its own token in training, and not in inference."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return super().align(about_next.roll(-1, 0) if self.training else about_next, packed)

@@ -74,9 +74,9 @@ class MaskedCallSkips(LoopbackEngine):
 class SkippedStepKeepsGradient(LoopbackEngine):
     """A skipped step keeps its gradient, which joins the next step's."""
 
-    def _step_with(self, norm: float) -> StepOutput:
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
         kept = {param: param.grad for param in self.trained()}
-        result = super()._step_with(norm)
+        result = super()._apply_clipped_step(norm)
         for param, grad in kept.items():
             param.grad = grad if result.skipped else None
         return result

@@ -20,7 +20,7 @@ from engine_api.losses import LossFn
 from engine_api.prepare import MicroBatches
 from engine_api.results import LossOutput, TokenOutputs, Topology
 from engine_loopback.engine import LoopbackEngine
-from engine_loopback.layers import Packed, Params
+from engine_loopback.layers import PackedInputs, Params
 from engine_loopback.model import Model
 from engine_loopback.parallel import Layout
 from engine_loopback.weights import Partition, Weight
@@ -251,7 +251,7 @@ class KeyGradientOfOwnQueries(Model):
 class RanksRoundDifferently(Model):
     """Ranks that share documents return different last bits."""
 
-    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return super().align(about_next, packed) * (1 + 1e-7 * self.layout.here.sequence)
 
 

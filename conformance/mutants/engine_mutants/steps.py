@@ -88,13 +88,13 @@ class ScheduleWithoutFloor(LoopbackEngine):
 class LinearBelowFloor(LoopbackEngine):
     """A linear schedule goes on falling after its last step, below the floor."""
 
-    def _step_with(self, norm: float) -> StepOutput:
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
         schedule = self.config.schedule
         total = schedule.total_steps or 0
         if schedule.name == "linear" and self._step > total:
             below = schedule.min_ratio * total / self._step
             self.config = replace(self.config, schedule=replace(schedule, min_ratio=below))
-        return super()._step_with(norm)
+        return super()._apply_clipped_step(norm)
 
 
 @mutant("steps.clipping", group="core", world=2, options={"flat_norm": True})
@@ -166,9 +166,9 @@ class MaskedBatchMoves(LoopbackEngine):
 class MaskedBatchCounts(LoopbackEngine):
     """A batch without loss tokens advances weight_version and schedule."""
 
-    def _step_with(self, norm: float) -> StepOutput:
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
         empty = not self._has_gradient
-        result = super()._step_with(norm)
+        result = super()._apply_clipped_step(norm)
         self._step += empty
         return replace(result, weight_version=self._step)
 
@@ -197,8 +197,8 @@ class GradientNotLookedAt(LoopbackEngine):
 class SkipsInSilence(LoopbackEngine):
     """A skipped step is not reported as skipped."""
 
-    def _step_with(self, norm: float) -> StepOutput:
-        return replace(super()._step_with(norm), skipped=None)
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
+        return replace(super()._apply_clipped_step(norm), skipped=None)
 
 
 @mutant("steps.nonfinite", group="dp", world=2)
@@ -218,8 +218,8 @@ class SkipsAlone(LoopbackEngine):
 class SkippedStepCounts(LoopbackEngine):
     """A skipped step advances ``weight_version``."""
 
-    def _step_with(self, norm: float) -> StepOutput:
-        result = super()._step_with(norm)
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
+        result = super()._apply_clipped_step(norm)
         self._step += result.skipped is not None
         return replace(result, weight_version=self._step)
 
@@ -241,9 +241,9 @@ class ScheduleCountsCalls(LoopbackEngine):
 
     calls = -1
 
-    def _step_with(self, norm: float) -> StepOutput:
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
         self.calls += 1
-        return super()._step_with(norm)
+        return super()._apply_clipped_step(norm)
 
     def _apply_optimizer(self, lr: float) -> None:
         assert self.config.optimizer is not None

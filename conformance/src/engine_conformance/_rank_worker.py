@@ -22,7 +22,7 @@ from engine_api.errors import EngineError
 from engine_conformance.rank_failure import REFUSED
 from engine_conformance.seeds import use_seed
 
-__all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
+__all__ = ["BACKENDS", "Job", "RankReply", "WorkerSpec", "main"]
 
 # On an accelerator gloo is available as well, for tensors that an engine keeps on the host.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class RankReply:
     """The outcome of a job, sent by the worker, or made by the parent if the worker ``died``."""
 
     kind: Literal["returned", "raised", "died"]
@@ -102,13 +102,13 @@ def _next_job(pipe: Connection) -> Job | None:
 
 
 def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
-    """Call the function and return a pickled `Reply`.
+    """Call the function and return a pickled `RankReply`.
 
     Plain pickle, so that tensors travel by value and not as shared memory of a rank
     that may die.
     """
     try:
-        return pickle.dumps(Reply(kind="returned", value=function(**kwargs)))
+        return pickle.dumps(RankReply(kind="returned", value=function(**kwargs)))
     # This is the rank's boundary: the parent receives every error, a call of sys.exit included.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         name = f"{type(error).__module__}.{type(error).__qualname__}"
@@ -119,7 +119,7 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
         if notes:
             # The engine's typed error says what it refuses; the traceback would add nothing.
             text = f"{notes[0]}\n{error if isinstance(error, EngineError) else text}"
-        return pickle.dumps(Reply(kind="raised", text=text, exception=name))
+        return pickle.dumps(RankReply(kind="raised", text=text, exception=name))
 
 
 def _join(spec: WorkerSpec) -> None:

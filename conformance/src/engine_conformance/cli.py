@@ -31,7 +31,7 @@ from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
 from engine_conformance.messages import describe, line
 from engine_conformance.preflight import preflight
-from engine_conformance.results import Row, Run
+from engine_conformance.results import Row, SuiteRun
 from engine_conformance.verdict import EXIT, exit_code, judgements
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     if listed:
         print(f"{len(deviations)} deviation(s) from {listed}")
     preflight(options.name, options.device)
-    earlier = _earlier(options.report, selection, given) if options.go_on else None
+    earlier = _read_continued_report(options.report, selection, given) if options.go_on else None
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
@@ -286,7 +286,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     return _conclude(run, options.report, certify=options.certify)
 
 
-def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
+def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
     """Judge a run, write its reports, print its summary, and return the exit code."""
     from engine_conformance.report import summary, write_reports
 
@@ -297,7 +297,7 @@ def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
     return exit_code(run.rows, verdicts, certify=certify)
 
 
-def _earlier(
+def _read_continued_report(
     folder: Path | None, selection: Selection, given: Sequence[str]
 ) -> dict[str, Any] | None:
     """Return the report that this run continues, or None if the folder has none yet.
@@ -313,7 +313,7 @@ def _earlier(
     if not (folder / "report.json").exists():
         print(f"--continue: no report.json in {folder} yet: this run begins it")
         return None
-    document = _whole(folder)
+    document = _read_verified_report(folder)
     if problems := differences(read_document(document)[0], describe_run(selection, command=given)):
         reasons = "".join(f"\n  {problem}" for problem in problems)
         raise UsageError(
@@ -322,7 +322,7 @@ def _earlier(
     return document
 
 
-def _whole(path: Path) -> dict[str, Any]:
+def _read_verified_report(path: Path) -> dict[str, Any]:
     """Return the document of a verified report, given as a file or as its folder.
 
     Raises:
@@ -333,7 +333,9 @@ def _whole(path: Path) -> dict[str, Any]:
 
     file = path / "report.json" if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(f"{file} is no file; name a report.json, or the folder of one")
+        raise UsageError(
+            f"expected a report.json, or the folder of one, got {file}, which is not a file"
+        )
     if problems := verify(file, suite=suite()):
         raise UsageError("\n".join(["a report that does not verify is not joined:", *problems]))
     return json.loads(file.read_text())
@@ -342,7 +344,7 @@ def _whole(path: Path) -> dict[str, Any]:
 def _merge(options: argparse.Namespace, given: Sequence[str]) -> int:
     from engine_conformance.report import merge
 
-    documents = {str(path): _whole(path) for path in options.reports}
+    documents = {str(path): _read_verified_report(path) for path in options.reports}
     _check_writable(options.report)
     return _conclude(
         merge(documents, command=given, certify=options.certify),
@@ -380,7 +382,7 @@ def _selection(options: argparse.Namespace) -> Selection:
             "prints it"
         )
     if not 0 < options.patience < math.inf:
-        raise UsageError(f"--patience {options.patience} is no factor above 0")
+        raise UsageError(f"--patience: expected a finite factor above 0, got {options.patience}")
     if options.seed < 0:
         raise UsageError(f"--seed {options.seed}: expected a whole number of 0 or more")
     return selection
@@ -396,7 +398,9 @@ def _words(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 def _worlds(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"--world {text} is no list of positive numbers, as 1,2,4")
+        raise UsageError(
+            f"--world: expected positive integers separated by commas, such as 1,2,4, got {text!r}"
+        )
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
@@ -474,10 +478,10 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
     from engine_conformance.report import verify
 
     if not options.report.is_file():
-        raise UsageError(f"{options.report} is no file; name a report.json")
+        raise UsageError(f"expected a report.json, got {options.report}, which is not a file")
     problems = verify(options.report, suite=suite())
     if options.parts and not problems:
-        problems = _remade(options.report, options.parts)
+        problems = _find_differences_from_parts(options.report, options.parts)
     if problems:
         print("\n".join(problems))
         return EXIT["not conformant"]
@@ -505,13 +509,13 @@ def _other_builds(report: Path) -> list[str]:
     ]
 
 
-def _remade(report: Path, parts: Sequence[Path]) -> list[str]:
+def _find_differences_from_parts(report: Path, parts: Sequence[Path]) -> list[str]:
     """Return the fields in which a joined report differs from its parts, joined again."""
     from engine_conformance.report import merge, to_document
 
     stated = json.loads(report.read_text())
     run = merge(
-        {str(path): _whole(path) for path in parts},
+        {str(path): _read_verified_report(path) for path in parts},
         command=stated["command"],
         certify=stated["certify"],
     )
@@ -529,7 +533,7 @@ def _badge(options: argparse.Namespace, _: Sequence[str]) -> int:
     from engine_conformance.report import badge, verify
 
     if not options.report.is_file():
-        raise UsageError(f"{options.report} is no file; name a report.json")
+        raise UsageError(f"expected a report.json, got {options.report}, which is not a file")
     if problems := verify(options.report, suite=suite()):
         raise UsageError("\n".join(["no badge for a report that does not verify:", *problems]))
     text = json.dumps(badge(json.loads(options.report.read_text())), indent=2) + "\n"

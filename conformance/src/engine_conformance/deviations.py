@@ -98,7 +98,7 @@ def read_deviations(
 
 def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Deviation:
     if not isinstance(entry, dict):
-        raise DeviationError(f"{where} is no table")
+        raise DeviationError(f"{where}: expected a table, got {entry!r}")
     missing = [name for name in _NEEDED if not entry.get(name)]
     if missing:
         raise DeviationError(f"{where} ({entry.get('case', '?')}) lacks {', '.join(missing)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["REFUSED", "FailureKind", "RankError", "RankFailure"]
+__all__ = ["REFUSED", "FailedRank", "FailureKind", "RankError"]
 
 # Begins the note of an error that an engine raised over the model of a case.
 REFUSED = "the engine cannot build a model of the family"
@@ -15,7 +15,7 @@ FailureKind = Literal["raised", "died", "stalled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankFailure:
+class FailedRank:
     """The failure of one rank.
 
     ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full
@@ -43,10 +43,9 @@ class RankError(AssertionError):
     """
 
     def __init__(
-        self, function: str, world: int, failures: Sequence[RankFailure], seconds: float
+        self, function: str, world: int, failures: Sequence[FailedRank], seconds: float
     ) -> None:
         self.function = function
-        self.world = world
         self.world = world
         self.failures = tuple(failures)
         ranks = [failure.rank for failure in failures]
@@ -77,6 +76,6 @@ class RankError(AssertionError):
         )
 
 
-def _described(failure: RankFailure) -> str:
+def _described(failure: FailedRank) -> str:
     text = f"--- rank {failure.rank} {failure.kind}\n{failure.text.rstrip()}"
     return f"{text}\n--- rank {failure.rank} printed\n{failure.output}" if failure.output else text

@@ -24,13 +24,13 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
-from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec
-from engine_conformance.rank_failure import RankError, RankFailure
+from engine_conformance._rank_worker import BACKENDS, Job, RankReply, WorkerSpec
+from engine_conformance.rank_failure import FailedRank, RankError
 from engine_conformance.seeds import current_seed
 
 __all__ = [
+    "FailedRank",
     "RankError",
-    "RankFailure",
     "RankPool",
     "RankProcess",
     "close_pools",
@@ -270,7 +270,7 @@ class RankPool:
         On a failure all ranks' stacks are reported and this pool ends.
         """
         began = time.monotonic()
-        replies: dict[int, Reply] = {}
+        replies: dict[int, RankReply] = {}
         complete = False
         try:
             self._receive(replies, began + deadline)
@@ -284,7 +284,7 @@ class RankPool:
             raise RankError(function, self.world, failures, time.monotonic() - began)
         return [replies[rank].value for rank in range(self.world)]
 
-    def _receive(self, replies: dict[int, Reply], end: float) -> None:
+    def _receive(self, replies: dict[int, RankReply], end: float) -> None:
         """Fill ``replies`` until all ranks replied, ``end``, or the grace after a first failure."""
         while len(replies) < self.world:
             waiting = {self._pipes[rank]: rank for rank in range(self.world) if rank not in replies}
@@ -299,27 +299,29 @@ class RankPool:
                 if reply.kind != "returned":
                     end = min(end, time.monotonic() + _GRACE_SECONDS)
 
-    def _read(self, rank: int) -> Reply:
+    def _read(self, rank: int) -> RankReply:
         try:
             reply = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             _wait(process, _GRACE_SECONDS)
-            return Reply(kind="died", text=f"exit code {process.returncode}\n{self._stack(rank)}")
-        assert isinstance(reply, Reply)
+            return RankReply(
+                kind="died", text=f"exit code {process.returncode}\n{self._stack(rank)}"
+            )
+        assert isinstance(reply, RankReply)
         return reply
 
-    def _failures(self, replies: Mapping[int, Reply]) -> list[RankFailure]:
+    def _failures(self, replies: Mapping[int, RankReply]) -> list[FailedRank]:
         stalled = [rank for rank in range(self.world) if rank not in replies]
         self._request_stacks(stalled)
         failures = [
-            RankFailure(
+            FailedRank(
                 rank=rank, kind="stalled", text=self._stack(rank), output=self._printed(rank)
             )
             for rank in stalled
         ]
         failures += [
-            RankFailure(
+            FailedRank(
                 rank=rank,
                 kind=reply.kind,
                 text=reply.text,

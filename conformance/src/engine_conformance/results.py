@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["BAD", "STATUSES", "Outcome", "Part", "Row", "Run", "Setting", "Status"]
+__all__ = ["BAD", "STATUSES", "Outcome", "Part", "Row", "Setting", "Status", "SuiteRun"]
 
 Status = Literal[
     "passed",
@@ -102,8 +102,8 @@ class Part:
 
     Attributes:
         digest: the digest of its own ``report.json``.
-        started, seconds, command, selection, environment: as in its `Run`; the selection without
-            ``complete``.
+        started, seconds, command, selection, environment: as in its `SuiteRun`, except that the
+            selection has no ``complete``.
     """
 
     digest: str
@@ -115,7 +115,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class SuiteRun:
     """The contents of a report.
 
     Attributes:

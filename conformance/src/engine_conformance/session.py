@@ -25,7 +25,7 @@ from engine_conformance.errors import CannotRun
 from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, make_plan, resolve
 from engine_conformance.ranks import RankError, close_pools
-from engine_conformance.results import Outcome, Row, Run, Setting
+from engine_conformance.results import Outcome, Row, Setting, SuiteRun
 from engine_conformance.variants import GROUP, changed
 
 __all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
@@ -47,7 +47,7 @@ def run_selection(
     limit: float = float("inf"),
     done: Collection[tuple[str, Setting]] = (),
     listen: Listener | None = None,
-) -> Run:
+) -> SuiteRun:
     """Run everything that was selected.
 
     Pools of ranks are closed at the end.
@@ -93,7 +93,7 @@ def run_selection(
 
 def describe_run(
     selection: Selection, *, command: Sequence[str], certify: bool = False, commit: str = ""
-) -> Run:
+) -> SuiteRun:
     """Return a run of this selection that begins now and has no rows yet.
 
     Raises:
@@ -104,7 +104,7 @@ def describe_run(
     if selection.partner is not None:
         tested += _partner(selection, selection.partner)
     modules = [row.target.partition(":")[0] for found in tested for row in found.plugin.rows]
-    return Run(
+    return SuiteRun(
         name=selection.name,
         distribution=chosen.source,
         contract=chosen.plugin.contract,

@@ -17,7 +17,7 @@ from engine_api import heartbeat
 from engine_api.codec import CodecError
 from engine_api.comm import SingleComm, together
 from engine_api.connections import Process, hang_up
-from engine_api.heartbeat import agreed, watched, watched_each
+from engine_api.heartbeat import mark_as_agreed, watched, watched_each
 from engine_api.stores import serve_store
 
 PEERS = Path(__file__).with_name("rank_peers.py")
@@ -163,7 +163,7 @@ def test_a_mistake_of_the_rank_itself_is_no_failure_of_a_collective(error, is_on
 def test_an_error_of_which_all_ranks_heard_is_marked():
     error = CodecError("no")
     assert not heartbeat._is_agreed(error)
-    assert heartbeat._is_agreed(agreed(error))
+    assert heartbeat._is_agreed(mark_as_agreed(error))
 
 
 def test_a_process_that_ended_is_gone_and_another_one_of_its_number_is_not_it():

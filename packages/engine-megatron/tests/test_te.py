@@ -23,7 +23,7 @@ from engine_api.errors import ConfigError
 from engine_megatron import te
 from engine_megatron.context import ContextShard, attend, token_order
 from engine_megatron.layers import PackedAttention, build_packing, steady_longest
-from engine_megatron.model import pack
+from engine_megatron.model import pack_inputs
 from engine_megatron.options import MegatronOptions
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES
@@ -260,7 +260,7 @@ def test_outputs_come_back_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch)
         [{"input_ids": list(range(i, i + n))} for i, n in ((10, 7), (20, 1), (30, 12), (50, 5))]
     )
     packed = [
-        pack(
+        pack_inputs(
             batch,
             multiple=8 * ranks,
             layout=Layout(world=ranks, rank=rank, tensor=1, data=1, stages=1, context=ranks),

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine_api.errors import EngineError, RankFailure
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import VALUE, must
-from engine_conformance.cases._ranks import Answer, InferCall, Trained
+from engine_conformance.cases._ranks import InferCall, RankOutputs, Trained
 from engine_conformance.cases._target import EPS, Target
 from engine_conformance.compare import (
     ConformanceFailure,
@@ -141,22 +141,20 @@ def asking(target: Target, documents: PackedDocuments, **arguments: Any) -> Infe
     return InferCall(documents=documents, **({"entropy": target.model_type != VALUE} | arguments))
 
 
-def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
+def merged(call: InferCall, outputs: Sequence[RankOutputs]) -> dict[str, Tensor]:
     """Merge the ranks' shares into the whole batch's outputs.
 
     Ranks of one data-parallel rank must agree bit for bit.
     """
     lengths = call.documents.lengths
     whole: dict[str, list[Tensor | None]] = {
-        name: [None] * len(lengths) for name in answers[0].fields
+        name: [None] * len(lengths) for name in outputs[0].fields
     }
-    for rank, own in enumerate(answers):
+    for rank, own in enumerate(outputs):
         mine = list(range(own.dp_rank, len(lengths), own.dp_size))
         given = sorted(own.fields)
         first = sorted(whole)
-        must(
-            given == first, "outputs", f"{given}, rank 0 answers with {first}", where=f"rank {rank}"
-        )
+        must(given == first, "outputs", f"{given}, rank 0 returns {first}", where=f"rank {rank}")
         for name, value in own.fields.items():
             size = sum(lengths[d] for d in mine)
             must(
@@ -177,7 +175,7 @@ def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
                 )
                 whole[name][document] = part
     absent = [d for parts in whole.values() for d, part in enumerate(parts) if part is None]
-    must(not absent, "outputs", f"no rank answers for documents {absent}")
+    must(not absent, "outputs", f"no rank returns outputs for documents {absent}")
     return {name: torch.cat([p for p in parts if p is not None]) for name, parts in whole.items()}
 
 
@@ -227,21 +225,21 @@ def _is_unshifted(oracle: OracleModel, call: InferCall, got: Tensor, tol: Tolera
 
 
 def outputs_match(
-    target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]
+    target: Target, oracle: OracleModel, call: InferCall, outputs: Sequence[RankOutputs]
 ) -> float:
     """Compare every output of every token with the oracle's.
 
     Tokens whose experts rounding may change are left out.
     """
     batch = call.documents
-    got = merged(call, answers)
+    got = merged(call, outputs)
     want = oracle_outputs(oracle, call)
     must(
         set(want) <= set(got),
         "outputs",
-        f"the engine answers with {sorted(got)}, {sorted(want)} were asked for",
+        f"the engine returns {sorted(got)}, {sorted(want)} were asked for",
     )
-    must("values" in want or "values" not in got, "outputs", "a language model answers with values")
+    must("values" in want or "values" not in got, "outputs", "a language model returns values")
     gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
     keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
     margins = []
@@ -269,13 +267,13 @@ def looks_like(
     stepped: OracleModel,
     start: OracleModel,
     call: InferCall,
-    answers: Sequence[Answer],
+    outputs: Sequence[RankOutputs],
 ) -> float:
     """Compare outputs within a hundredth of the steps' change, or within their tolerance.
 
     It is a tenth in 16 bits.
     """
-    got = merged(call, answers)
+    got = merged(call, outputs)
     want = oracle_outputs(stepped, call)
     before = oracle_outputs(start, call)
     share = 0.01 if target.dtype == "float32" else 0.1

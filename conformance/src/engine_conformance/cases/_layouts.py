@@ -21,11 +21,11 @@ from engine_conformance.cases._expect import (
     training_matches,
 )
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
+    RankOutputs,
     Trained,
-    answer,
     caught,
+    infer_on_rank,
     opened,
     step,
     summary,
@@ -51,27 +51,27 @@ _MEMORY = Memory(max_tokens=32, logit_chunk=7)  # several micro-batches, chunks 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class LayoutRun:
     """One rank's outputs, its steps, and its shards after them.
 
     There are no shards where they are not declared.
     """
 
-    answers: list[Answer]
+    inferred: list[RankOutputs]
     trained: Trained = field(repr=False)
     shards: Shards = field(repr=False)
 
 
-def run(setup: Setup, calls: Sequence[InferCall], batches: Sequence[PackedDocuments]) -> Run:
+def run(setup: Setup, calls: Sequence[InferCall], batches: Sequence[PackedDocuments]) -> LayoutRun:
     """Run inference, training and the export of shards in one engine."""
     with opened(setup) as engine:
-        answers = [answer(engine, call, setup.device) for call in calls]
+        inferred = [infer_on_rank(engine, call, setup.device) for call in calls]
         outputs = [step(engine, setup, batch) for batch in batches]
         shards: Shards = []
         if Capability.EXPORT_SHARDS in engine.capabilities:
             for name, shard, spec in engine.get_per_tensor_param_shard():
                 shards.append((name, shard.detach().to("cpu", copy=True), spec))
-        return Run(answers=answers, trained=summary(engine, outputs), shards=shards)
+        return LayoutRun(inferred=inferred, trained=summary(engine, outputs), shards=shards)
 
 
 def layout_holds(
@@ -83,7 +83,7 @@ def layout_holds(
 ) -> float:
     """Compare inference on all sets of lengths and steps of clipped AdamW with the oracle.
 
-    The shards are checked last. Ranks that share documents must answer bit for bit the
+    The shards are checked last. Ranks that share documents must return bit for bit the
     same (`merged`), and all must export the same bits.
     """
     oracle = oracle_of(str(model))
@@ -93,9 +93,9 @@ def layout_holds(
     ]
     batches = tuple(trained_on(target, oracle, 71 + i, one) for i, one in enumerate(lengths))
     config = target.config(model, parallelism=layout, memory=_MEMORY, optimizer=OPTIMIZER)
-    rows: list[Run] = target.run(run, config, calls=calls, batches=batches)
+    rows: list[LayoutRun] = target.run(run, config, calls=calls, batches=batches)
     margins = [
-        outputs_match(target, oracle, call, [row.answers[i] for row in rows])
+        outputs_match(target, oracle, call, [row.inferred[i] for row in rows])
         for i, call in enumerate(calls)
     ]
     want = oracle_training(str(model), batches, optimizer=ADAMW)

@@ -167,7 +167,7 @@ class Spoilt:
         """The outputs that the engine must compute."""
         return ("values",) if self.model_type == "value_model" else ("log_probs",)
 
-    def on_last(self, topology: Topology) -> Spoilt:
+    def limit_to_last_rank(self, topology: Topology) -> Spoilt:
         """Return the same loss, spoilt on the last data-parallel rank alone.
 
         It is spoilt on every rank that works on that data-parallel rank's documents.

@@ -22,11 +22,11 @@ from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import VALUE
 from engine_conformance.cases._expect import documents, oracle_of
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
-    answer,
+    RankOutputs,
     checked,
     digest,
+    infer_on_rank,
     local_batch,
     opened,
     save,
@@ -46,9 +46,9 @@ from engine_conformance.oracle import (
 from engine_conformance.oracle.train import Loss
 
 __all__ = [
-    "Expected",
+    "ExpectedResult",
     "Operation",
-    "Seen",
+    "OperationResult",
     "call_of",
     "expectations",
     "operate",
@@ -188,12 +188,12 @@ def sequence(seed: int, model_type: str) -> tuple[Operation, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class OperationResult:
     """What one rank sees of one operation; ``weights`` of an applied step come from rank 0."""
 
     output: ForwardBackwardOutput | StepOutput | TrainOutput | None
     error: EngineError | KeyError | None
-    answer: Answer | None
+    inferred: RankOutputs | None
     version: int
     digest: str
     weights: dict[str, Tensor] | None = field(repr=False)
@@ -215,20 +215,20 @@ class _Counted:
         return replace(self.loss(outputs, batch), metrics={"weight": batch.loss_weight.sum()})
 
 
-def operate(setup: Setup, operations: Sequence[Operation], folder: Path) -> list[Seen]:
+def operate(setup: Setup, operations: Sequence[Operation], folder: Path) -> list[OperationResult]:
     """Run the operations on two engines of this process, and return what is seen of each."""
     with ExitStack() as stack:
         engines = [stack.enter_context(opened(setup)) for _ in range(2)]
         return [_see(engines[one.engine], setup, one, folder) for one in operations]
 
 
-def _see(engine: Engine, setup: Setup, one: Operation, folder: Path) -> Seen:
+def _see(engine: Engine, setup: Setup, one: Operation, folder: Path) -> OperationResult:
     before = engine.weight_version
     output: Any = None
     error: EngineError | KeyError | None = None
-    given: Answer | None = None
+    inferred: RankOutputs | None = None
     if one.kind == "infer":
-        given = answer(engine, call_of(one, setup.model_type), setup.device)
+        inferred = infer_on_rank(engine, call_of(one, setup.model_type), setup.device)
     else:
         try:
             output = _CALLS[one.kind](engine, setup, one, folder)
@@ -236,10 +236,10 @@ def _see(engine: Engine, setup: Setup, one: Operation, folder: Path) -> Seen:
             error = raised.with_traceback(None)
     weights = whole_weights(engine)
     moved = one.kind in ("train_batch", "optimizer_step") and engine.weight_version > before
-    return Seen(
+    return OperationResult(
         output=output,
         error=error,
-        answer=given,
+        inferred=inferred,
         version=engine.weight_version,
         digest=digest(weights),
         weights=weights if moved and engine.topology.rank == 0 else None,
@@ -284,7 +284,7 @@ def _masked(engine: Engine, setup: Setup, one: Operation, folder: Path) -> Forwa
 def _spoilt(engine: Engine, setup: Setup, one: Operation, folder: Path) -> ForwardBackwardOutput:
     del folder
     loss = losses.Spoilt(model_type=setup.model_type, constant=float("nan"))
-    return _forward_backward(engine, setup, one, loss.on_last(engine.topology))
+    return _forward_backward(engine, setup, one, loss.limit_to_last_rank(engine.topology))
 
 
 def _raises(engine: Engine, setup: Setup, one: Operation, folder: Path) -> None:
@@ -356,7 +356,7 @@ _CALLS: dict[str, Callable[[Engine, Setup, Operation, Path], Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
+class ExpectedResult:
     """What the oracle says of one operation.
 
     Attributes:
@@ -441,17 +441,17 @@ def _oracle_loss(oracle: OracleModel, one: Operation) -> Loss:
 
 
 @cache
-def expectations(folder: str, operations: tuple[Operation, ...]) -> tuple[Expected, ...]:
+def expectations(folder: str, operations: tuple[Operation, ...]) -> tuple[ExpectedResult, ...]:
     """Return what the oracle says of each operation on the model in ``folder``."""
     engines = [_State(oracle_of(folder)) for _ in range(2)]
     saved: dict[str, TrainResult | None] = {}
-    found = list[Expected]()
+    found = list[ExpectedResult]()
     for one in operations:
         found.append(_expect(engines[one.engine], one, saved))
     return tuple(found)
 
 
-def _expect(state: _State, one: Operation, saved: dict[str, TrainResult | None]) -> Expected:
+def _expect(state: _State, one: Operation, saved: dict[str, TrainResult | None]) -> ExpectedResult:
     about: dict[str, Any] = {}
     if one.kind == "forward_backward":
         state.add(one)
@@ -481,7 +481,7 @@ def _expect(state: _State, one: Operation, saved: dict[str, TrainResult | None])
         about["error"] = "BatchError"
     elif one.kind == "bad_load":
         about["error"] = "CheckpointMissing"
-    return Expected(version=state.version, oracle=state.oracle, **about)
+    return ExpectedResult(version=state.version, oracle=state.oracle, **about)
 
 
 def _expect_step(state: _State) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.rank_failure import REFUSED
 
 __all__ = [
-    "Answer",
     "InferCall",
+    "RankOutputs",
     "Trained",
-    "answer",
     "build",
     "caught",
     "checked",
     "infer",
+    "infer_on_rank",
     "local_batch",
     "opened",
     "save",
@@ -135,7 +135,7 @@ class InferCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class RankOutputs:
     """One rank's outputs for its own documents, by field, on the CPU."""
 
     dp_rank: int
@@ -143,13 +143,13 @@ class Answer:
     fields: dict[str, Tensor]
 
 
-def answer(engine: Engine, call: InferCall, device: str) -> Answer:
+def infer_on_rank(engine: Engine, call: InferCall, device: str) -> RankOutputs:
     """Run one call on this rank's share."""
     batch = local_batch(engine, call.documents, device)
     outputs = engine.infer_batch(
         batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter
     )
-    return Answer(
+    return RankOutputs(
         dp_rank=engine.topology.dp_rank,
         dp_size=engine.topology.dp_size,
         fields=_fields(outputs, device),
@@ -254,10 +254,10 @@ def step(
     return checked(output, TrainOutput, "train_batch")
 
 
-def infer(setup: Setup, calls: Sequence[InferCall]) -> list[Answer]:
+def infer(setup: Setup, calls: Sequence[InferCall]) -> list[RankOutputs]:
     """Return the outputs of ``calls``, with one engine for all of them."""
     with opened(setup) as engine:
-        return [answer(engine, call, setup.device) for call in calls]
+        return [infer_on_rank(engine, call, setup.device) for call in calls]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,8 +31,8 @@ __all__ = [
     "SPLIT",
     "Phase",
     "Plan",
+    "infer_current",
     "is_value",
-    "now",
     "policy_holds",
     "value_holds",
 ]
@@ -48,7 +48,7 @@ _KINK = 1e-3
 _ATTEMPTS = 20
 
 
-def now(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:
+def infer_current(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:
     """Return this rank's current log-probs, or a value model's current values."""
     outputs = engine.infer_batch(share, temperature=temperature)
     given = outputs.log_probs if outputs.values is None else outputs.values
@@ -77,10 +77,10 @@ def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
     """
     with opened(setup) as engine:
         shares = [local_batch(engine, phase.batch, setup.device) for phase in phases]
-        references = [now(engine, share) for share in shares]
+        references = [infer_current(engine, share) for share in shares]
         outputs = list[TrainOutput]()
         for phase, share, reference in zip(phases, shares, references, strict=True):
-            old = now(engine, share)
+            old = infer_current(engine, share)
             names = (
                 {"old_values": old}
                 if is_value(setup)

@@ -34,7 +34,7 @@ __all__ = [
     "Generate",
     "Link",
     "Prompts",
-    "Reply",
+    "RolloutReply",
     "Spoil",
     "Sync",
     "arguments",
@@ -80,7 +80,7 @@ Action = Sync | Generate | Do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class RolloutReply:
     """Result of one action.
 
     ``crash`` is the traceback of an error that is not the contract's; ``version`` the
@@ -109,7 +109,9 @@ def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
     }
 
 
-def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) -> list[Reply]:
+def drive(
+    setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)
+) -> list[RolloutReply]:
     """Run ``actions`` one after another on one rollout, where an error ends its own action only."""
     rollout: Rollout = RolloutRegistry.create(
         name=setup.backend, device=setup.device, **arguments(setup, eos)
@@ -133,8 +135,10 @@ def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) 
         rollout.close()
 
 
-def _attempt(rollout: Rollout, action: Action, call: Callable[[], Any], device: str) -> Reply:
-    reply = Reply(action=action)
+def _attempt(
+    rollout: Rollout, action: Action, call: Callable[[], Any], device: str
+) -> RolloutReply:
+    reply = RolloutReply(action=action)
     try:
         reply = replace(reply, completions=call())
     except EngineError as error:
@@ -197,8 +201,8 @@ class Link:
     ``log_probs`` holds the engine's, of each completion's tokens.
     """
 
-    sync: Reply
-    generated: Reply
+    sync: RolloutReply
+    generated: RolloutReply
     engine_version: int
     log_probs: list[Tensor] = field(repr=False)
 

@@ -19,7 +19,15 @@ from engine_api.errors import ConfigError, EngineError, RolloutError
 from engine_api.rollout import Completion, SamplingParams
 from engine_conformance.cases._case import must
 from engine_conformance.cases._expect import oracle_of
-from engine_conformance.cases._rollouts import EOS, Action, Generate, Link, Prompts, Reply, drive
+from engine_conformance.cases._rollouts import (
+    EOS,
+    Action,
+    Generate,
+    Link,
+    Prompts,
+    RolloutReply,
+    drive,
+)
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import assert_close_per_token
 from engine_conformance.oracle import OracleModel
@@ -86,20 +94,26 @@ def prompts_of(*lengths: int, seed: int = 0, vocab: int = 256) -> Prompts:
 
 def replies(
     target: Target, model: Path, actions: Sequence[Action], *, eos: Sequence[int] = (EOS,)
-) -> list[Reply]:
+) -> list[RolloutReply]:
     """Return the replies of one rollout for ``model``."""
-    answered: list[Reply] = target.run(drive, target.config(model), actions=actions, eos=eos)[0]
+    answered: list[RolloutReply] = target.run(
+        drive, target.config(model), actions=actions, eos=eos
+    )[0]
     return answered
 
 
-def worked(reply: Reply, where: str) -> None:
+def worked(reply: RolloutReply, where: str) -> None:
     """Require that there was no error of any kind."""
     problem = reply.crash or (f"{type(reply.error).__name__}: {reply.error}" if reply.error else "")
     must(not problem, type(reply.action).__name__.lower(), problem, where=where)
 
 
 def refused(
-    reply: Reply, where: str, *, also: tuple[type[EngineError], ...] = (), prompt: int | None = None
+    reply: RolloutReply,
+    where: str,
+    *,
+    also: tuple[type[EngineError], ...] = (),
+    prompt: int | None = None,
 ) -> None:
     """Require ``RolloutError`` (or one of ``also``) with a remedy.
 
@@ -122,7 +136,7 @@ def refused(
 
 
 def well_formed(
-    reply: Reply, where: str, *, version: int, vocab: int = 256, eos: Sequence[int] = (EOS,)
+    reply: RolloutReply, where: str, *, version: int, vocab: int = 256, eos: Sequence[int] = (EOS,)
 ) -> list[Completion]:
     """Return the completions grouped by prompt, after checking their lengths and finish reasons."""
     worked(reply, where)
@@ -207,7 +221,7 @@ def _check_completion(
     )
 
 
-def served(target: Target, reply: Reply, folder: Path, where: str, *, version: int) -> float:
+def served(target: Target, reply: RolloutReply, folder: Path, where: str, *, version: int) -> float:
     """Require that every token came from the weights of ``folder``, and return the margin.
 
     Greedy tokens must be the oracle's, or lie behind its choice by no more than
@@ -332,7 +346,7 @@ def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: floa
     return counted
 
 
-def follows(model: Path, ask: Generate, reply: Reply) -> float:
+def follows(model: Path, ask: Generate, reply: RolloutReply) -> float:
     """Return the larger ratio of the prompts' chi-square to its critical value.
 
     Compared are the first tokens of each prompt.

@@ -108,16 +108,16 @@ class Target:
         config = EngineConfig(model=ModelSource(path=""), parallelism=self.layout)
         return frozenset(capability for capability, asks in REQUESTS.items() if asks(config))
 
-    def at(self, world: int) -> Target:
+    def with_world(self, world: int) -> Target:
         """Return the same engine on another number of ranks."""
         return replace(self, world=world)
 
-    def beside(self) -> Target:
+    def partner_target(self) -> Target:
         """Return the partner's engine, data parallel and with options of its own."""
         assert self.partner is not None, "the plan asks for one"
         return replace(self, backend=self.partner, layout=Parallelism(), options={})
 
-    def serving(self, model_type: str) -> Target:
+    def with_model_type(self, model_type: str) -> Target:
         """Return the same backend's engine for another model type."""
         return replace(self, model_type=model_type)
 

@@ -79,10 +79,12 @@ def _draws(device: str) -> list[float]:
     return draws if device == "cpu" else [*draws, float(torch.rand((), device=device))]
 
 
-Run = tuple[list[TrainOutput], list[float], str]
+CheckpointRun = tuple[list[TrainOutput], list[float], str]
 
 
-def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, folder: Path) -> Run:
+def save_and_go_on(
+    setup: Setup, batches: Sequence[PackedDocuments], at: int, folder: Path
+) -> CheckpointRun:
     """Run all steps with a save after ``at`` of them.
 
     Return outputs and draws since the save, and the weights' digest.
@@ -103,7 +105,7 @@ def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, fo
 
 def resume(
     setup: Setup, batches: Sequence[PackedDocuments], folder: Path
-) -> tuple[Run, CheckpointInfo, int]:
+) -> tuple[CheckpointRun, CheckpointInfo, int]:
     """Load into an engine that holds a gradient and go on from the middle.
 
     Return its run, the loaded values, and the version after the load.
@@ -375,7 +377,7 @@ def across_worlds(target: Target) -> float:
     batches = _batches()
     for index, (world, layout) in enumerate(stages):
         place = folder / f"step-{index}"
-        at = target.at(world)
+        at = target.with_world(world)
         config = replace(base, parallelism=layout)
         if source is not None:
             loaded = at.run(train, config, batches=[], load=source)

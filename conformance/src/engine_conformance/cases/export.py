@@ -21,10 +21,10 @@ from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, outputs_match
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
-    answer,
+    RankOutputs,
     digest,
+    infer_on_rank,
     opened,
     save,
     step,
@@ -190,7 +190,7 @@ def first_values_follow_seed(target: Target) -> None:
     If this fails: each rank draws weights of its own, which the first reduction hides; a
     run of another world size starts from another model.
     """
-    alone = target.at(1)
+    alone = target.with_world(1)
     shown = _made_from_seed(target)
     for name, (config, adapter) in shown.items():
         ranks = target.run(first_values, replace(config, seed=3), adapter=adapter)
@@ -407,14 +407,14 @@ def after_load(target: Target) -> None:
             )
 
 
-def save_folder(setup: Setup, folder: Path, call: InferCall) -> Answer:
+def save_folder(setup: Setup, folder: Path, call: InferCall) -> RankOutputs:
     """Take a step and write the Hugging Face folder in float32 and bfloat16.
 
     Return the engine's own outputs for ``call``.
     """
     with opened(setup) as engine:
         step(engine, setup, documents(41, "uneven"))
-        own = answer(engine, call, setup.device)
+        own = infer_on_rank(engine, call, setup.device)
         whole = whole_weights(engine)
         engine.save_hf(folder / "float32")
         engine.save_hf(folder / "bfloat16", dtype=torch.bfloat16)
@@ -441,7 +441,7 @@ def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
 def save_hf(target: Target) -> float:
     """A ``save_hf`` folder MUST load in transformers and the oracle, with equal results.
 
-    Weights and answers are equal to the engine's own.
+    Weights and outputs are equal to the engine's own.
 
     If this fails: config.json names another dtype, head, architecture or base of rotary
     angles; a tied head is stored under both names.
@@ -453,7 +453,7 @@ def save_hf(target: Target) -> float:
     for model in models or [target.model()]:
         place = folder / model.name
         place.mkdir()
-        answers = target.run(save_folder, target.config(model), folder=place, call=call)
+        outputs = target.run(save_folder, target.config(model), folder=place, call=call)
         whole = torch.load(place / "whole.pt", weights_only=True)
         assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
         assert_bitwise(
@@ -462,7 +462,7 @@ def save_hf(target: Target) -> float:
         ids = torch.tensor(call.documents.input_ids)
         oracle = _written(place / "float32")
         want = oracle.token_outputs(ids, [0, len(ids)]).log_probs
-        margins.append(outputs_match(target, oracle, call, answers))
+        margins.append(outputs_match(target, oracle, call, outputs))
         got = target.run(
             transformers_log_probs, target.config(model), folder=place / "float32", ids=ids
         )[0]
@@ -482,11 +482,11 @@ def save_hf_values(target: Target) -> float:
     model = target.model()
     call = InferCall(documents=documents(42, "single"))
     folder = target.scratch()
-    answers = target.run(save_folder, target.config(model), folder=folder, call=call)
+    outputs = target.run(save_folder, target.config(model), folder=folder, call=call)
     whole = torch.load(folder / "whole.pt", weights_only=True)
     assert_bitwise(read_safetensors(folder / "float32"), whole, name="save_hf")
     assert_bitwise(read_safetensors(folder / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
-    return outputs_match(target, _written(folder / "float32"), call, answers)
+    return outputs_match(target, _written(folder / "float32"), call, outputs)
 
 
 def _written(folder: Path) -> OracleModel:

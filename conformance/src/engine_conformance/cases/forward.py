@@ -16,11 +16,11 @@ from engine_api.results import TrainOutput
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import asking, documents, merged, oracle_of, outputs_match
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
-    answer,
+    RankOutputs,
     digest,
     infer,
+    infer_on_rank,
     opened,
     save,
     step,
@@ -67,7 +67,7 @@ def _is_float32(outputs: Mapping[str, Tensor]) -> None:
         )
 
 
-def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
+def _by_call(ranks: Sequence[Sequence[RankOutputs]]) -> list[list[RankOutputs]]:
     return [list(rows) for rows in zip(*ranks, strict=True)]
 
 
@@ -147,11 +147,9 @@ def values(target: Target) -> float:
     model = target.model()
     calls = [asking(target, documents(7, lengths)) for lengths in LENGTHS]
     ranks = target.run(infer, target.config(model), calls=calls)
-    for rank, answers in enumerate(ranks):
-        got = sorted(answers[0].fields)
-        must(
-            got == ["values"], "outputs", f"a value model answers with {got}", where=f"rank {rank}"
-        )
+    for rank, outputs in enumerate(ranks):
+        got = sorted(outputs[0].fields)
+        must(got == ["values"], "outputs", f"a value model returns {got}", where=f"rank {rank}")
     oracle = oracle_of(str(model))
     return max(
         outputs_match(target, oracle, call, rows)
@@ -292,7 +290,7 @@ def microbatch_split(target: Target) -> float:
         Memory(max_tokens=12),
         Memory(max_tokens=16, pad_to_multiple=8),
         Memory(logit_chunk=5),
-    )[: _few(target)]:
+    )[: _lengths_for_short_checks(target)]:
         ranks = target.run(infer, target.config(model, memory=memory), calls=[call])
         margins.append(
             outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
@@ -300,7 +298,7 @@ def microbatch_split(target: Target) -> float:
     return max(margins)
 
 
-def _few(target: Target) -> int | None:
+def _lengths_for_short_checks(target: Target) -> int | None:
     """Return the sets of lengths for a few checks.
 
     A value model shares all but the head with the language model: its chunks need no
@@ -311,7 +309,7 @@ def _few(target: Target) -> int | None:
 
 @case(id="forward.no_documents", world=(2, 4), model_types=TYPES, quick=True)
 def no_documents(target: Target) -> float:
-    """A rank without documents MUST take part in inference, and answer with nothing.
+    """A rank without documents MUST take part in inference, and return nothing.
 
     If this fails with a stall: the ranks with documents wait in a collective that the
     empty one never enters.
@@ -339,7 +337,7 @@ def repeat_and_save(
             save(engine, folder)
         before = torch.get_rng_state()
         versions = [engine.weight_version]
-        outputs = [answer(engine, call, setup.device).fields for _ in range(2)]
+        outputs = [infer_on_rank(engine, call, setup.device).fields for _ in range(2)]
         versions.append(engine.weight_version)
         same = torch.equal(before, torch.get_rng_state())
         for folder in folders[1:]:

@@ -1,4 +1,4 @@
-"""Tensor, pipeline, context and expert parallelism, which give one rank's answers.
+"""Tensor, pipeline, context and expert parallelism, which give one rank's outputs.
 
 They do so alone and together.
 """
@@ -159,7 +159,7 @@ def ep_dp(target: Target) -> float:
 def _round_trip(target: Target, model: dict[str, Any], *layouts: Parallelism) -> float:
     """Go from one rank through ``layouts`` to one rank again."""
     stages = [Stage(target=target, layout=layout) for layout in layouts]
-    alone = Stage(target=target.at(1))
+    alone = Stage(target=target.with_world(1))
     return journey(target.model(**model), [alone, *stages, alone])
 
 

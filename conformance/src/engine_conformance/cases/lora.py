@@ -18,12 +18,12 @@ from engine_api.errors import ConfigError
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
+    RankOutputs,
     Trained,
-    answer,
     build,
     caught,
+    infer_on_rank,
     local_batch,
     opened,
     save,
@@ -58,7 +58,7 @@ def _batches() -> list[PackedDocuments]:
 
 def adapter_run(
     setup: Setup, batches: Sequence[PackedDocuments]
-) -> tuple[list[Trained], list[dict[str, Tensor]], list[Answer]]:
+) -> tuple[list[Trained], list[dict[str, Tensor]], list[RankOutputs]]:
     """Train, and look at adapter, merged export and outputs at each step.
 
     The adapter is taken before the step, the merged export after it. Outputs are with
@@ -71,8 +71,8 @@ def adapter_run(
         ]
         merged = whole_weights(engine)
         calls = [InferCall(documents=batches[0], adapter=on, entropy=True) for on in (True, False)]
-        answers = [answer(engine, call, setup.device) for call in calls]
-        return trained, [start, merged], answers
+        outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
+        return trained, [start, merged], outputs
 
 
 def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
@@ -172,7 +172,7 @@ def _steps_match(
 
 def _answers_match(
     target: Target,
-    ranks: Sequence[list[Answer]],
+    ranks: Sequence[list[RankOutputs]],
     batch: PackedDocuments,
     oracles: Sequence[OracleModel],
 ) -> float:
@@ -184,7 +184,7 @@ def _answers_match(
     )
 
 
-Switched = tuple[dict[str, Tensor], list[Answer], list[Trained]]
+Switched = tuple[dict[str, Tensor], list[RankOutputs], list[Trained]]
 
 
 def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
@@ -196,16 +196,16 @@ def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
         start = whole_weights(engine, adapter="only")
         trained = [summary(engine, [step(engine, setup, batches[0])], adapter="only")]
         calls = [InferCall(documents=batches[0], adapter=on) for on in (True, False, True)]
-        answers = [answer(engine, call, setup.device) for call in calls]
+        outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
         trained.append(summary(engine, [step(engine, setup, batches[1])], adapter="only"))
-        return start, answers, trained
+        return start, outputs, trained
 
 
 @case(id="lora.switched", requires=LORA)
 def switched(target: Target) -> float:
     """Answers and the next step MUST be the same after the adapter was off and on again.
 
-    The answers are the trained adapter's, also where it trains with dropout.
+    The outputs are the trained adapter's, also where it trains with dropout.
 
     If this fails: the adapter stays off after a reference; its dropout is on in
     inference.
@@ -230,10 +230,10 @@ def _stays_on(
 
     In addition, outputs like the oracle's with the same adapter.
     """
-    for rank, (_, answers, _) in enumerate(rows):
+    for rank, (_, outputs, _) in enumerate(rows):
         assert_bitwise(
-            answers[2].fields,
-            answers[0].fields,
+            outputs[2].fields,
+            outputs[0].fields,
             name=f"outputs with the adapter on again, rank {rank}",
         )
     adapted = load_oracle(
@@ -344,14 +344,14 @@ def shards(target: Target) -> float:
 
 def save_merged(
     setup: Setup, batch: PackedDocuments, folder: Path
-) -> tuple[Answer, dict[str, Tensor]]:
+) -> tuple[RankOutputs, dict[str, Tensor]]:
     """Take a step, write the folder, and return the outputs, and on rank 0 the merged export."""
     with opened(setup) as engine:
         step(engine, setup, batch)
         engine.save_hf(folder / "hf")
         save(engine, folder / "c")
         merged = whole_weights(engine)
-        own = answer(engine, InferCall(documents=batch), setup.device)
+        own = infer_on_rank(engine, InferCall(documents=batch), setup.device)
         return own, merged if engine.topology.rank == 0 else {}
 
 

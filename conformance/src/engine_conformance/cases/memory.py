@@ -1,4 +1,4 @@
-"""Options that trade time for memory and must change no answer.
+"""Options that trade time for memory and must change no output.
 
 Recompute, offload, compile, chunks and half precision.
 """
@@ -33,7 +33,7 @@ from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
     Trained,
-    answer,
+    infer_on_rank,
     local_batch,
     opened,
     save,
@@ -67,7 +67,7 @@ def _trains(target: Target, config: EngineConfig, model: Path) -> float:
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
-def _with(target: Target, memory: Memory, **model: object) -> float:
+def _train_with_memory(target: Target, memory: Memory, **model: object) -> float:
     folder = target.model(**model)
     return _trains(target, target.config(folder, optimizer=OPTIMIZER, memory=memory), folder)
 
@@ -80,7 +80,7 @@ def chunks(target: Target) -> float:
     loss.
     """
     memory = Memory(logit_chunk=3, pad_to_multiple=16, reshard_after_forward=False, max_tokens=32)
-    return _with(target, memory, tied=False)
+    return _train_with_memory(target, memory, tied=False)
 
 
 @case(id="memory.recompute", requires=(Capability.RECOMPUTE,), model_types=TYPES, quick=True)
@@ -89,7 +89,7 @@ def recompute(target: Target) -> float:
 
     If this fails: the second forward runs with other positions, or without its packing.
     """
-    return _with(target, Memory(recompute="full", max_tokens=24))
+    return _train_with_memory(target, Memory(recompute="full", max_tokens=24))
 
 
 class _Saved:
@@ -216,7 +216,8 @@ def offload(target: Target) -> float:
     """
     kinds = (Memory(offload_params=True), Memory(offload_optimizer=True))
     return max(
-        _with(target, memory) for memory in kinds[: 1 if target.model_type == VALUE else None]
+        _train_with_memory(target, memory)
+        for memory in kinds[: 1 if target.model_type == VALUE else None]
     )
 
 
@@ -292,13 +293,13 @@ def move_about(
             engine.to("cpu", model=False, grad=False)
             engine.to(setup.device, model=False, grad=False)
             outputs.append(step(engine, setup, batch))
-        before = answer(engine, call, setup.device).fields
+        before = infer_on_rank(engine, call, setup.device).fields
         save(engine, folder / "home")
         engine.to("cpu")
         save(engine, folder / "away")
         engine.to(setup.device)
         assert_bitwise(
-            answer(engine, call, setup.device).fields, before, name="outputs after moving"
+            infer_on_rank(engine, call, setup.device).fields, before, name="outputs after moving"
         )
         return summary(engine, outputs)
 

@@ -24,7 +24,14 @@ from engine_conformance.cases._expect import (
     raised_everywhere,
     training_matches,
 )
-from engine_conformance.cases._ranks import Answer, InferCall, Trained, answer, step, summary
+from engine_conformance.cases._ranks import (
+    InferCall,
+    RankOutputs,
+    Trained,
+    infer_on_rank,
+    step,
+    summary,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
@@ -151,7 +158,7 @@ class Attempt:
     """What one rank made of a model: its refusal, or the results of calls and a step."""
 
     refused: EngineError | None = None
-    answers: list[Answer | Refusal] = field(default_factory=list[Answer | Refusal])
+    outputs: list[RankOutputs | Refusal] = field(default_factory=list[RankOutputs | Refusal])
     trained: Trained | None = field(default=None, repr=False)
 
 
@@ -166,13 +173,13 @@ def attempt(setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments) ->
             engine.close()
         return Attempt(refused=error)
     try:
-        answers: list[Answer | Refusal] = []
+        outputs: list[RankOutputs | Refusal] = []
         for call in calls:
             try:
-                answers.append(answer(engine, call, setup.device))
+                outputs.append(infer_on_rank(engine, call, setup.device))
             except (BatchError, RankFailure) as error:
-                answers.append(error)
-        return Attempt(answers=answers, trained=summary(engine, [step(engine, setup, batch)]))
+                outputs.append(error)
+        return Attempt(outputs=outputs, trained=summary(engine, [step(engine, setup, batch)]))
     finally:
         engine.close()
 
@@ -200,7 +207,7 @@ def _one(target: Target, name: str, asked: Asked) -> float:
     oracle = oracle_of(str(model))
     margins = list[float]()
     for i, call in enumerate(calls):
-        rows = [rank.answers[i] for rank in ranks]
+        rows = [rank.outputs[i] for rank in ranks]
         errors = [row for row in rows if not _is_answer(row)]
         if i > 0 and any(isinstance(error, BatchError) for error in errors):
             # A document beyond the model's context may be refused when it comes.
@@ -213,8 +220,8 @@ def _one(target: Target, name: str, asked: Asked) -> float:
     return max(margins)
 
 
-def _is_answer(row: Answer | Refusal) -> TypeGuard[Answer]:
-    return isinstance(row, Answer)
+def _is_answer(row: RankOutputs | Refusal) -> TypeGuard[RankOutputs]:
+    return isinstance(row, RankOutputs)
 
 
 def _config(target: Target, asked: Asked) -> EngineConfig:

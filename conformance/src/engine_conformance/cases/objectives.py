@@ -49,7 +49,7 @@ def policy(target: Target) -> float:
     model = target.model()
     oracle = oracle_of(str(model))
     plain = documents(21, "uneven")
-    batch = _near(str(model), plain)
+    batch = _perturb_old_log_probs(str(model), plain)
     config = target.config(model, memory=Memory(max_tokens=16))
     ranks = target.run(train, config, batches=[batch], loss=losses.policy, denominators=[17.0])
     want = oracle_training(str(model), (batch,), loss=losses.oracle_policy, denominators=(17.0,))
@@ -66,14 +66,14 @@ def policy(target: Target) -> float:
         f"{got.num_tokens} of {len(batch.input_ids)}",
     )
     margin = training_matches(target, ranks, want, oracle, off_policy=(0,))
-    idle = _idle(batch)
+    idle = _zero_some_advantages(batch)
     ranks = target.run(train, config, batches=[idle], loss=losses.policy)
     want = oracle_training(str(model), (idle,), loss=losses.oracle_policy)
     return max(margin, training_matches(target, ranks, want, oracle, off_policy=(0,)))
 
 
 @cached_by_seed
-def _idle(batch: PackedDocuments) -> PackedDocuments:
+def _zero_some_advantages(batch: PackedDocuments) -> PackedDocuments:
     """Return the batch with every third advantage 0."""
     advantages = batch.advantages.copy()
     advantages[::3] = 0
@@ -81,7 +81,7 @@ def _idle(batch: PackedDocuments) -> PackedDocuments:
 
 
 @cached_by_seed
-def _near(folder: str, batch: PackedDocuments) -> PackedDocuments:
+def _perturb_old_log_probs(folder: str, batch: PackedDocuments) -> PackedDocuments:
     """Return old log-probs about the current ones, so that some ratios are clipped.
 
     It is the same object each time.

@@ -12,9 +12,9 @@ from engine_api.results import ForwardBackwardOutput, StepOutput, TrainOutput
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import looks_like, oracle_of, raised_everywhere
 from engine_conformance.cases._orders import (
-    Expected,
+    ExpectedResult,
     Operation,
-    Seen,
+    OperationResult,
     call_of,
     expectations,
     operate,
@@ -96,7 +96,7 @@ def _located(
     )
 
 
-def _same_on_all_ranks(rows: Sequence[Seen]) -> None:
+def _same_on_all_ranks(rows: Sequence[OperationResult]) -> None:
     for rank, row in enumerate(rows):
         # As text, since NaN is not equal to itself.
         same = repr(row.output) == repr(rows[0].output)
@@ -105,7 +105,9 @@ def _same_on_all_ranks(rows: Sequence[Seen]) -> None:
         must(same, "export", "differs from rank 0's", where=f"rank {rank}")
 
 
-def _raised(target: Target, one: Operation, want: Expected, rows: Sequence[Seen]) -> None:
+def _raised(
+    target: Target, one: Operation, want: ExpectedResult, rows: Sequence[OperationResult]
+) -> None:
     if want.error == "KeyError":
         for rank, row in enumerate(rows):
             right = isinstance(row.error, KeyError)
@@ -122,7 +124,9 @@ def _raised(target: Target, one: Operation, want: Expected, rows: Sequence[Seen]
         must(row.error is None, one.kind, f"raised {row.error!r}", where=f"rank {rank}")
 
 
-def _moves(one: Operation, want: Expected, seen: Seen, digests: dict[object, str]) -> None:
+def _moves(
+    one: Operation, want: ExpectedResult, seen: OperationResult, digests: dict[object, str]
+) -> None:
     """Require the weights to move by steps and loads alone, and the version to count the steps."""
     must(
         seen.version == want.version,
@@ -142,15 +146,17 @@ def _moves(one: Operation, want: Expected, seen: Seen, digests: dict[object, str
         digests[one.name] = seen.digest
 
 
-def _matches(target: Target, one: Operation, want: Expected, rows: Sequence[Seen]) -> float:
+def _matches(
+    target: Target, one: Operation, want: ExpectedResult, rows: Sequence[OperationResult]
+) -> float:
     """Compare what the call returned, and the weights after a step, with the oracle."""
     seen = rows[0]
     margins = [0.0]
     if one.kind == "infer":
-        answers = [row.answer for row in rows if row.answer is not None]
+        outputs = [row.inferred for row in rows if row.inferred is not None]
         start = oracle_of(str(target.model()))
         call = call_of(one, target.model_type)
-        margins.append(looks_like(target, want.oracle, start, call, answers))
+        margins.append(looks_like(target, want.oracle, start, call, outputs))
     if isinstance(seen.output, ForwardBackwardOutput | TrainOutput):
         margins.append(_loss_matches(target, one, want, seen.output))
     if isinstance(seen.output, StepOutput | TrainOutput):
@@ -159,7 +165,10 @@ def _matches(target: Target, one: Operation, want: Expected, rows: Sequence[Seen
 
 
 def _loss_matches(
-    target: Target, one: Operation, want: Expected, output: ForwardBackwardOutput | TrainOutput
+    target: Target,
+    one: Operation,
+    want: ExpectedResult,
+    output: ForwardBackwardOutput | TrainOutput,
 ) -> float:
     if one.kind == "spoilt":
         must(not math.isfinite(output.loss), "loss", f"{output.loss} for a loss that is NaN")
@@ -184,7 +193,7 @@ def _loss_matches(
     return assert_scalar_close("loss", output.loss, want.loss, tol)
 
 
-def _step_matches(target: Target, want: Expected, seen: Seen) -> float:
+def _step_matches(target: Target, want: ExpectedResult, seen: OperationResult) -> float:
     output = seen.output
     assert isinstance(output, StepOutput | TrainOutput)
     if want.skipped:

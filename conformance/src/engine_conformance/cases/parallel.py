@@ -1,4 +1,4 @@
-"""Several ranks, which give the answers of one in every arrangement.
+"""Several ranks, which give the outputs of one in every arrangement.
 
 An arrangement that does not fit is refused.
 """
@@ -54,7 +54,7 @@ def dp(target: Target) -> float:
     model = target.model()
     batches = tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single")))
     config = target.config(model, optimizer=OPTIMIZER, parallelism=Parallelism())
-    alone = target.at(1)
+    alone = target.with_world(1)
     several = target.run(train, config, batches=batches)
     one = alone.run(train, config, batches=batches)
     want = oracle_training(str(model), batches, optimizer=ADAMW)

@@ -146,7 +146,7 @@ def foreign(target: Target) -> float:
 def _partner(target: Target, *needs: Capability) -> Target:
     """Return the second engine, data parallel over the target's ranks."""
     must(target.partner != target.backend, "partner", f"{target.partner!r} is the engine itself")
-    other = target.beside()
+    other = target.partner_target()
     try:
         declared = other.capabilities
     except PluginError as error:
@@ -179,7 +179,7 @@ def partner(target: Target) -> float:
 
 def _there_and_back(target: Target, layout: Parallelism, *needs: Capability, **model: Any) -> float:
     """Train two steps each on two ranks of the partner, in ``layout``, and on the partner again."""
-    two = Stage(target=_partner(target.at(2), *needs))
+    two = Stage(target=_partner(target.with_world(2), *needs))
     return journey(target.model(**model), [two, Stage(target=target, layout=layout), two], steps=2)
 
 

@@ -37,7 +37,7 @@ _VOCABULARY = 64  # of the smallest fixture that is asked here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class RefusalReply:
     """Result of a request: an error, or nothing (``error`` is empty then)."""
 
     error: str = ""
@@ -46,22 +46,22 @@ class Reply:
     text: str = ""
 
 
-def reply_to(request: Callable[[], Any]) -> Reply:
+def reply_to(request: Callable[[], Any]) -> RefusalReply:
     """Return the engine's reply to ``request``, any exception included."""
     try:
         request()
     except UnsupportedCapability as error:
-        return Reply(
+        return RefusalReply(
             error="UnsupportedCapability",
             capability=error.capability,
             remedy=error.remedy,
             text=str(error),
         )
     except EngineError as error:
-        return Reply(error=type(error).__name__, text=str(error))
+        return RefusalReply(error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001 - the boundary to the engine: a wrong type of error is what is looked for
-        return Reply(error=type(error).__name__, text=str(error))
-    return Reply()
+        return RefusalReply(error=type(error).__name__, text=str(error))
+    return RefusalReply()
 
 
 def _adapter_off(engine: Engine, batch: Batch, folder: Path) -> None:
@@ -147,11 +147,11 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
 class Asked:
     """A rank's replies by way of asking, and a step of the same engine afterwards."""
 
-    replies: dict[str, Reply]
+    replies: dict[str, RefusalReply]
     after: Trained = field(repr=False)
 
 
-def configured(setup: Setup, configs: Mapping[str, EngineConfig]) -> dict[str, Reply]:
+def configured(setup: Setup, configs: Mapping[str, EngineConfig]) -> dict[str, RefusalReply]:
     """Return the replies to building an engine of each configuration."""
     setups = {how: replace(setup, config=config) for how, config in configs.items()}
     return {how: reply_to(lambda one=one: _build(one)) for how, one in setups.items()}
@@ -173,7 +173,7 @@ def called(setup: Setup, calls: Sequence[str], batch: PackedDocuments, folder: P
         return Asked(replies=replies, after=summary(engine, [step(engine, setup, batch)]))
 
 
-def _judge(capability: Capability, replies: Mapping[str, Reply], *, rank: int = 0) -> None:
+def _judge(capability: Capability, replies: Mapping[str, RefusalReply], *, rank: int = 0) -> None:
     for how, reply in replies.items():
         if not reply.error:
             raise AcceptedUndeclared(capability, how)
@@ -250,7 +250,7 @@ def probe_dp(target: Target) -> float:
     there = devices_of(target.device)
     if there is not None and there < 2:
         raise SkipCase(f"needs 2 {target.device} devices, there are {there}")
-    two = target.at(2)
+    two = target.with_world(2)
     config = target.config(target.model())
     for rank, replies in enumerate(
         two.run(configured, config, configs={"a world of two ranks": config})
@@ -261,7 +261,7 @@ def probe_dp(target: Target) -> float:
 
 def probe_value_head(target: Target) -> float | None:
     """Require that there is no row for value models, or that it refuses."""
-    other = target.serving(VALUE)
+    other = target.with_model_type(VALUE)
     try:
         EngineRegistry.resolve(model_type=VALUE, backend=target.backend, device=target.device)
     except (PluginNotFound, PluginUnavailable):

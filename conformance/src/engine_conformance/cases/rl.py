@@ -25,11 +25,11 @@ from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, merged
 from engine_conformance.cases._losses import Spoilt, default_loss
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
-    answer,
+    RankOutputs,
     checked,
     digest,
+    infer_on_rank,
     local_batch,
     opened,
     save,
@@ -41,8 +41,8 @@ from engine_conformance.cases._rl_updates import (
     SPLIT,
     Phase,
     Plan,
+    infer_current,
     is_value,
-    now,
     policy_holds,
     value_holds,
 )
@@ -78,7 +78,9 @@ def on_policy(
     with opened(setup) as engine:
         for index, temperature in enumerate(temperatures):
             share = local_batch(engine, batch, setup.device)
-            share = share.with_fields(**{name: now(engine, share, temperature=temperature)})
+            share = share.with_fields(
+                **{name: infer_current(engine, share, temperature=temperature)}
+            )
             chosen = WithEntropy(loss=loss) if index and not is_value(setup) else loss
             rows.append(
                 checked(
@@ -124,7 +126,7 @@ def ratio_is_one(target: Target) -> float:
     return 0.0
 
 
-def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) -> list[Answer]:
+def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) -> list[RankOutputs]:
     """Train, then infer before and after a gradient, and hand out the weights.
 
     They leave by export and, where declared, by checkpoint.
@@ -133,11 +135,11 @@ def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) ->
     with opened(setup) as engine:
         step(engine, setup, batch)
         step(engine, setup, batch)
-        answers = [answer(engine, call, setup.device)]
+        outputs = [infer_on_rank(engine, call, setup.device)]
         engine.forward_backward(
             local_batch(engine, batch, setup.device), default_loss(setup.model_type)
         )
-        answers.append(answer(engine, call, setup.device))
+        outputs.append(infer_on_rank(engine, call, setup.device))
         weights = whole_weights(engine)
         if engine.topology.rank == 0:
             (folder / "exported").mkdir()
@@ -145,15 +147,15 @@ def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) ->
             copyfile(model / "config.json", folder / "exported" / "config.json")
         if Capability.PORTABLE_CHECKPOINT in engine.capabilities:
             save(engine, folder / "checkpoint")
-        return answers
+        return outputs
 
 
-def fresh(setup: Setup, batch: PackedDocuments, load: Path | None = None) -> Answer:
+def fresh(setup: Setup, batch: PackedDocuments, load: Path | None = None) -> RankOutputs:
     """Return the outputs of a new engine, with another seed's or a checkpoint's weights."""
     with opened(setup) as engine:
         if load is not None:
             engine.load_checkpoint(load)
-        return answer(engine, InferCall(documents=batch), setup.device)
+        return infer_on_rank(engine, InferCall(documents=batch), setup.device)
 
 
 @case(id="rl.old_and_new_by_one_path", profile="rl", model_types=BOTH)
@@ -251,7 +253,7 @@ def grpo(target: Target) -> float:
     batch (in bfloat16 one), then another one, over the number of documents
     (arXiv:2402.03300, eq. 3 and 4).
 
-    If this fails: the engine divides by its own count of tokens, so that long answers
+    If this fails: the engine divides by its own count of tokens, so that long completions
     weigh less (arXiv:2503.20783); documents of one group lie on several ranks and are
     averaged a rank (prime-rl #2562).
     """
@@ -281,10 +283,11 @@ def value(target: Target) -> float:
     return value_holds(target, _two_batches(target, 124))
 
 
-Seen = tuple[str, int, str]  # after what, the version, the export's digest
+# The call, and the version and the digest of the export after it.
+VersionAfterCall = tuple[str, int, str]
 
 
-def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Seen]:
+def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[VersionAfterCall]:
     """Return the version and a digest of the export after each call that may change them."""
     loss = default_loss(setup.model_type)
     with opened(setup) as engine:
@@ -304,14 +307,14 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Seen]:
                 ("another train_batch", lambda: engine.train_batch(mine, loss)),
                 ("load_checkpoint", lambda: engine.load_checkpoint(folder / "c")),
             ]
-        return [_seen(engine, name, call) for name, call in calls]
+        return [_version_after(engine, name, call) for name, call in calls]
 
 
 def _failing(setup: Setup) -> LossFn:
     return Spoilt(model_type=setup.model_type, factor=math.nan)
 
 
-def _seen(engine: Engine, name: str, call: Callable[[], object]) -> Seen:
+def _version_after(engine: Engine, name: str, call: Callable[[], object]) -> VersionAfterCall:
     result = call()
     version = getattr(result, "weight_version", engine.weight_version)
     must(
@@ -378,14 +381,14 @@ def version(target: Target) -> None:
         )
 
 
-def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
+def with_adapter(setup: Setup, batch: PackedDocuments) -> list[RankOutputs]:
     """Return outputs with the adapter on and off, at the start and after two steps."""
     calls = [InferCall(documents=batch, adapter=on) for on in (True, False)]
     with opened(setup) as engine:
-        answers = [answer(engine, call, setup.device) for call in calls]
+        outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
         for _ in range(2):
             step(engine, setup, batch)
-        return answers + [answer(engine, call, setup.device) for call in calls]
+        return outputs + [infer_on_rank(engine, call, setup.device) for call in calls]
 
 
 @case(id="rl.reference", profile="rl", requires=(Capability.LORA,))

@@ -370,7 +370,7 @@ def engine(target: Target) -> float:
     """
     model = rollout_model(target)
     optimizer = OptimizerConfig(lr=1e-2, clip_norm=None)
-    other = target.beside()
+    other = target.partner_target()
     trainer = other.setup(other.config(model, optimizer=optimizer))
     ask = Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=2, temperature=0.8))
     batches = [documents(seed) for seed in range(3)]

@@ -103,7 +103,7 @@ def stale_sync(target: Target) -> float:
         Sync(folder=old, version=5),
         ask,
     ]
-    first, late, silent, again, answer = replies(target, new, script)
+    first, late, silent, again, generated = replies(target, new, script)
     worked(first, "version 5")
     refused(late, "version 2 after 5")
     must(
@@ -111,7 +111,7 @@ def stale_sync(target: Target) -> float:
     )
     refused(silent, "after a refused sync")
     worked(again, "version 5 again")
-    return served(target, answer, old, "version 5 again", version=5)
+    return served(target, generated, old, "version 5 again", version=5)
 
 
 @case(id="rollout.sleep", world=(1,), profile="rollout")

@@ -85,7 +85,7 @@ def skip_and_go_on(
 
 
 def _placed(loss: LossFn, topology: Topology) -> LossFn:
-    return loss.on_last(topology) if isinstance(loss, losses.Spoilt) else loss
+    return loss.limit_to_last_rank(topology) if isinstance(loss, losses.Spoilt) else loss
 
 
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:

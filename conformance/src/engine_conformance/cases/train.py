@@ -30,11 +30,11 @@ from engine_conformance.cases._expect import (
 )
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
-    Answer,
     InferCall,
+    RankOutputs,
     Trained,
-    answer,
     checked,
+    infer_on_rank,
     local_batch,
     opened,
     step,
@@ -361,17 +361,17 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
 
 def train_then_look(
     setup: Setup, batches: Sequence[PackedDocuments], call: InferCall
-) -> tuple[list[Trained], list[Answer]]:
+) -> tuple[list[Trained], list[RankOutputs]]:
     """Return everything that shows the weights after each step: the export and the outputs."""
     trained = list[Trained]()
-    answers = list[Answer]()
+    inferred = list[RankOutputs]()
     outputs = []
     with opened(setup) as engine:
         for batch in batches:
             outputs.append(step(engine, setup, batch))
-            answers.append(answer(engine, call, setup.device))
+            inferred.append(infer_on_rank(engine, call, setup.device))
             trained.append(summary(engine, outputs))
-    return trained, answers
+    return trained, inferred
 
 
 @case(id="train.visible_at_once", model_types=TYPES, quick=True)
@@ -396,7 +396,7 @@ def visible_at_once(target: Target) -> float:
         # Weights may differ by the tolerance of training, which the outputs then show on top of
         # their own.
         margins.append(
-            looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks])
+            looks_like(target, want.oracle, start, call, [inferred[index] for _, inferred in ranks])
         )
     return max(margins)
 

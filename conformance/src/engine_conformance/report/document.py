@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine_conformance.results import STATUSES, Outcome, Part, Row, Run, Setting
+from engine_conformance.results import STATUSES, Outcome, Part, Row, Setting, SuiteRun
 from engine_conformance.verdict import Judgement
 
 __all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document", "to_document"]
@@ -24,7 +24,7 @@ INFINITE = "infinite"
 _SETTING = ("model_type", "device", "world", "dtype", "variant")
 
 
-def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
+def to_document(run: SuiteRun, verdicts: Sequence[Judgement]) -> dict[str, Any]:
     """Return everything about a run as JSON values, with times rounded to milliseconds.
 
     Args:
@@ -67,7 +67,7 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
     return document | {"digest": digest(document)}
 
 
-def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
+def read_document(document: Mapping[str, Any]) -> tuple[SuiteRun, list[Judgement]]:
     """Return the run and the verdicts of a document that fits the schema."""
     fields = (
         "name",
@@ -82,7 +82,7 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         "started",
         "seconds",
     )
-    run = Run(
+    run = SuiteRun(
         **{name: document[name] for name in fields},
         selection=document["selection"] | {"complete": document["complete"]},
         rows=[_read_row(row) for row in document["rows"]],

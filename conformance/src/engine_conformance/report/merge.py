@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_conformance.errors import UsageError
 from engine_conformance.report.document import parts_of, read_document
-from engine_conformance.results import Row, Run, Setting, Status
+from engine_conformance.results import Row, Setting, Status, SuiteRun
 from engine_conformance.verdict import is_complete
 
 __all__ = ["Key", "differences", "joined_environment", "joined_selection", "key", "merge", "shown"]
@@ -48,15 +48,15 @@ def key(row: Row) -> Key:
     return row.case, row.setting
 
 
-def shown(run: Run) -> frozenset[Key]:
+def shown(run: SuiteRun) -> frozenset[Key]:
     """Return the cases and settings of which a run has shown something and that need no rerun."""
     return frozenset(key(row) for row in run.rows if row.outcome.status not in _SHOWED_NOTHING)
 
 
-def differences(first: Run, other: Run) -> list[str]:
+def differences(first: SuiteRun, other: SuiteRun) -> list[str]:
     """Return the reasons why two runs cannot be joined: expected (the first's value) and got."""
-    want = _about(first)
-    got = _about(other)
+    want = _shared_facts(first)
+    got = _shared_facts(other)
     return [
         f"{name}: expected {want.get(name)!r}, got {got.get(name)!r}"
         for name in dict.fromkeys((*want, *got))
@@ -64,7 +64,7 @@ def differences(first: Run, other: Run) -> list[str]:
     ]
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _shared_facts(run: SuiteRun) -> dict[str, Any]:
     """Return the facts by name that joined reports must have in common."""
     facts = {
         "name": run.name,
@@ -85,7 +85,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 def merge(
     documents: Mapping[str, Mapping[str, Any]], *, command: Sequence[str], certify: bool
-) -> Run:
+) -> SuiteRun:
     """Join reports into one run, whose parts they are.
 
     Args:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from engine_conformance.report.document import counts
 from engine_conformance.report.view import margin_text, reasons, worst_row
-from engine_conformance.results import Run
+from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import Judgement
 
 __all__ = ["summary"]
 
 
-def summary(run: Run, verdicts: Sequence[Judgement], *, folder: Path | None) -> str:
+def summary(run: SuiteRun, verdicts: Sequence[Judgement], *, folder: Path | None) -> str:
     """Return verdicts with reasons, counts, worst margin, time, and the reports' folder, if any."""
     lines = []
     for judgement in verdicts:

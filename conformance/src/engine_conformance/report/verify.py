@@ -17,7 +17,7 @@ from engine_api.plugin import is_older
 from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
 from engine_conformance.report.merge import joined_environment, joined_selection, key
-from engine_conformance.results import Run
+from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import is_complete, judgements
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _validator() -> Draft202012Validator:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number of JSON, or too large")
+        raise ValueError(f"expected a finite number, got {text}")
     return number
 
 
@@ -101,7 +101,7 @@ def _misfits(document: Any, validator: Draft202012Validator) -> Iterator[str]:
         age = "an older" if int(version) < int(SCHEMA) else "a newer"
         yield (
             f"{age} report: schema {version}, this suite reads {SCHEMA}; "
-            f"run the suite again with: {_again(document)}"
+            f"run the suite again with: {_command_to_repeat(document)}"
         )
         return
     errors = sorted(validator.iter_errors(document), key=lambda error: list(error.path))
@@ -119,7 +119,7 @@ def _misfit(error: ValidationError) -> str:
     return f"{where}: {message}" + (f"; expected: {wanted}" if wanted else "")
 
 
-def _again(document: Mapping[str, Any]) -> str:
+def _command_to_repeat(document: Mapping[str, Any]) -> str:
     command = document.get("command")
     if isinstance(command, list) and command and all(isinstance(word, str) for word in command):
         return shlex.join(["engine-conformance", *command])
@@ -165,7 +165,7 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _joined_wrongly(document: Mapping[str, Any], run: Run) -> Iterator[str]:
+def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]:
     """Yield what does not follow from a joined report's parts, and cases reported twice."""
     for (case, setting), number in Counter(key(row) for row in run.rows).items():
         if number > 1:
@@ -221,7 +221,7 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
     )
     yield (
         f"{reason}: written by suite {written}, this is {own}: "
-        f"to compare, run this suite with: {_again(document)}"
+        f"to compare, run this suite with: {_command_to_repeat(document)}"
     )
 
 

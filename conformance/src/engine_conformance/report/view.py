@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine_api.config import Parallelism
 from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
-from engine_conformance.results import BAD, Row, Run, Setting
+from engine_conformance.results import BAD, Row, Setting, SuiteRun
 from engine_conformance.variants import name_variant
 from engine_conformance.verdict import Judgement, Verdict, untested
 
@@ -57,7 +57,7 @@ class ProfileView:
     groups: list[GroupView]
 
 
-def profiles(run: Run, verdicts: Iterable[Judgement]) -> list[ProfileView]:
+def profiles(run: SuiteRun, verdicts: Iterable[Judgement]) -> list[ProfileView]:
     """Return one view per verdict, in their order."""
     return [
         ProfileView(
@@ -69,7 +69,7 @@ def profiles(run: Run, verdicts: Iterable[Judgement]) -> list[ProfileView]:
     ]
 
 
-def _group(run: Run, judgement: Judgement, name: str) -> GroupView:
+def _group(run: SuiteRun, judgement: Judgement, name: str) -> GroupView:
     rows = [row for row in _rows_of(run, judgement) if row.group == name]
     found = {status: number for status, number in counts(rows).items() if number}
     return GroupView(
@@ -81,12 +81,12 @@ def _group(run: Run, judgement: Judgement, name: str) -> GroupView:
     )
 
 
-def _rows_of(run: Run, judgement: Judgement) -> list[Row]:
+def _rows_of(run: SuiteRun, judgement: Judgement) -> list[Row]:
     about = (judgement.profile, judgement.model_type)
     return [row for row in run.rows if (row.profile, row.setting.model_type) == about]
 
 
-def reasons(run: Run, judgement: Judgement) -> list[str]:
+def reasons(run: SuiteRun, judgement: Judgement) -> list[str]:
     """Return the reasons why a verdict is no better than it is.
 
     There are none for ``conformant``.
@@ -154,7 +154,7 @@ def margin_text(margin: float | None) -> str:
     return "bitwise" if margin == 0 else f"{margin:.0f}" if 10 <= margin < 1e6 else f"{margin:.2g}"
 
 
-def requirements(run: Run) -> tuple[list[str], list[str]]:
+def requirements(run: SuiteRun) -> tuple[list[str], list[str]]:
     """Return pip's arguments to repeat the run, and notes on what its index does not have."""
     plugin = run.selection["plugin"]
     engine = run.distribution.partition("==")[0]
@@ -187,14 +187,14 @@ def precisions(settings: Iterable[Setting]) -> str:
     )
 
 
-def commands(run: Run) -> list[str]:
+def commands(run: SuiteRun) -> list[str]:
     """Return the command lines that make the report again: each part's, and the joining's."""
     lines = [shlex.join(["engine-conformance", *part.command]) for part in run.parts]
     own = shlex.join(["engine-conformance", *run.command])
     return lines if own in lines else [*lines, own]
 
 
-def _variants_text(run: Run) -> str:
+def _variants_text(run: SuiteRun) -> str:
     """Return the layout and the options of the cases, and those in which some were repeated."""
     chosen = run.selection
     layout = Parallelism(**chosen["layout"])
@@ -212,7 +212,7 @@ def _commit_text(commits: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {commit}" for name, commit in commits.items())
 
 
-def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
+def facts(run: SuiteRun, digest: str) -> Sequence[tuple[str, str]]:
     """Return what was tested, with what, when and where, as pairs of a name and a text."""
     suite = run.suite
     settings = [row.setting for row in run.rows]

@@ -71,7 +71,7 @@ class _Work:
     outputs: Sequence[LossOutput]
 
 
-def _frozen(extra: dict[str, Any]) -> dict[str, Any]:
+def _deep_copy_json(extra: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the caller's JSON that shares no list or mapping with it."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(extra))
@@ -148,12 +148,12 @@ class BaseEngine(EngineDefaults):
         See ``Engine.train_batch``.
         """
         self._expect("train_batch", "ready")
-        with watched(self._called("train_batch")):
+        with watched(self._call_name("train_batch")):
             work = self._compute("train_batch", batch, loss, denominator, temperature, fresh=True)
             # Reading the norm or the loss waits for the device. With the norm first it waits once.
             norm = self._clip()
             forward = self._gather_results(work)
-            step = self._step_with(norm)
+            step = self._apply_clipped_step(norm)
         return TrainOutput(
             loss=forward.loss,
             metrics=forward.metrics,
@@ -179,7 +179,7 @@ class BaseEngine(EngineDefaults):
         See ``Engine.forward_backward``.
         """
         self._expect("forward_backward", "ready")
-        with watched(self._called("forward_backward")):
+        with watched(self._call_name("forward_backward")):
             work = self._compute("forward_backward", batch, loss, denominator, temperature)
             return self._gather_results(work)
 
@@ -194,10 +194,10 @@ class BaseEngine(EngineDefaults):
             raise EngineStateError(
                 "optimizer_step", "without a gradient", "past a forward_backward"
             )
-        with watched(self._called("optimizer_step")):
-            return self._step_with(self._clip())
+        with watched(self._call_name("optimizer_step")):
+            return self._apply_clipped_step(self._clip())
 
-    def _step_with(self, norm: float) -> StepOutput:
+    def _apply_clipped_step(self, norm: float) -> StepOutput:
         optimizer = self._require_optimizer("optimizer_step")
         lr = optimizer.lr * lr_factor(self.config.schedule, self._step)
         skipped = self._why_skip(norm)
@@ -220,7 +220,7 @@ class BaseEngine(EngineDefaults):
         See ``Engine.infer_batch``.
         """
         self._expect("infer_batch", "ready")
-        with watched(self._called("infer_batch")):
+        with watched(self._call_name("infer_batch")):
             together(
                 self.comm,
                 lambda: self._check_inference(batch, temperature, entropy=entropy, adapter=adapter),
@@ -245,7 +245,7 @@ class BaseEngine(EngineDefaults):
         self._expect("save_checkpoint", "ready")
         folder = folder_of(directory)
         check_extra(extra)
-        with watched(self._called("save_checkpoint")):
+        with watched(self._call_name("save_checkpoint")):
             return self._save_checkpoint(folder, dict(extra or {}))
 
     def _save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> CheckpointHandle:
@@ -258,7 +258,7 @@ class BaseEngine(EngineDefaults):
             "step": self._step,
             "engine": self._name,
             "topology": dict(self.topology.sizes),
-            "extra": _frozen(extra) if asynchronous else extra,
+            "extra": _deep_copy_json(extra) if asynchronous else extra,
         }
         handle: Future[CheckpointInfo] = Future()
         if asynchronous:
@@ -280,7 +280,7 @@ class BaseEngine(EngineDefaults):
         """
         self._expect("load_checkpoint", "ready")
         check_switches(optimizer=optimizer)
-        with watched(self._called("load_checkpoint")):
+        with watched(self._call_name("load_checkpoint")):
             return self._load_checkpoint(folder_of(directory), optimizer=optimizer)
 
     def _load_checkpoint(self, directory: Path, *, optimizer: bool) -> CheckpointInfo:
@@ -449,7 +449,7 @@ class BaseEngine(EngineDefaults):
             return _Work(micro_batches, 0.0, ())
         try:
             outputs = self._run_train(micro_batches.parts, loss, total, temperature)
-        # It includes Ctrl-C, because half a gradient must not reach the next step.
+        # Ctrl-C is caught as well, because half a gradient must not reach the next step.
         except BaseException:
             self._loss_error = None
             self._abort()
@@ -511,7 +511,7 @@ class BaseEngine(EngineDefaults):
             return zero_loss(outputs)
         try:
             return evaluate(loss, outputs, part.to(outputs.tensors()[0].device))
-        # A caller's function may raise anything; `_own_sums` raises it again.
+        # A caller's function may raise anything; `_local_sums` raises it again.
         except Exception as error:
             if self.comm.world_size == 1:
                 raise
@@ -519,11 +519,11 @@ class BaseEngine(EngineDefaults):
             return zero_loss(outputs)
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        rows = together(self.comm, lambda: self._own_sums(outputs))
+        rows = together(self.comm, lambda: self._local_sums(outputs))
         names = sorted({name for row in rows for name in row})
         return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in names}
 
-    def _own_sums(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+    def _local_sums(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         error = self._loss_error
         self._loss_error = None
         if error is not None:
@@ -547,7 +547,7 @@ class BaseEngine(EngineDefaults):
         self._has_gradient = False
         self._zero_grad()
 
-    def _called(self, name: str) -> str:
+    def _call_name(self, name: str) -> str:
         """Return the name of a call in the errors that other ranks raise when it fails here."""
         return f"{name} at step {self._step}"
 

@@ -509,7 +509,8 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
         raise CheckpointMismatch(
             "the checkpoint lacks optimizer state",
             where=str(folder),
-            why=f"missing: {_few(missing)}; the weights are those after step {manifest.step}",
+            why=f"missing: {_abbreviate(missing)}; "
+            f"the weights are those after step {manifest.step}",
             remedy="use a complete checkpoint, or load everything but the optimizer's state: "
             "load_checkpoint(…, optimizer=False)",
         )
@@ -544,9 +545,11 @@ def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
     problems = {"missing": missing, "unknown": unknown, "shapes": differ, "dtypes": kinds}
     if any(problems.values()):
         raise CheckpointMismatch(
-            "the checkpoint is of another model or set-up",
+            "expected a checkpoint of this model and optimizer, got one whose tensors differ",
             where=str(folder),
-            why="; ".join(f"{name}: {_few(keys)}" for name, keys in problems.items() if keys),
+            why="; ".join(
+                f"{name}: {_abbreviate(keys)}" for name, keys in problems.items() if keys
+            ),
             remedy="load it with the model and optimizer that it was saved with",
         )
 
@@ -555,7 +558,7 @@ def _is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
-def _few(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -568,7 +571,7 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
     holes: list[str] = []
     why = ""
     for key, (spec, _) in wanted.items():
-        shards = _intersecting(manifest.tensors[key].shards, spec)
+        shards = _find_intersecting(manifest.tensors[key].shards, spec)
         if not _covers_once(shards, spec):
             holes.append(key)
             boxes = [(shard.offset, shard.shape) for shard in shards]
@@ -578,7 +581,7 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
             by_file.setdefault(shard.file, []).append((key, shard))
     if holes:
         raise CheckpointCorrupt(
-            f"the shards do not cover {_few(sorted(holes))} exactly once",
+            f"the shards do not cover {_abbreviate(sorted(holes))} exactly once",
             where=str(folder),
             why=why,
             remedy="use an earlier checkpoint",
@@ -597,7 +600,7 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
     return out
 
 
-def _intersecting(shards: Sequence[Shard], spec: ShardSpec) -> list[Shard]:
+def _find_intersecting(shards: Sequence[Shard], spec: ShardSpec) -> list[Shard]:
     """Return the shards that share at least one element with the box."""
     return [shard for shard in shards if all(low < high for low, high in _overlap(shard, spec))]
 

@@ -92,11 +92,11 @@ class GroupComm:
         with self._lock, heartbeat.watched("all_gather", self._lane):
             rows = self._exchange(message, failed=failed is not None)
         if failed is not None:
-            raise heartbeat.agreed(failed)
+            raise heartbeat.mark_as_agreed(failed)
         values = [decode(row) for row, _ in rows]
         failures = {rank: str(values[rank]) for rank, (_, wrong) in enumerate(rows) if wrong}
         if failures:
-            raise heartbeat.agreed(RankFailure(failures))
+            raise heartbeat.mark_as_agreed(RankFailure(failures))
         return values
 
     def close(self) -> None:
@@ -183,8 +183,8 @@ def together(comm: Comm, work: Callable[[], T]) -> list[T]:
     message = None if error is None else str(error) or type(error).__name__
     rows = comm.all_gather((message, mine))
     if error is not None:
-        raise heartbeat.agreed(error)
+        raise heartbeat.mark_as_agreed(error)
     failures = {rank: message for rank, (message, _) in enumerate(rows) if message is not None}
     if failures:
-        raise heartbeat.agreed(RankFailure(failures))
+        raise heartbeat.mark_as_agreed(RankFailure(failures))
     return [value for _, value in rows]

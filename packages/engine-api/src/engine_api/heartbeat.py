@@ -111,7 +111,7 @@ class Note:
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenCall:
     """A call that runs in this process."""
 
     call: Call
@@ -120,7 +120,7 @@ class _Open:
     aborted: bool = False
 
 
-def agreed(error: E) -> E:
+def mark_as_agreed(error: E) -> E:
     """Mark an error that all ranks know about, each through an error of its own."""
     error.__dict__["engine_api_agreed"] = True
     return error
@@ -245,7 +245,7 @@ def watched(name: str, lane: str = "engine") -> Generator[None]:
     _calls.inside = True
     try:
         yield
-    # It includes Ctrl-C and sys.exit, because the other ranks wait for this one.
+    # Ctrl-C and sys.exit are caught as well, because the other ranks wait for this one.
     except BaseException as error:
         if not _is_agreed(error) and (opened.aborted or is_distributed(error)):
             raise watch.failure(opened, error) from error
@@ -297,7 +297,7 @@ class Watch:
         self._port = _port_of(store)
         # The thread needs a connection of its own, because a call may wait in the other one.
         self._store = store.clone()
-        self._open: list[_Open] = []
+        self._open: list[_OpenCall] = []
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._looked = time.monotonic()
@@ -320,19 +320,19 @@ class Watch:
 
     # --- called by the threads of the engine -----------------------------------------
 
-    def enter(self, name: str, lane: str) -> _Open:
+    def enter(self, name: str, lane: str) -> _OpenCall:
         """Begin a call, and return it."""
         number = self._numbers.get(lane, 0) + 1
         self._numbers[lane] = number
-        opened = _Open(Call(lane, number, name))
+        opened = _OpenCall(Call(lane, number, name))
         self._open.append(opened)
         return opened
 
-    def exit(self, opened: _Open) -> None:
+    def exit(self, opened: _OpenCall) -> None:
         """End a call."""
         self._open.remove(opened)
 
-    def note_error(self, opened: _Open, error: BaseException) -> None:
+    def note_error(self, opened: _OpenCall, error: BaseException) -> None:
         """Report an error to the other ranks, unless they know about it."""
         if _is_agreed(error):
             return
@@ -342,7 +342,7 @@ class Watch:
             return
         self._publish(Note(self._rank, opened.call, _words(error)))
 
-    def failure(self, opened: _Open, error: BaseException | None) -> RankFailure:
+    def failure(self, opened: _OpenCall, error: BaseException | None) -> RankFailure:
         """Find the ranks that caused a collective's error, and return it as a ``RankFailure``."""
         found = self._find_culprits(opened, error)
         failure = RankFailure(
@@ -389,7 +389,7 @@ class Watch:
 
     # --- search for the failed ranks -----------------------------------------
 
-    def _find_culprits(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
+    def _find_culprits(self, opened: _OpenCall, error: BaseException | None) -> dict[int, str]:
         """Return the fate of the ranks that caused a failure, by rank."""
         end = time.monotonic() + EXPLAIN_S
         self._explaining += 1
@@ -403,13 +403,13 @@ class Watch:
         finally:
             self._explaining -= 1
 
-    def _causes(self, opened: _Open) -> dict[int, str]:
+    def _causes(self, opened: _OpenCall) -> dict[int, str]:
         """Return the fate of ranks that are known to be gone or stopped, by rank."""
         found: dict[int, str] = {}
         notes = [
             n for n in list(self._notes) if n.call in (None, opened.call) and n.rank != self._rank
         ]
-        # Of a rank that also said goodbye, the first note counts.
+        # If a rank failed and then said goodbye, its first note counts.
         for note in notes:
             if not note.failures and not note.expected:
                 found.setdefault(note.rank, self._describe(note))
@@ -434,7 +434,7 @@ class Watch:
         """True if a rank's process is gone, or has been silent for too long."""
         return bool(self._gone)
 
-    def _suspects(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
+    def _suspects(self, opened: _OpenCall, error: BaseException | None) -> dict[int, str]:
         """Return the known facts about the other ranks, where no cause was found."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         if self._lost:
@@ -569,7 +569,7 @@ class Watch:
                 ]
                 hang_up(others, spare={self._port} if self._port else set())
 
-    def _is_doomed(self, opened: _Open) -> bool:
+    def _is_doomed(self, opened: _OpenCall) -> bool:
         others = (note for note in self._notes if note.rank != self._rank and not note.expected)
         return bool(self._gone) or any(note.call in (None, opened.call) for note in others)
 

@@ -269,7 +269,7 @@ class FSDPEngine(BaseEngine):
         tensors = export.export_whole(
             self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device
         )
-        return watched_each(self._called("get_per_tensor_param"), tensors)
+        return watched_each(self._call_name("get_per_tensor_param"), tensors)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"

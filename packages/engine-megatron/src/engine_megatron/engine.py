@@ -211,7 +211,7 @@ class MegatronEngine(BaseEngine):
         del coefficients
         if self.layout.stages > 1:
             return pipeline.infer(self.forward, self._chunks, batch, needs, temperature)
-        packed = self.forward.pack(batch)
+        packed = self.forward.pack_inputs(batch)
         return self.forward.outputs(
             self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature
         )
@@ -287,7 +287,7 @@ class MegatronEngine(BaseEngine):
         tensors = export.export_whole(
             self.table, self.layout, self._reader(dtype), bucket_bytes, self.device
         )
-        return watched_each(self._called("get_per_tensor_param"), tensors)
+        return watched_each(self._call_name("get_per_tensor_param"), tensors)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"

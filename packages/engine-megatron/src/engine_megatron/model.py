@@ -273,7 +273,7 @@ def _local_layer(shape: Shape) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
+class PackedInputs:
     """This rank's tokens of a micro-batch on the device.
 
     The micro-batch has T tokens and T' with padding; n of them are here (all without cp).
@@ -295,9 +295,9 @@ class Packed:
     packing: Packing
 
 
-def pack(
+def pack_inputs(
     batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False
-) -> Packed:
+) -> PackedInputs:
     """Pad a micro-batch and move this rank's tokens to the device.
 
     The micro-batch is padded to a multiple of ``multiple`` with a separate document at its end; an
@@ -323,7 +323,7 @@ def pack(
             group=context_group(),
         )
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
-    return Packed(
+    return PackedInputs(
         ids=ids[own][None].to(device),
         positions=positions[own][None].to(device),
         targets=ids.roll(-1)[own].to(device),
@@ -375,11 +375,11 @@ class Forward:
     logit_chunk: int
     device: torch.device
 
-    def pack(self, batch: Batch) -> Packed:
+    def pack_inputs(self, batch: Batch) -> PackedInputs:
         """Pad a micro-batch and move this rank's tokens to the device."""
         # Transformer Engine's attention is built again for each longest length.
         steady = self.shape.spec == "te"
-        return pack(
+        return pack_inputs(
             batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady
         )
 
@@ -388,7 +388,7 @@ class Forward:
         last: Any = self.chunks[-1]
         return last
 
-    def hidden(self, packed: Packed, chunk: Any) -> Tensor:
+    def hidden(self, packed: PackedInputs, chunk: Any) -> Tensor:
         """Return the output of ``chunk`` for the next chunk or the head, ``[n (/ tp), 1, d]``.
 
         ``chunk`` is one of `chunks` or its wrapper.
@@ -397,7 +397,7 @@ class Forward:
         return result
 
     def outputs(
-        self, hidden: Tensor, packed: Packed, needs: Sequence[str], temperature: float
+        self, hidden: Tensor, packed: PackedInputs, needs: Sequence[str], temperature: float
     ) -> TokenOutputs:
         """Return aligned float32 outputs ``[T]`` of the last stage.
 
@@ -411,7 +411,7 @@ class Forward:
             entropy=self._align(entropy, packed) if "entropy" in needs else None,
         )
 
-    def _align(self, about_next: Tensor, packed: Packed) -> Tensor:
+    def _align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         """Shift values about the next token to values about this token, and leave padding out.
 
         Values about this token are the contract's alignment.

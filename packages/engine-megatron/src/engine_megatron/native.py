@@ -301,7 +301,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 def _mismatch(folder: Path, manifest: Manifest, why: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        "the checkpoint is of another layout or model, in Megatron's own format",
+        "expected a checkpoint of this model and layout, because Megatron's own format fixes both",
         where=str(folder),
         why=f"{manifest.world_size} ranks wrote it with {_sizes(manifest.topology)}; {why}",
         remedy="load it with the layout, layer spec and model that wrote it, and save it again "

@@ -72,20 +72,20 @@ class MegatronOptions:
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(
                     f"options.{name}",
-                    f"unknown {what} {value!r}",
+                    f"expected a known {what}, got {value!r}",
                     remedy=near_matches(str(value), known),
                 )
         if self.expert_tensor_parallel < 0:
             raise ConfigError(
                 "options.expert_tensor_parallel",
-                f"{self.expert_tensor_parallel} is negative",
+                f"expected 0 or more, got {self.expert_tensor_parallel}",
                 remedy="give 1 or more, or 0 for as many as tp",
             )
         for name in ("virtual_stages", "vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"options.{name}",
-                    f"{getattr(self, name)} is not positive",
+                    f"expected 1 or more, got {getattr(self, name)}",
                     remedy="give 1 or more",
                 )
 

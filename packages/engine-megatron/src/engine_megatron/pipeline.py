@@ -21,10 +21,10 @@ from torch import Tensor
 from engine_api.batch import Batch
 from engine_api.losses import zero_loss
 from engine_api.results import LossOutput, TokenOutputs
-from engine_megatron.model import Forward, Packed
+from engine_megatron.model import Forward, PackedInputs
 from engine_megatron.parallel import pipeline_group
 
-OnLast = Callable[[Tensor, Packed, Batch], tuple[Tensor, Any]]
+OnLast = Callable[[Tensor, PackedInputs, Batch], tuple[Tensor, Any]]
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
     missing = -len(parts) % stages if virtual > 1 else 0
     given = [*parts, *[parts[0].select([])] * missing]
     # Each micro-batch is packed once, by the chunk that comes first.
-    feeds = tee(((batch, forward.pack(batch)) for batch in given), virtual)
+    feeds = tee(((batch, forward.pack_inputs(batch)) for batch in given), virtual)
 
     def step(feed: Any, chunk: Any) -> tuple[Tensor, Any]:
         batch, packed = next(feed)
@@ -83,7 +83,7 @@ def infer(
     available = ("values",) if forward.shape.kind == "value_model" else ("log_probs", "entropy")
     names = tuple(name for name in available if name in needs)
 
-    def on_last(hidden: Tensor, packed: Packed, _: Batch) -> tuple[Tensor, Tensor]:
+    def on_last(hidden: Tensor, packed: PackedInputs, _: Batch) -> tuple[Tensor, Tensor]:
         outputs = forward.outputs(hidden, packed, needs, temperature)
         return hidden.new_zeros(()), torch.stack([getattr(outputs, name) for name in names])
 
@@ -111,7 +111,9 @@ def train(
     """
     raised: list[Exception] = []
 
-    def on_last(hidden: Tensor, packed: Packed, batch: Batch) -> tuple[Tensor, LossOutput | None]:
+    def on_last(
+        hidden: Tensor, packed: PackedInputs, batch: Batch
+    ) -> tuple[Tensor, LossOutput | None]:
         outputs = forward.outputs(hidden, packed, needs, temperature)
         try:
             result = loss_of(outputs, batch)

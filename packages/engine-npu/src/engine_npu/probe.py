@@ -28,7 +28,7 @@ _MINDSPEED = (
 def probe_fsdp(device: str) -> ProbeResult:
     """Return the probe's result for the FSDP rows."""
     if device != NAME:
-        return _no(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
+        return _failed_probe(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
     return probe_stack()
 
 
@@ -42,9 +42,11 @@ def probe_stack() -> ProbeResult:
 def probe_megatron(device: str) -> ProbeResult:
     """Return the probe's result for the Megatron and MindSpeed rows."""
     if device != NAME:
-        return _no(f"no support for {device}", "use npu; engine-megatron serves cuda")
+        return _failed_probe(f"no support for {device}", "use npu; engine-megatron serves cuda")
     if npu_is_simulated():
-        return _no("the simulated npu has no MindSpeed", "use backend fsdp2, or an Ascend host")
+        return _failed_probe(
+            "the simulated npu has no MindSpeed", "use backend fsdp2, or an Ascend host"
+        )
     host = look()
     for result in (check_stack(host), check_mindspeed(host)):
         if not result.ok:
@@ -63,14 +65,16 @@ def check_stack(host: Host) -> ProbeResult:
 def check_mindspeed(host: Host) -> ProbeResult:
     """Check that MindSpeed is installed and can still be applied in this process."""
     if host.mindspeed is None:
-        return _no("MindSpeed is not installed, which Megatron-core needs on an NPU", _MINDSPEED)
+        return _failed_probe(
+            "MindSpeed is not installed, which Megatron-core needs on an NPU", _MINDSPEED
+        )
     if host.mindspeed != MINDSPEED.version:
-        return _no(
+        return _failed_probe(
             f"MindSpeed {host.mindspeed} is not in the table; it has: {mindspeed_table()}",
             _MINDSPEED,
         )
     if host.megatron_first:
-        return _no(
+        return _failed_probe(
             "Megatron-core was imported before MindSpeed's adaptor, which replaces parts of it",
             "create the NPU engine before anything imports megatron.core, "
             "or import mindspeed.megatron_adaptor first",
@@ -90,16 +94,16 @@ def _check_device(host: Host) -> ProbeResult | None:
                 "; torch_npu is installed all the same, and without a driver breaks `import torch`"
             )
             remedy += "; pip uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        return _no(reason, remedy)
+        return _failed_probe(reason, remedy)
     if not host.driver:
-        return _no(
+        return _failed_probe(
             f"{host.npus} NPU device files, "
             "but the driver's libascend_hal.so cannot be loaded or refuses",
             "install the driver and firmware, or in a container mount /usr/local/Ascend/driver "
             "and put its lib64/driver on LD_LIBRARY_PATH",
         )
     if host.visible == 0:
-        return _no(
+        return _failed_probe(
             f"{VISIBLE} hides all {host.npus} NPUs from this process",
             f"unset it, or list devices in ascending order: {VISIBLE}=0,1",
         )
@@ -112,23 +116,25 @@ def _check_packages(host: Host) -> ProbeResult | None:
     torch_npu = f"pip install torch_npu=={recommended.version} pyyaml setuptools"
     wanted = f"{_install_torch(recommended.torch)} && {torch_npu}"
     if host.torch is None:
-        return _no("torch is not installed", wanted)
+        return _failed_probe("torch is not installed", wanted)
     if host.torch_npu is None:
-        return _no(f"the driver shows {host.npus} NPUs, but torch_npu is not installed", wanted)
+        return _failed_probe(
+            f"the driver shows {host.npus} NPUs, but torch_npu is not installed", wanted
+        )
     if host.torch_cuda is not None:
         both = f" (and the host has {host.cuda_devices} CUDA devices)" if host.cuda_devices else ""
-        return _no(
+        return _failed_probe(
             f"torch {host.torch} is built for CUDA {host.torch_cuda}{both}: "
             "torch_npu refuses two vendors' accelerators in one process",
             "one environment per vendor: install a CPU build of torch together with torch_npu",
         )
     line = torch_npu_line(host.torch_npu)
     if line is None:
-        return _no(
+        return _failed_probe(
             f"torch_npu {host.torch_npu} is not in the table; it has: {torch_npu_table()}", wanted
         )
     if host.torch.partition("+")[0] != line.torch:
-        return _no(
+        return _failed_probe(
             f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
             _install_torch(line.torch),
         )
@@ -149,13 +155,15 @@ def _check_cann(host: Host) -> ProbeResult | None:
     )
     broken = "torch_npu is installed without it, which breaks `import torch`"
     if host.cann is None:
-        return _no(f"CANN is not set up (ASCEND_HOME_PATH names no folder); {broken}", wanted)
+        return _failed_probe(
+            f"CANN is not set up (ASCEND_HOME_PATH names no folder); {broken}", wanted
+        )
     if host.libraries:
-        return _no(
+        return _failed_probe(
             f"CANN's {' and '.join(host.libraries)} are not on LD_LIBRARY_PATH; {broken}", wanted
         )
     if line and line.cann and host.cann and not f"{host.cann}.".startswith(f"{line.cann}."):
-        return _no(
+        return _failed_probe(
             f"torch_npu {line.version} is for CANN {line.cann}, installed is {host.cann}", wanted
         )
     return None
@@ -164,10 +172,10 @@ def _check_cann(host: Host) -> ProbeResult | None:
 def _probe_simulated() -> ProbeResult:
     """Return the probe's result for the simulated device, which needs torch only."""
     if torch_version() is None:
-        return _no("torch is not installed", "pip install torch")
+        return _failed_probe("torch is not installed", "pip install torch")
     return ProbeResult(ok=True, reason="simulated")
 
 
-def _no(reason: str, remedy: str) -> ProbeResult:
+def _failed_probe(reason: str, remedy: str) -> ProbeResult:
     """Return the result of a probe that found a problem."""
     return ProbeResult(ok=False, reason=reason, remedy=remedy)

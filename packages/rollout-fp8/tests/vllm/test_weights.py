@@ -91,7 +91,7 @@ def test_log_probs_are_the_engines(root: Path) -> None:
         backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2", options=peers.SMALL
     )
     model = rollout_model(target)
-    other = target.beside()
+    other = target.partner_target()
     trainer = other.setup(other.config(model, optimizer=OptimizerConfig(lr=1e-2, clip_norm=None)))
     for temperature, top_p in ((1.0, 1.0), (0.8, 0.9)):
         sampling = replace(peers.SAMPLED, max_new_tokens=12, temperature=temperature, top_p=top_p)
