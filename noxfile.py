@@ -262,16 +262,16 @@ def busy_loops(count: int) -> Iterator[None]:
 
 @nox.session(venv_backend="none")
 def busy(session: nox.Session) -> None:
-    """Run `nox -s tests` on a busy machine; after `--`: `--beside N` (4) and pytest arguments.
+    """Run `nox -s tests` on a busy machine (after `--`: `--busy N` (4) and pytest arguments).
 
-    ``N`` is the number of processes that compute meanwhile.
+    ``N`` is the number of processes that compute at the same time.
     """
     parser = argparse.ArgumentParser(prog="nox -s busy --")
     parser.add_argument(
-        "--beside", type=int, default=4, metavar="N", help="so many endless loops run meanwhile"
+        "--busy", type=int, default=4, metavar="N", help="number of processes that compute"
     )
     arguments, rest = parser.parse_known_args(session.posargs)
-    with busy_loops(arguments.beside):
+    with busy_loops(arguments.busy):
         session.run(sys.executable, "-m", "nox", "-s", "tests", *(["--", *rest] if rest else []))
 
 

@@ -156,7 +156,7 @@ def test_the_scan_sees(source: str) -> None:
 
 
 def test_a_connection_of_the_weight_sync_is_only_used_for_bytes() -> None:
-    """``Connection.send`` and ``recv`` pickle; ``send_bytes`` and ``recv_bytes`` do not."""
+    """``Connection.send`` and ``recv`` pickle, but ``send_bytes`` and ``recv_bytes`` do not."""
     channel = Path(ROOT / "packages/rollout-fp8/src/rollout_fp8/transports/channel.py").read_text()
     called = {
         node.attr

@@ -44,10 +44,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from campaign_lanes import (
     Child,
-    Copy,
-    Engine,
+    EngineUnderChange,
     Forking,
     Lanes,
+    PackageCopy,
     Tracer,
     check_threads,
     executed_lines,
@@ -79,20 +79,26 @@ UNDECIDED = ("not-executed", "survived", "suite-error")
 ENGINES = {
     one.backend: one
     for one in (
-        Engine(backend="fsdp2", source="packages/engine-fsdp/src", package="engine_fsdp"),
-        Engine(backend="loopback", source="conformance/loopback", package="engine_loopback"),
-        Engine(
+        EngineUnderChange(
+            backend="fsdp2", source="packages/engine-fsdp/src", package="engine_fsdp"
+        ),
+        EngineUnderChange(
+            backend="loopback", source="conformance/loopback", package="engine_loopback"
+        ),
+        EngineUnderChange(
             backend="megatron",
             source="packages/engine-megatron/src",
             package="engine_megatron",
             shim=True,
         ),
-        Engine(backend="minimal", source="examples/engine-minimal/src", package="engine_minimal"),
+        EngineUnderChange(
+            backend="minimal", source="examples/engine-minimal/src", package="engine_minimal"
+        ),
     )
 }
 
 
-def mutations_of(engine: Engine) -> list[Mutation]:
+def mutations_of(engine: EngineUnderChange) -> list[Mutation]:
     """Return every change of an engine's source."""
     classes = [
         one
@@ -120,7 +126,7 @@ class Stage:
 
 
 @dataclass(kw_only=True, slots=True)
-class Known:
+class CaseFacts:
     """The facts about a case in a setting that the unchanged engine has shown.
 
     Attributes:
@@ -177,12 +183,12 @@ class Campaign:
         cases: globs of the cases that run; empty means all.
     """
 
-    engine: Engine
+    engine: EngineUnderChange
     work: Path
     lanes: int = 1
     deadline: float = float("inf")
     cases: tuple[str, ...] = ()
-    known: dict[str, Known] = field(default_factory=dict[str, Known])
+    known: dict[str, CaseFacts] = field(default_factory=dict[str, CaseFacts])
     names: dict[Stage, list[str]] = field(default_factory=dict[Stage, list[str]])
 
     def __post_init__(self) -> None:
@@ -276,7 +282,7 @@ class Campaign:
                 print(f"  left out: {name} ended as {known.status}", flush=True)
         self.names[stage] = [name for name in items if self.known[name].passes]
 
-    def _traced(self, item: Item, path: Path | None) -> Known:
+    def _traced(self, item: Item, path: Path | None) -> CaseFacts:
         """Run a case, and write the lines that its ranks execute if a file is given.
 
         Its ranks are then new, so that they execute everything that the case needs.
@@ -284,25 +290,25 @@ class Campaign:
         if path is None:
             with launched_by(Forking(cpu_s=3600)):
                 outcome = run_case(item.case, item.target)
-            return Known(seconds=outcome.seconds, status=outcome.status)
+            return CaseFacts(seconds=outcome.seconds, status=outcome.status)
         close_pools()
         tracer = Tracer(self._lanes.copies[0].folder / self.engine.package, path)
         with launched_by(Forking(cpu_s=3600, tracer=tracer)):
             outcome = run_case(item.case, patient(item, AT_LEAST_S).target)
             close_pools()
-        return Known(seconds=outcome.seconds, status=outcome.status)
+        return CaseFacts(seconds=outcome.seconds, status=outcome.status)
 
-    def _alone(self, stage: Stage, name: str) -> Known:
+    def _alone(self, stage: Stage, name: str) -> CaseFacts:
         """Run a case that starts processes of its own and no ranks."""
-        found: list[Known] = []
+        found: list[CaseFacts] = []
 
         def look(pipe: Connection) -> None:
             item = self.items(stage)[name]
             outcome = run_case(item.case, item.target)
-            pipe.send(Known(seconds=outcome.seconds, status=outcome.status))
+            pipe.send(CaseFacts(seconds=outcome.seconds, status=outcome.status))
 
         def done(child: Child) -> None:
-            found.extend(child.told or [Known(seconds=0.0, status="timeout")])
+            found.extend(child.messages or [CaseFacts(seconds=0.0, status="timeout")])
 
         self._lanes.run([name], lambda _task, _copy: look, done, seconds=600.0)
         return found[0]
@@ -311,7 +317,7 @@ class Campaign:
         """Return the lines that are executed where the engine is found, which all cases need."""
         path = self.work / f"descriptor-{stage.tier}-{stage.world}"
 
-        def work(_task: str, copy: Copy) -> Callable[[Connection], None]:
+        def work(_task: str, copy: PackageCopy) -> Callable[[Connection], None]:
             def look(_pipe: Connection) -> None:
                 Tracer(copy.folder / self.engine.package, path).start()
                 self.items(stage)
@@ -327,7 +333,7 @@ class Campaign:
 
     # --- changed engines -----------------------------------------------------------------------
 
-    def judge(
+    def test_changes(
         self,
         mutations: Sequence[Mutation],
         stage: Stage,
@@ -338,7 +344,7 @@ class Campaign:
         A result has ``verdict``, ``seconds`` and, if a case failed, ``case`` and ``message``.
         """
 
-        def work(mutation: Mutation, _copy: Copy) -> Callable[[Connection], None]:
+        def work(mutation: Mutation, _copy: PackageCopy) -> Callable[[Connection], None]:
             chosen = self._order(mutation, stage)
 
             def look(pipe: Connection) -> None:
@@ -347,7 +353,7 @@ class Campaign:
             return look
 
         def done(child: Child) -> None:
-            messages = dict(child.told)
+            messages = dict(child.messages)
             seconds = round(time.monotonic() - child.began, 2)
             # The process of the cases itself may have ended, or been ended at its deadline.
             late = time.monotonic() > child.end
@@ -408,9 +414,9 @@ class Campaign:
                     # A slow engine is not a wrong one: the case's own deadline decides.
                     outcome = run_case(item.case, items[name].target)
                 if outcome.status in BAD:
-                    return {"verdict": _verdict(outcome), "case": name} | _told(outcome)
+                    return {"verdict": _verdict(outcome), "case": name} | _message_of(outcome)
                 if outcome.status == "suite-error":
-                    result = {"verdict": "suite-error", "case": name} | _told(outcome)
+                    result = {"verdict": "suite-error", "case": name} | _message_of(outcome)
         return result
 
 
@@ -420,7 +426,7 @@ def _verdict(outcome: Outcome) -> str:
     return "crash" if re.search(r"\n--- rank \d+ died", outcome.message) else "killed"
 
 
-def _told(outcome: Outcome) -> dict[str, str]:
+def _message_of(outcome: Outcome) -> dict[str, str]:
     lines = outcome.message.strip().splitlines()
     return {"message": " | ".join([*lines[:2], *lines[-1:]])[:400]}
 
@@ -428,13 +434,13 @@ def _told(outcome: Outcome) -> dict[str, str]:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def identity(engine: Engine, mutation: Mutation) -> str:
+def identity(engine: EngineUnderChange, mutation: Mutation) -> str:
     """Return the id of a changed engine."""
     return f"{engine.backend}:{mutation.place}"
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the results in a file, by id; the last of several is the newest."""
+    """Return the results in a file by id, the newest of several."""
     rows = (json.loads(line) for line in path.read_text().splitlines() if line)
     return {row["id"]: row for row in rows}
 
@@ -442,7 +448,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 class Results:
     """The file with a line for each changed engine."""
 
-    def __init__(self, path: Path, engine: Engine) -> None:
+    def __init__(self, path: Path, engine: EngineUnderChange) -> None:
         self.path = path
         self._engine = engine
         self._digests = {
@@ -537,7 +543,7 @@ def run(
                 flush=True,
             )
 
-        campaign.judge(executed, stage, listen)
+        campaign.test_changes(executed, stage, listen)
         print(f"{stage}: {dict(count)}", flush=True)
 
 

@@ -31,10 +31,10 @@ from engine_conformance._rank_worker import main as run_rank
 
 __all__ = [
     "Child",
-    "Copy",
-    "Engine",
+    "EngineUnderChange",
     "Forking",
     "Lanes",
+    "PackageCopy",
     "Tracer",
     "check_threads",
     "executed_lines",
@@ -46,7 +46,7 @@ MEMORY_BYTES = 6 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
+class EngineUnderChange:
     """An engine whose source is changed.
 
     Attributes:
@@ -138,7 +138,7 @@ class Forking:
         try:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
-            # Pipes of other ranks: a rank would not notice that its own end is gone.
+            # Pipes of other ranks are closed, so that a rank notices when its own end is gone.
             kept = {0, 1, 2, descriptor, self.tracer.descriptor if self.tracer else descriptor}
             for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
                 if number not in kept:
@@ -151,7 +151,7 @@ class Forking:
                 self.tracer.start()
             run_rank(descriptor)
             code = 0
-        # The boundary of a process: its traceback is in the report of the pool.
+        # This is the boundary of a process. The pool reports the traceback.
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:
@@ -199,7 +199,7 @@ class Tracer:
         line = frame.f_lineno
         if line in left:
             left.discard(line)
-            # Unbuffered: a rank may be killed at any time.
+            # The write is unbuffered, because a rank may be killed at any time.
             text = f"{frame.f_code.co_filename[self._cut :]}:{line}\n"
             os.write(self.descriptor, text.encode())
 
@@ -213,10 +213,10 @@ def executed_lines(path: Path) -> dict[str, list[int]]:
     return {file: sorted(found) for file, found in sorted(lines.items())}
 
 
-class Copy:
+class PackageCopy:
     """A copy of an engine's package, of which one file can be changed."""
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
+    def __init__(self, engine: EngineUnderChange, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
         ignored = shutil.ignore_patterns("__pycache__")
@@ -237,7 +237,7 @@ class Copy:
         """Write a file and compile it."""
         path = self.folder / file
         path.write_text(text)
-        # By its hash: two versions may have one size and be of one second.
+        # The hash decides, because two versions may have one size and one second.
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         py_compile.compile(str(path), doraise=True, invalidation_mode=mode)
 
@@ -261,7 +261,7 @@ class Child:
         began: time of `time.monotonic` at its start.
         end: time of `time.monotonic` at which it is ended.
         held: the changes of the lane's copy that last as long as it runs.
-        told: the messages that it has sent.
+        messages: the messages that it has sent.
     """
 
     pid: int
@@ -271,7 +271,7 @@ class Child:
     began: float
     end: float
     held: ExitStack
-    told: list[Any] = field(default_factory=list[Any])
+    messages: list[Any] = field(default_factory=list[Any])
 
     def close(self) -> None:
         """End the process with its ranks, wait for it, and undo the change of the copy."""
@@ -284,7 +284,7 @@ class Child:
         self.held.close()
 
 
-Work = Callable[[Any, Copy], Callable[[Connection], None]]
+Work = Callable[[Any, PackageCopy], Callable[[Connection], None]]
 
 
 class Lanes:
@@ -297,12 +297,12 @@ class Lanes:
         count: number of processes at a time.
     """
 
-    def __init__(self, engine: Engine, work: Path, count: int) -> None:
+    def __init__(self, engine: EngineUnderChange, work: Path, count: int) -> None:
         self._work = work
         self._scratch = (work / "root", work / "tmp")
         for folder in self._scratch:
             folder.mkdir(parents=True)
-        self.copies = [Copy(engine, work / f"copy{i}") for i in range(count)]
+        self.copies = [PackageCopy(engine, work / f"copy{i}") for i in range(count)]
 
     def run(
         self,
@@ -319,7 +319,7 @@ class Lanes:
         Args:
             tasks: the tasks, in order.
             work: returns the function that the process calls with its end of a pipe.
-            done: called when a process has ended; what it sent is in ``told``.
+            done: called when a process has ended; what it sent is in ``messages``.
             seconds: time after which a process is ended.
             deadline: time of `time.monotonic` after which no process starts.
             change: whether tasks are changes, and each process runs on a copy with its change.
@@ -376,7 +376,7 @@ class Lanes:
             self.copies[lane].use()
             job(pipe)
             code = 0
-        # The boundary of a process; its parent finds that it sent no result.
+        # This is the boundary of a process. Its parent finds that it sent no result.
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:
@@ -404,7 +404,7 @@ def _heard(running: Mapping[Connection, Child]) -> list[Child]:
     for pipe in wait(list(running), timeout=max(0.0, first - time.monotonic())):
         assert isinstance(pipe, Connection)
         try:
-            running[pipe].told.append(pipe.recv())
+            running[pipe].messages.append(pipe.recv())
         except EOFError:
             ended.append(running[pipe])
     now = time.monotonic()
@@ -412,7 +412,7 @@ def _heard(running: Mapping[Connection, Child]) -> list[Child]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this forked process; nothing of the one that it was forked from runs."""
+    """End this forked process without running anything of the process it was forked from."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -429,7 +429,7 @@ def imports(file: str) -> bool:
         try:
             importlib.import_module(name)
             code = 0
-        # The boundary of a process: a changed module may raise anything.
+        # This is the boundary of a process, and a changed module may raise anything.
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:

@@ -40,11 +40,11 @@ STEPS = 16
 KEEP = 2
 TASKS = ("sft", "rl")
 WORLDS = (1, 2)
-# This variable is in the environment of every process of a life.
+# This variable is in the environment of every process of a start.
 MARK = "ENGINE_KILLS_LIFE"
-# All processes of a killed life must be gone after this time: torchrun gives its ranks 30 s to end.
+# All processes of a killed start must be gone by then: torchrun gives its ranks 30 s to end.
 GONE_S = 90.0
-# A life that is not killed must have ended after this time.
+# A start that is not killed must have ended after this time.
 LIFE_S = 600.0
 LOOK_S = 0.01
 SAVE_LOOK_S = 0.0005
@@ -132,7 +132,7 @@ def configuration(task: str) -> dict[str, Any]:
 
 
 @dataclass
-class Life:
+class RunStart:
     """One start of a run's command, with all processes that it started."""
 
     folder: Path
@@ -162,7 +162,7 @@ class Life:
         with (self.folder / "log.txt").open("a") as log:
             log.write(f"--- {' '.join(command)}\n")
             log.flush()
-            LIVES.append(self)
+            STARTS.append(self)
             self.process = subprocess.Popen(
                 command,
                 cwd=self.folder,
@@ -173,7 +173,7 @@ class Life:
             )
 
     def processes(self) -> dict[int, bool]:
-        """Return the living processes of this life by their ids, and whether each is a rank."""
+        """Return the living processes of this start by their ids, and whether each is a rank."""
         found: dict[int, bool] = {}
         wanted = f"{MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
@@ -190,7 +190,7 @@ class Life:
                 )
         return found
 
-    def victims(self, target: str, chance: random.Random) -> list[int]:
+    def choose_victims(self, target: str, chance: random.Random) -> list[int]:
         """Return the processes to kill: torchrun, all, or one of the ranks."""
         if target == "launcher":
             return [self.process.pid]
@@ -201,7 +201,7 @@ class Life:
         return chance.sample(ranks, min(1, len(ranks)))
 
     def kill(self, victims: Sequence[int]) -> bool:
-        """Send SIGKILL; return whether the command had not ended yet."""
+        """Send SIGKILL and return whether the command had not ended yet."""
         if self.is_over():
             return False
         for pid in victims:
@@ -209,7 +209,7 @@ class Life:
                 os.kill(pid, signal.SIGKILL)
         return bool(victims)
 
-    def gone(self) -> list[int]:
+    def wait_for_end(self) -> list[int]:
         """Wait until no process is left, and kill processes that do not end.
 
         Returns the processes that had to be killed.
@@ -231,12 +231,12 @@ class Life:
         return self.process.poll() is not None
 
     def in_loop(self) -> bool:
-        """Return whether this life has begun to train, that is, to write its log of metrics."""
+        """Return whether this start has begun to train, that is, to write its log of metrics."""
         log = self.folder / "out/metrics.jsonl"
         return log.is_file() and log.stat().st_mtime > self.began
 
-    def to_do(self) -> float:
-        """Return the share of the run's steps that is not saved yet."""
+    def unsaved_fraction(self) -> float:
+        """Return the fraction of the run's steps that is not saved yet."""
         saved = (
             int(path.name.removeprefix("step-"))
             for path in (self.folder / "out/checkpoints").glob("step-??????")
@@ -248,8 +248,8 @@ class Life:
         return any(True for _ in unfinished(self.folder / "out"))
 
 
-LIVES: list[Life] = []
-"""All lives that were started."""
+STARTS: list[RunStart] = []
+"""All starts that were started."""
 
 
 def unfinished(out: Path) -> Iterator[Path]:
@@ -304,25 +304,25 @@ def unbroken(root: Path, task: str, world: int) -> Unbroken:
     """Run a task to its end without a kill."""
     folder = root / f"{task}-{world}-unbroken"
     folder.mkdir()
-    life = Life(folder, task, world)
-    life.start()
-    entered = wait(life, life.in_loop)
-    code = life.process.wait(LIFE_S)
+    start = RunStart(folder, task, world)
+    start.start()
+    entered = wait(start, start.in_loop)
+    code = start.process.wait(LIFE_S)
     if code:
         raise SystemExit(
             f"{task} on {world} failed by itself:\n{(folder / 'log.txt').read_text()[-4000:]}"
         )
     return Unbroken(
-        digests(folder / "out"), rows(folder / "out"), entered - life.began, time.time() - entered
+        digests(folder / "out"), rows(folder / "out"), entered - start.began, time.time() - entered
     )
 
 
 def wait(
-    life: Life, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S
+    start: RunStart, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S
 ) -> float:
-    """Wait for a condition, the life's end, or ``seconds``, and return the time waited."""
+    """Wait for a condition, the start's end, or ``seconds``, and return the time waited."""
     deadline = time.monotonic() + seconds
-    while not until() and not life.is_over() and time.monotonic() < deadline:
+    while not until() and not start.is_over() and time.monotonic() < deadline:
         time.sleep(every)
     return time.time()
 
@@ -331,7 +331,10 @@ class Campaign:
     """The kills that are left to do, and the results of the kills so far."""
 
     def __init__(self, root: Path, count: int, seed: int, deadline: float) -> None:
-        self.root, self.left, self.seed, self.deadline = root, count, seed, deadline
+        self.root = root
+        self.left = count
+        self.seed = seed
+        self.deadline = deadline
         self.counts: dict[tuple[str, int], Counter[str]] = {
             (t, w): Counter() for t in TASKS for w in WORLDS
         }
@@ -369,65 +372,65 @@ class Campaign:
         folder.mkdir()
         kills = chance.randint(3, 8)
         while True:
-            life = Life(folder, task, world)
-            life.start()
+            start = RunStart(folder, task, world)
+            start.start()
             self.note(task, world, "lives")
             killed = (
                 kills > 0
                 and self.left > 0
                 and time.monotonic() < self.deadline
-                and self.strike(life, reference, chance)
+                and self.strike(start, reference, chance)
             )
             kills -= killed
             if not killed:
-                wait(life, life.is_over)
-            if left := life.gone():
+                wait(start, start.is_over)
+            if left := start.wait_for_end():
                 self.fail(folder, f"processes {left} were left")
             if not killed:
                 break
-        self.compare(folder, life, reference)
+        self.compare(folder, start, reference)
 
-    def strike(self, life: Life, reference: Unbroken, chance: random.Random) -> bool:
-        """Kill at a random moment, and return whether the life was killed before its end."""
-        target = chance.choice(["rank", "all", "launcher"] if life.world > 1 else ["all"])
+    def strike(self, start: RunStart, reference: Unbroken, chance: random.Random) -> bool:
+        """Kill at a random moment, and return whether the start was killed before its end."""
+        target = chance.choice(["rank", "all", "launcher"] if start.world > 1 else ["all"])
         moment = "save" if self.wants_a_save() else chance.choice(["start", "loop", "loop"])
         if moment == "start":
-            wait(life, lambda: False, seconds=chance.uniform(0.0, reference.startup_s))
+            wait(start, lambda: False, seconds=chance.uniform(0.0, reference.startup_s))
         else:
-            wait(life, life.in_loop)
+            wait(start, start.in_loop)
             wait(
-                life,
+                start,
                 lambda: False,
-                seconds=chance.uniform(0.0, 0.6 * life.to_do() * reference.loop_s),
+                seconds=chance.uniform(0.0, 0.6 * start.unsaved_fraction() * reference.loop_s),
             )
         # The victims are chosen first: a look at all processes lasts longer than a save.
-        victims = life.victims(target, chance)
+        victims = start.choose_victims(target, chance)
         if moment == "save":
-            wait(life, lambda: not life.is_saving(), every=SAVE_LOOK_S)
-            wait(life, life.is_saving, every=SAVE_LOOK_S)
+            wait(start, lambda: not start.is_saving(), every=SAVE_LOOK_S)
+            wait(start, start.is_saving, every=SAVE_LOOK_S)
             time.sleep(chance.choice([0.0, chance.uniform(0.0, SAVE_S)]))
-        trained = life.in_loop()
-        if not life.kill(victims):
+        trained = start.in_loop()
+        if not start.kill(victims):
             return False
-        if left := life.gone():
+        if left := start.wait_for_end():
             self.fail(
-                life.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}"
+                start.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}"
             )
-        # Before it trains, a life removes the remains of earlier kills: later remains are its own.
+        # Before it trains, a start removes the remains of earlier kills: later remains are its own.
         inside = (
             "while starting"
             if not trained
             else "in a save"
-            if life.is_saving()
+            if start.is_saving()
             else "while training"
         )
-        self.note(life.task, life.world, "kills", f"of {target}", inside)
+        self.note(start.task, start.world, "kills", f"of {target}", inside)
         return True
 
-    def compare(self, folder: Path, life: Life, reference: Unbroken) -> None:
+    def compare(self, folder: Path, start: RunStart, reference: Unbroken) -> None:
         """Compare a run that has ended with the unbroken run."""
-        if life.process.returncode:
-            self.fail(folder, f"exit {life.process.returncode}")
+        if start.process.returncode:
+            self.fail(folder, f"exit {start.process.returncode}")
             return
         found, out = digests(folder / "out"), folder / "out"
         differ = sorted(
@@ -442,9 +445,9 @@ class Campaign:
         elif remains := sorted(str(path.relative_to(out)) for path in unfinished(out)):
             self.fail(folder, f"remains of killed saves: {', '.join(remains)}")
         else:
-            self.note(life.task, life.world, "equal")
+            self.note(start.task, start.world, "equal")
             shutil.rmtree(folder)
-        self.note(life.task, life.world, "runs")
+        self.note(start.task, start.world, "runs")
 
     def fail(self, folder: Path, what: str) -> None:
         """Note a failure, with the end of the run's log."""
@@ -455,13 +458,13 @@ class Campaign:
 
 @contextmanager
 def ended_with(campaign: Campaign) -> Iterator[None]:
-    """Kill all lives when the campaign is interrupted, so that none outlives it."""
+    """Kill All starts when the campaign is interrupted, so that none outlives it."""
     try:
         yield
     except BaseException:
         campaign.left = 0
-        for life in LIVES:
-            for pid in life.processes():
+        for start in STARTS:
+            for pid in start.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         raise

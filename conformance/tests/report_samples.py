@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_conformance.results import BAD, Outcome, Row, Setting, SuiteRun
-from engine_conformance.verdict import Judgement, judgements
+from engine_conformance.verdict import ProfileVerdict, compute_verdicts
 
 SUITE = {"version": "0.1.0", "contract": "1.0", "digest": "a" * 64}
 LISTED = {
@@ -84,7 +84,7 @@ OTHERS = [
 
 def made(
     rows: Sequence[Row] = (*GOOD, *OTHERS), **changes: Any
-) -> tuple[SuiteRun, list[Judgement]]:
+) -> tuple[SuiteRun, list[ProfileVerdict]]:
     selection = {
         "name": "acme",
         "device": "cpu",
@@ -122,7 +122,7 @@ def made(
         "seconds": 93.125,
     }
     run = SuiteRun(**(given | {"selection": selection, "rows": list(rows)} | changes))
-    return run, judgements(run.rows, complete=selection["complete"], declared=run.declared)
+    return run, compute_verdicts(run.rows, complete=selection["complete"], declared=run.declared)
 
 
 def stored(path: Path, document: Any) -> Path:

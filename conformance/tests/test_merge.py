@@ -18,7 +18,7 @@ from engine_conformance.errors import UsageError
 from engine_conformance.report import certificate, merge, read_document, shown, to_document, verify
 from engine_conformance.report.document import digest
 from engine_conformance.results import STATUSES, Row, SuiteRun
-from engine_conformance.verdict import judgements
+from engine_conformance.verdict import compute_verdicts
 from report_samples import GOOD, SUITE, WORLD_1, WORLD_2, made, row, stored
 
 HALF = replace(WORLD_1, dtype="bfloat16")
@@ -36,7 +36,7 @@ def joined(*documents: Mapping[str, Any]) -> dict[str, Any]:
     named = {f"report {index}": one for index, one in enumerate(documents)}
     run = merge(named, command=["merge", "a", "b"], certify=True)
     return to_document(
-        run, judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+        run, compute_verdicts(run.rows, complete=run.selection["complete"], declared=run.declared)
     )
 
 

@@ -31,7 +31,7 @@ from engine_loopback.weights import Partition, Weight, fill
 
 
 class LoopbackEngine(ExportEngine):
-    """Common part of the language and the value engine; see ``engine_api.contract.Engine``."""
+    """Common part of the language and the value engine (see ``engine_api.contract.Engine``)."""
 
     kind: ClassVar[Kind]
     model_type: ClassVar[type[Model]] = Model

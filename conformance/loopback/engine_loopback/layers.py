@@ -1,4 +1,6 @@
-"""Layers of a decoder on packed tokens; every method has one job, so that it can be replaced alone.
+"""Layers of a decoder on packed tokens.
+
+Every method has one job, so that it can be replaced alone.
 
 Shapes: n tokens of this rank, T tokens of the micro-batch, C hidden size, H query heads and G
 key-value heads *of this tensor-parallel rank*, D head width, E experts. A layer's weights are given

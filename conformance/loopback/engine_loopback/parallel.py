@@ -55,7 +55,7 @@ AXES: dict[str, Callable[[Place], tuple[int, ...]]] = {
 
 
 class Layout:
-    """Grid of ranks; raises ``ConfigError`` if the sizes do not multiply to the world."""
+    """Grid of ranks, whose sizes must multiply to the world (else ``ConfigError``)."""
 
     def __init__(self, parallelism: Parallelism, world: int, rank: int) -> None:
         p = parallelism
@@ -290,7 +290,7 @@ class _GatherOutputs(torch.autograd.Function):
 
 
 class Collectives:
-    """Collectives that a model calls; each is the identity in a group of one."""
+    """Collectives that a model calls, each of which is the identity in a group of one."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -1,4 +1,4 @@
-"""Descriptor of the loopback engine; loading it imports no torch."""
+"""Descriptor of the loopback engine, which imports no torch."""
 
 from __future__ import annotations
 

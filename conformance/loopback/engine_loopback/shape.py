@@ -17,7 +17,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes and switches that the formulas need; ``experts`` is 0 for a dense model."""
+    """The sizes and switches that the formulas need (``experts`` is 0 for a dense model)."""
 
     family: str
     vocab_size: int

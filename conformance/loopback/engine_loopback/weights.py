@@ -30,7 +30,7 @@ _PARTIAL = re.compile(
 
 @dataclass(kw_only=True, eq=False)
 class Weight:
-    """One weight of the whole model with this rank's box; ``param`` is None for an empty box."""
+    """One weight of the whole model with this rank's box (``param`` is None for an empty box)."""
 
     name: str
     shape: tuple[int, ...]

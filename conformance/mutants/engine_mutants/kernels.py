@@ -37,7 +37,7 @@ _COMPUTE = ("infer_batch", "forward_backward", "train_batch", "optimizer_step")
 
 
 class Rewrite(TorchDispatchMode):
-    """Replacement of some operators on plain tensors; all others run as they are."""
+    """Replacement of some operators on plain tensors, while all others run as they are."""
 
     def __init__(self, operators: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()

@@ -113,8 +113,8 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
     except (Exception, SystemExit) as error:  # noqa: BLE001
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         # A case's own verdict is complete; the traceback would show only lines of the suite.
-        judged = type(error).__name__ == "ConformanceFailure"
-        text = str(error) if judged else traceback.format_exc()
+        is_verdict = type(error).__name__ == "ConformanceFailure"
+        text = str(error) if is_verdict else traceback.format_exc()
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(REFUSED)]
         if notes:
             # The engine's typed error says what it refuses; the traceback would add nothing.

@@ -32,7 +32,7 @@ from engine_conformance.explain import explain_case, list_cases
 from engine_conformance.messages import describe, line
 from engine_conformance.preflight import preflight
 from engine_conformance.results import Row, SuiteRun
-from engine_conformance.verdict import EXIT, exit_code, judgements
+from engine_conformance.verdict import EXIT, compute_verdicts, exit_code
 
 if TYPE_CHECKING:
     from engine_conformance.plan import Selection
@@ -280,7 +280,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     if earlier:
         documents = {str(options.report): earlier}
         if run.rows:
-            own = judgements(run.rows, complete=selection.complete, declared=run.declared)
+            own = compute_verdicts(run.rows, complete=selection.complete, declared=run.declared)
             documents["what was run now"] = to_document(run, own)
         run = merge(documents, command=given, certify=options.certify)
     return _conclude(run, options.report, certify=options.certify)
@@ -290,7 +290,7 @@ def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
     """Judge a run, write its reports, print its summary, and return the exit code."""
     from engine_conformance.report import summary, write_reports
 
-    verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+    verdicts = compute_verdicts(run.rows, complete=run.selection["complete"], declared=run.declared)
     if folder:
         write_reports(folder, run, verdicts)
     print(f"\n{summary(run, verdicts, folder=folder)}")
@@ -519,7 +519,7 @@ def _find_differences_from_parts(report: Path, parts: Sequence[Path]) -> list[st
         command=stated["command"],
         certify=stated["certify"],
     )
-    verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+    verdicts = compute_verdicts(run.rows, complete=run.selection["complete"], declared=run.declared)
     made = to_document(run, verdicts)
     return [
         f"{report}: {name}: is not what its parts give"

@@ -58,7 +58,7 @@ class RankProcess(Protocol):
     returncode: int | Any
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code; raise ``TimeoutExpired`` before it."""
+        """Wait for the end and return the exit code, or raise ``TimeoutExpired``."""
         ...
 
     def send_signal(self, sig: int) -> None:

@@ -1,4 +1,4 @@
-"""The layouts and options in which a run repeats a few cases, beside data parallelism and defaults.
+"""The layouts and options in which a run repeats a few cases in addition to data parallelism.
 
 Most cases train data parallel with the engine's default options. What an adapter, an accumulated
 gradient, a metric or a checkpoint is under tensor parallelism, or with another kernel, no other

@@ -10,13 +10,13 @@ from engine_conformance.results import BAD, Row
 
 __all__ = [
     "EXIT",
-    "Judgement",
+    "ProfileVerdict",
     "Verdict",
+    "compute_verdicts",
     "exit_code",
     "is_complete",
-    "judge",
-    "judgements",
     "untested",
+    "verdict_of",
 ]
 
 Verdict = Literal["conformant", "partial", "non-conformant"]
@@ -24,7 +24,7 @@ EXIT = {"conformant": 0, "not conformant": 1, "usage": 2, "could not run": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
+class ProfileVerdict:
     """The verdict on one profile of one model type, and on each group of cases in it."""
 
     profile: str
@@ -33,7 +33,7 @@ class Judgement:
     groups: Mapping[str, Verdict]
 
 
-def judge(rows: Iterable[Row]) -> Verdict:
+def verdict_of(rows: Iterable[Row]) -> Verdict:
     """Return the verdict on some rows.
 
     It is ``non-conformant`` if a row that counts fails, and ``partial`` if nothing ran
@@ -45,10 +45,10 @@ def judge(rows: Iterable[Row]) -> Verdict:
     return "conformant" if statuses and statuses <= {"passed", "refused"} else "partial"
 
 
-def judgements(
+def compute_verdicts(
     rows: Sequence[Row], *, complete: bool, declared: Sequence[str] = ()
-) -> list[Judgement]:
-    """Return one judgement per profile and model type, in the order in which they ran.
+) -> list[ProfileVerdict]:
+    """Return one verdict per profile and model type, in the order in which they ran.
 
     Args:
         rows: the rows of one run.
@@ -58,7 +58,7 @@ def judgements(
     """
     keys = dict.fromkeys((row.profile, row.setting.model_type) for row in rows)
     missing = untested(rows, declared)
-    return [_judgement(rows, key, complete=complete and not missing) for key in keys]
+    return [_compute_verdict(rows, key, complete=complete and not missing) for key in keys]
 
 
 def is_complete(
@@ -92,17 +92,19 @@ def _asked_for_all(selection: Mapping[str, Any], row: Row) -> bool:
     )
 
 
-def _judgement(rows: Sequence[Row], key: tuple[str, str], *, complete: bool) -> Judgement:
+def _compute_verdict(
+    rows: Sequence[Row], key: tuple[str, str], *, complete: bool
+) -> ProfileVerdict:
     profile, model_type = key
     mine = [row for row in rows if (row.profile, row.setting.model_type) == key]
     names = dict.fromkeys(row.group for row in mine)
     groups: dict[str, Verdict] = {
-        name: judge(row for row in mine if row.group == name) for name in names
+        name: verdict_of(row for row in mine if row.group == name) for name in names
     }
-    verdict = judge(mine)
+    verdict = verdict_of(mine)
     if verdict == "conformant" and not complete:
         verdict = "partial"
-    return Judgement(profile=profile, model_type=model_type, verdict=verdict, groups=groups)
+    return ProfileVerdict(profile=profile, model_type=model_type, verdict=verdict, groups=groups)
 
 
 def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
@@ -119,7 +121,7 @@ def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
     return sorted(set(map(str, declared)) - shown)
 
 
-def exit_code(rows: Sequence[Row], verdicts: Sequence[Judgement], *, certify: bool) -> int:
+def exit_code(rows: Sequence[Row], verdicts: Sequence[ProfileVerdict], *, certify: bool) -> int:
     """Return the exit code of a run.
 
     0: nothing failed, and with ``certify`` every verdict is conformant; 1: something
@@ -130,6 +132,6 @@ def exit_code(rows: Sequence[Row], verdicts: Sequence[Judgement], *, certify: bo
         return EXIT["not conformant"]
     if "suite-error" in statuses or not any(status in ("passed", "refused") for status in statuses):
         return EXIT["could not run"]
-    if certify and any(judgement.verdict != "conformant" for judgement in verdicts):
+    if certify and any(result.verdict != "conformant" for result in verdicts):
         return EXIT["not conformant"]
     return EXIT["conformant"]

@@ -49,7 +49,7 @@ def layouts(
     expert_tensor: int | None = None,
     virtual: int = 1,
 ) -> list[Layout]:
-    """Return the layout of each rank of a world; ``expert_tensor`` None is ``tensor``."""
+    """Return the layout of each rank of a world (``expert_tensor`` None is ``tensor``)."""
     world = tensor * data * stages
     split = tensor if expert_tensor is None else expert_tensor
     return [

@@ -63,7 +63,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Write a checkpoint with two data-parallel ranks; return it and the results of its run."""
+    """Write a checkpoint with two data-parallel ranks, and return it and the results of its run."""
     folder = tmp_path_factory.mktemp("saved") / "step-2"
     return folder, pool.run(
         "native_ranks:run_uninterrupted",

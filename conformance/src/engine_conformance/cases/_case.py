@@ -262,7 +262,7 @@ def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> No
         raise ConformanceFailure(quantity, problem, where=where)
 
 
-def _judge_ranks(failure: RankError, *, may_refuse: bool, seconds: float) -> Outcome:
+def _outcome_of_failure(failure: RankError, *, may_refuse: bool, seconds: float) -> Outcome:
     """Return how a case ended in which a rank raised, died or stalled."""
     if may_refuse and failure.raised_everywhere(*_REFUSALS):
         return Outcome(status="refused", seconds=seconds, message=failure.failures[0].error)
@@ -296,7 +296,7 @@ def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
     except RankError as failure:
-        return _judge_ranks(failure, may_refuse=may_refuse, seconds=time.monotonic() - began)
+        return _outcome_of_failure(failure, may_refuse=may_refuse, seconds=time.monotonic() - began)
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
         return outcome("suite-error", traceback.format_exc())
     return outcome("refused" if one.probes else "passed", margin=margin)

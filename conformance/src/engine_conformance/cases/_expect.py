@@ -276,12 +276,12 @@ def looks_like(
     got = merged(call, outputs)
     want = oracle_outputs(stepped, call)
     before = oracle_outputs(start, call)
-    share = 0.01 if target.dtype == "float32" else 0.1
+    fraction = 0.01 if target.dtype == "float32" else 0.1
     margins = []
     for name, exact in want.items():
         moved = float((exact - before[name]).abs().max())
         own = target.tolerance(name)  # type: ignore[arg-type]
-        tol = Tolerance(atol=own.atol + share * moved)
+        tol = Tolerance(atol=own.atol + fraction * moved)
         margins.append(
             assert_close_per_token(
                 f"{name} after the step",

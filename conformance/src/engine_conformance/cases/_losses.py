@@ -17,9 +17,9 @@ from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, wei
 from engine_conformance.oracle.train import Loss
 
 __all__ = [
+    "CorruptedLoss",
     "ForModelType",
     "RaisesLater",
-    "Spoilt",
     "default_loss",
     "entropy_bonus",
     "infinite_gradient",
@@ -151,7 +151,7 @@ def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spoilt:
+class CorruptedLoss:
     """Negative sum times ``factor`` plus ``constant`` where ``here``, and the plain sum elsewhere.
 
     A ``factor`` that is not finite spoils the gradient too, a ``constant`` does not.
@@ -167,10 +167,10 @@ class Spoilt:
         """The outputs that the engine must compute."""
         return ("values",) if self.model_type == "value_model" else ("log_probs",)
 
-    def limit_to_last_rank(self, topology: Topology) -> Spoilt:
-        """Return the same loss, spoilt on the last data-parallel rank alone.
+    def limit_to_last_rank(self, topology: Topology) -> CorruptedLoss:
+        """Return the same loss, corrupted on the last data-parallel rank alone.
 
-        It is spoilt on every rank that works on that data-parallel rank's documents.
+        It is corrupted on every rank that works on that data-parallel rank's documents.
         """
         return replace(self, here=topology.dp_rank == topology.dp_size - 1)
 

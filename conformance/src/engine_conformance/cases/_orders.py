@@ -66,13 +66,15 @@ class Operation:
     """One call of a sequence.
 
     Attributes:
-        kind: ``forward_backward``, ``masked`` (no token carries loss), ``spoilt`` (the loss is NaN,
-            its gradient is not), ``raises`` (the loss raises), ``train_batch``, ``optimizer_step``,
-            ``infer``, ``save``, ``load``, ``bad_batch``, or ``bad_load`` (of an absent checkpoint).
+        kind: ``forward_backward``, ``masked`` (no token carries loss), ``corrupted`` (the loss is
+            NaN, its gradient is not), ``raises`` (the loss raises), ``train_batch``,
+            ``optimizer_step``, ``infer``, ``save``, ``load``, ``bad_batch``, or ``bad_load`` (of an
+            absent checkpoint).
         engine: which of the two engines is called.
         documents: the batch of all ranks together.
         loss: ``plain``, ``warm`` (at temperature 0.7) or ``entropy`` (at temperature 1.3).
-        share: the denominator over the sum of the loss weights; None leaves the default.
+        denominator_factor: the denominator over the sum of the loss weights, or None for the
+            default.
         name: the checkpoint that is saved or loaded, or the member that gets a bad batch.
     """
 
@@ -80,7 +82,7 @@ class Operation:
     engine: int = 0
     documents: PackedDocuments
     loss: str = "plain"
-    share: float | None = None
+    denominator_factor: float | None = None
     name: str = ""
 
     def __str__(self) -> str:
@@ -90,7 +92,11 @@ class Operation:
     @property
     def denominator(self) -> float | None:
         """The denominator that the caller gives."""
-        return None if self.share is None else self.share * self.documents.denominator
+        return (
+            None
+            if self.denominator_factor is None
+            else self.denominator_factor * self.documents.denominator
+        )
 
     @property
     def temperature(self) -> float:
@@ -101,7 +107,7 @@ class Operation:
 # --- the sequence -----------------------------------------------------------------------------
 
 
-class _Maker:
+class _OperationFactory:
     """Makes operations with documents, losses and denominators drawn from a seed."""
 
     def __init__(self, seed: int, model_type: str) -> None:
@@ -111,8 +117,8 @@ class _Maker:
         self.losses = ("plain",) if model_type == VALUE else ("plain", "warm", "entropy")
 
     def __call__(self, kind: str, **arguments: Any) -> Operation:
-        # A loss is spoilt, and raises, on ranks that have documents: on all of them.
-        every = kind in ("spoilt", "raises")
+        # A loss is corrupted, and raises, on ranks that have documents: on all of them.
+        every = kind in ("corrupted", "raises")
         lengths = "uneven" if every else self.draw.choice(sorted(LENGTHS))
         batch = documents(1000 + 100 * self.seed + self.draw.randrange(100), lengths)
         return Operation(kind=kind, documents=batch, **arguments)
@@ -121,7 +127,7 @@ class _Maker:
         """Return a call that adds to the gradient."""
         drawn = {
             "loss": self.draw.choice(self.losses),
-            "share": self.draw.choice([None, 0.5, 2.0, 3.0]),
+            "denominator_factor": self.draw.choice([None, 0.5, 2.0, 3.0]),
         }
         return self("forward_backward", **(drawn | arguments))
 
@@ -142,12 +148,12 @@ def sequence(seed: int, model_type: str) -> tuple[Operation, ...]:
     the seed draws their order, their documents, losses and denominators, and the places of calls
     that must leave the gradient alone.
     """
-    new = _Maker(seed, model_type)
+    new = _OperationFactory(seed, model_type)
     # Each of these ends with a step that shows whether the gradient is whole.
     plain = [
-        [new.add(share=0.5), new.add(share=3.0), new.step()],
+        [new.add(denominator_factor=0.5), new.add(denominator_factor=3.0), new.step()],
         [*(new.add(loss=loss) for loss in new.losses), new.step()],
-        [new.add(), new("masked", share=2.0), new.step()],
+        [new.add(), new("masked", denominator_factor=2.0), new.step()],
     ]
     quiet = [
         new("infer"),
@@ -164,10 +170,10 @@ def sequence(seed: int, model_type: str) -> tuple[Operation, ...]:
         *plain,
         [new("masked"), new.add(), new.step()],
         [new("masked"), new.step()],
-        [new("spoilt"), new.add(), new.step()],
-        [new.add(), new("spoilt"), new.add(), new.step()],
-        [new.add(), new("spoilt"), new.step()],
-        [new("spoilt", engine=1), new.add(), new.step(), new.step(1)],
+        [new("corrupted"), new.add(), new.step()],
+        [new.add(), new("corrupted"), new.add(), new.step()],
+        [new.add(), new("corrupted"), new.step()],
+        [new("corrupted", engine=1), new.add(), new.step(), new.step(1)],
         [new.add(engine=1), new.add(), new.step(1), new.step()],
         [new.add(), new("train_batch", loss=new.draw.choice(new.losses))],
         [
@@ -189,7 +195,10 @@ def sequence(seed: int, model_type: str) -> tuple[Operation, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationResult:
-    """What one rank sees of one operation; ``weights`` of an applied step come from rank 0."""
+    """Result of one operation on one rank.
+
+    ``weights`` of an applied step come from rank 0.
+    """
 
     output: ForwardBackwardOutput | StepOutput | TrainOutput | None
     error: EngineError | KeyError | None
@@ -281,9 +290,11 @@ def _masked(engine: Engine, setup: Setup, one: Operation, folder: Path) -> Forwa
     return checked(output, ForwardBackwardOutput, "forward_backward")
 
 
-def _spoilt(engine: Engine, setup: Setup, one: Operation, folder: Path) -> ForwardBackwardOutput:
+def _call_with_corrupted_loss(
+    engine: Engine, setup: Setup, one: Operation, folder: Path
+) -> ForwardBackwardOutput:
     del folder
-    loss = losses.Spoilt(model_type=setup.model_type, constant=float("nan"))
+    loss = losses.CorruptedLoss(model_type=setup.model_type, constant=float("nan"))
     return _forward_backward(engine, setup, one, loss.limit_to_last_rank(engine.topology))
 
 
@@ -341,7 +352,7 @@ def _bad_batch(engine: Engine, setup: Setup, one: Operation, folder: Path) -> No
 _CALLS: dict[str, Callable[[Engine, Setup, Operation, Path], Any]] = {
     "forward_backward": _add,
     "masked": _masked,
-    "spoilt": _spoilt,
+    "corrupted": _call_with_corrupted_loss,
     "raises": _raises,
     "train_batch": _train_batch,
     "optimizer_step": _optimizer_step,
@@ -357,7 +368,7 @@ _CALLS: dict[str, Callable[[Engine, Setup, Operation, Path], Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedResult:
-    """What the oracle says of one operation.
+    """Result of one operation by the oracle.
 
     Attributes:
         error: name of the contract's error that the call must raise.
@@ -386,7 +397,7 @@ class _State:
     steps: TrainResult | None = None
     waiting: list[tuple[Loss, Operation]] = field(default_factory=list[tuple[Loss, Operation]])
     calls: int = 0
-    spoilt: bool = False
+    corrupted: bool = False
 
     @property
     def oracle(self) -> OracleModel:
@@ -399,7 +410,7 @@ class _State:
     def drop(self) -> None:
         self.waiting.clear()
         self.calls = 0
-        self.spoilt = False
+        self.corrupted = False
 
     def add(self, one: Operation) -> None:
         self.waiting.append((_oracle_loss(self.start, one), one))
@@ -457,9 +468,9 @@ def _expect(state: _State, one: Operation, saved: dict[str, TrainResult | None])
         state.add(one)
         state.calls += 1
         about["loss"] = _value(state, one)
-    elif one.kind in ("masked", "spoilt"):
+    elif one.kind in ("masked", "corrupted"):
         state.calls += 1
-        state.spoilt |= one.kind == "spoilt"
+        state.corrupted |= one.kind == "corrupted"
         about["loss"] = 0.0 if one.kind == "masked" else None
     elif one.kind == "train_batch":
         state.drop()
@@ -487,7 +498,7 @@ def _expect(state: _State, one: Operation, saved: dict[str, TrainResult | None])
 def _expect_step(state: _State) -> dict[str, Any]:
     if not state.calls:
         return {"error": "EngineStateError"}
-    if state.spoilt or not state.waiting:
+    if state.corrupted or not state.waiting:
         return {"skipped": True}
     return {"step": state.apply(), "result": state.steps}
 

@@ -105,7 +105,7 @@ def own_documents(count: int, topology: Topology) -> list[int]:
 
 
 def local_batch(engine: Engine, documents: PackedDocuments, device: str) -> Batch:
-    """Return this rank's share of ``documents``."""
+    """Return this rank's dp shard of ``documents``."""
     mine = own_documents(len(documents.lengths), engine.topology)
     if not mine:
         return Batch.pack([]).to(device)
@@ -144,7 +144,7 @@ class RankOutputs:
 
 
 def infer_on_rank(engine: Engine, call: InferCall, device: str) -> RankOutputs:
-    """Run one call on this rank's share."""
+    """Run one call on this rank's dp shard."""
     batch = local_batch(engine, call.documents, device)
     outputs = engine.infer_batch(
         batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter
@@ -244,7 +244,7 @@ def step(
     denominator: float | None = None,
     temperature: float = 1.0,
 ) -> TrainOutput:
-    """Run one ``train_batch`` on this rank's share.
+    """Run one ``train_batch`` on this rank's dp shard.
 
     Without ``loss`` the model type's own loss is used.
     """

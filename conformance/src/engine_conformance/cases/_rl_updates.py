@@ -48,9 +48,9 @@ _KINK = 1e-3
 _ATTEMPTS = 20
 
 
-def infer_current(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:
+def infer_current(engine: Engine, dp_shard: Batch, *, temperature: float = 1.0) -> Tensor:
     """Return this rank's current log-probs, or a value model's current values."""
-    outputs = engine.infer_batch(share, temperature=temperature)
+    outputs = engine.infer_batch(dp_shard, temperature=temperature)
     given = outputs.log_probs if outputs.values is None else outputs.values
     must(given is not None, "outputs", "infer_batch gave neither log-probs nor values")
     assert given is not None
@@ -76,17 +76,17 @@ def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
     References are computed by the first weights.
     """
     with opened(setup) as engine:
-        shares = [local_batch(engine, phase.batch, setup.device) for phase in phases]
-        references = [infer_current(engine, share) for share in shares]
+        dp_shards = [local_batch(engine, phase.batch, setup.device) for phase in phases]
+        references = [infer_current(engine, dp_shard) for dp_shard in dp_shards]
         outputs = list[TrainOutput]()
-        for phase, share, reference in zip(phases, shares, references, strict=True):
-            old = infer_current(engine, share)
+        for phase, dp_shard, reference in zip(phases, dp_shards, references, strict=True):
+            old = infer_current(engine, dp_shard)
             names = (
                 {"old_values": old}
                 if is_value(setup)
                 else {"old_log_probs": old, "ref_log_probs": reference}
             )
-            ready = share.with_fields(**names)
+            ready = dp_shard.with_fields(**names)
             for _ in range(phase.epochs):
                 output = engine.train_batch(ready, loss, denominator=phase.denominator)
                 outputs.append(checked(output, TrainOutput, "train_batch"))
@@ -94,7 +94,7 @@ def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
 
 
 Plan = Callable[[int], Sequence["Phase"]]
-"""``plan(attempt)`` returns phases; each attempt has batches of its own."""
+"""``plan(attempt)`` returns phases, with batches of its own for each attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ EOS = 2  # as the generated config.json says
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """Action ``update_weights`` with the tensors of a folder, spoilt in one way or whole."""
+    """Action ``update_weights`` with the tensors of a folder, corrupted in one way or whole."""
 
     folder: Path
     version: int

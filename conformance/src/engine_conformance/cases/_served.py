@@ -235,8 +235,8 @@ def served(target: Target, reply: RolloutReply, folder: Path, where: str, *, ver
         _comparable(target, oracle, action.prompts[c.prompt_index], c.tokens) for c in completions
     ]
     assert any(bool(k[0]) for k in keep), f"the fixture leaves nothing to compare: {where}"
-    judge = _greedy_matches if action.sampling.temperature == 0 else _log_probs_match
-    return judge(target, oracle, action, completions, keep, where)
+    compare = _greedy_matches if action.sampling.temperature == 0 else _log_probs_match
+    return compare(target, oracle, action, completions, keep, where)
 
 
 def _greedy_matches(

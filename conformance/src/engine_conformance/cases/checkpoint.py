@@ -230,7 +230,7 @@ def load_when_stepped(
     others: Sequence[PackedDocuments],
     folder: Path,
 ) -> list[tuple[CheckpointInfo, int, Stepped]]:
-    """Step on other documents, load the latest checkpoint, go on; then the same with the first."""
+    """Step on other documents, then load and continue from the latest checkpoint and the first."""
     found = []
     with opened(setup) as engine:
         for batch in others:
@@ -512,7 +512,7 @@ def asynchronous(target: Target) -> float:
     must(
         all_steps[0].digest == ranks[0].digest,
         "weights",
-        "training beside a save differs from training without",
+        "training during a save differs from training without",
     )
     return assert_bitwise(
         read_state(folder / "last"), read_state(folder / "end"), name="state at close"

@@ -425,7 +425,7 @@ def leaves_nothing(target: Target) -> None:
     names = sorted(path.name for path in folder.iterdir())
     asked = {"latest", "asked-0", "asked-1"}
     asked |= {f"{kind}-{rank}" for kind in ("working", "temporary") for rank in range(target.world)}
-    must(set(names) <= asked, "files", f"{sorted(set(names) - asked)} beside what was asked for")
+    must(set(names) <= asked, "files", f"not asked for: {sorted(set(names) - asked)}")
 
 
 Draws = tuple[float, float, float]  # of Python's, NumPy's and torch's generator

@@ -193,7 +193,7 @@ def isolation(target: Target) -> float:
         mine, theirs = (
             torch.cat([v.split(first.lengths)[d] for d in keep]) for v in (value, mixed[name])
         )
-        margins.append(assert_close_per_token(f"{name} beside other documents", theirs, mine, tol))
+        margins.append(assert_close_per_token(f"{name} with other documents", theirs, mine, tol))
     return max(margins)
 
 

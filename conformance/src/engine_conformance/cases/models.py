@@ -1,4 +1,4 @@
-"""What ``config.json`` may ask for, which an engine computes rightly or refuses by name."""
+"""Requests of ``config.json``, which an engine computes rightly or refuses by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTEXT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a model asks for.
+    """Requests of one model.
 
     Attributes:
         words: of which a refusal says at least one, in any case of letters.
@@ -155,7 +155,7 @@ Refusal = BatchError | RankFailure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What one rank made of a model: its refusal, or the results of calls and a step."""
+    """Result of a model on one rank: its refusal, or the results of calls and a step."""
 
     refused: EngineError | None = None
     outputs: list[RankOutputs | Refusal] = field(default_factory=list[RankOutputs | Refusal])

@@ -170,7 +170,7 @@ def _loss_matches(
     want: ExpectedResult,
     output: ForwardBackwardOutput | TrainOutput,
 ) -> float:
-    if one.kind == "spoilt":
+    if one.kind == "corrupted":
         must(not math.isfinite(output.loss), "loss", f"{output.loss} for a loss that is NaN")
         return 0.0
     assert want.loss is not None
@@ -189,7 +189,7 @@ def _loss_matches(
     # The tolerance is that of a mean over the loss's tokens, of one term each.
     plain = target.tolerance("loss")
     terms = 2.0 if one.loss == "entropy" else 1.0
-    tol = Tolerance(atol=plain.atol * terms / (one.share or 1.0), rtol=plain.rtol)
+    tol = Tolerance(atol=plain.atol * terms / (one.denominator_factor or 1.0), rtol=plain.rtol)
     return assert_scalar_close("loss", output.loss, want.loss, tol)
 
 

@@ -173,7 +173,9 @@ def called(setup: Setup, calls: Sequence[str], batch: PackedDocuments, folder: P
         return Asked(replies=replies, after=summary(engine, [step(engine, setup, batch)]))
 
 
-def _judge(capability: Capability, replies: Mapping[str, RefusalReply], *, rank: int = 0) -> None:
+def _require_refusals(
+    capability: Capability, replies: Mapping[str, RefusalReply], *, rank: int = 0
+) -> None:
     for how, reply in replies.items():
         if not reply.error:
             raise AcceptedUndeclared(capability, how)
@@ -217,7 +219,7 @@ def probe_configuration(target: Target, capability: Capability) -> float:
     """Require that every configuration that asks for the capability is refused when it is built."""
     base = target.config(target.model())
     configs = {how: replace(base, **sections) for how, sections in CONFIGURED[capability].items()}
-    _judge(capability, target.run(configured, base, configs=configs)[0])
+    _require_refusals(capability, target.run(configured, base, configs=configs)[0])
     return _usable(target)
 
 
@@ -234,14 +236,16 @@ def probe_calls(target: Target, capability: Capability) -> float:
     ranks = target.run(
         called, target.config(model), calls=CALLED[capability], batch=_BATCH, folder=folder
     )
-    _judge(capability, ranks[0].replies)
+    _require_refusals(capability, ranks[0].replies)
     return _still_trains(target, model, [row.after for row in ranks])
 
 
 def probe_moe(target: Target) -> float:
     """Require that a mixture of experts is refused when an engine is made of it."""
     config = target.config(target.model(family="qwen3_moe", tied=False))
-    _judge(Capability.MOE, target.run(configured, config, configs={"a qwen3_moe model": config})[0])
+    _require_refusals(
+        Capability.MOE, target.run(configured, config, configs={"a qwen3_moe model": config})[0]
+    )
     return _usable(target)
 
 
@@ -255,7 +259,7 @@ def probe_dp(target: Target) -> float:
     for rank, replies in enumerate(
         two.run(configured, config, configs={"a world of two ranks": config})
     ):
-        _judge(Capability.DP, replies, rank=rank)
+        _require_refusals(Capability.DP, replies, rank=rank)
     return _usable(target)
 
 
@@ -267,7 +271,7 @@ def probe_value_head(target: Target) -> float | None:
     except (PluginNotFound, PluginUnavailable):
         return None  # nothing offers one: there is nothing to ask
     config = other.config(other.model())
-    _judge(
+    _require_refusals(
         Capability.VALUE_HEAD, other.run(configured, config, configs={"a value model": config})[0]
     )
     return _usable(target) if target.model_type == LM else None

@@ -23,7 +23,7 @@ from engine_api.results import TrainOutput
 from engine_conformance.cases import _rl_losses as losses
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, merged
-from engine_conformance.cases._losses import Spoilt, default_loss
+from engine_conformance.cases._losses import CorruptedLoss, default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
@@ -77,14 +77,14 @@ def on_policy(
     rows = list[TrainOutput]()
     with opened(setup) as engine:
         for index, temperature in enumerate(temperatures):
-            share = local_batch(engine, batch, setup.device)
-            share = share.with_fields(
-                **{name: infer_current(engine, share, temperature=temperature)}
+            dp_shard = local_batch(engine, batch, setup.device)
+            dp_shard = dp_shard.with_fields(
+                **{name: infer_current(engine, dp_shard, temperature=temperature)}
             )
             chosen = WithEntropy(loss=loss) if index and not is_value(setup) else loss
             rows.append(
                 checked(
-                    engine.train_batch(share, chosen, temperature=temperature),
+                    engine.train_batch(dp_shard, chosen, temperature=temperature),
                     TrainOutput,
                     "train_batch",
                 )
@@ -167,7 +167,7 @@ def old_and_new_by_one_path(target: Target) -> float:
 
     If this fails: a trainer's mode (dropout) stays on after a step, a buffer is not
     exported, or weights are stored in one dtype and computed with in another that an
-    instance makes anew.
+    instance recreates.
     """
     model = target.model()
     folder = target.scratch()
@@ -311,7 +311,7 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Version
 
 
 def _failing(setup: Setup) -> LossFn:
-    return Spoilt(model_type=setup.model_type, factor=math.nan)
+    return CorruptedLoss(model_type=setup.model_type, factor=math.nan)
 
 
 def _version_after(engine: Engine, name: str, call: Callable[[], object]) -> VersionAfterCall:

@@ -85,7 +85,7 @@ def skip_and_go_on(
 
 
 def _placed(loss: LossFn, topology: Topology) -> LossFn:
-    return loss.limit_to_last_rank(topology) if isinstance(loss, losses.Spoilt) else loss
+    return loss.limit_to_last_rank(topology) if isinstance(loss, losses.CorruptedLoss) else loss
 
 
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:
@@ -177,8 +177,8 @@ def nonfinite(target: Target) -> float:
     batch = documents(33, "uneven")
     kind = target.model_type
     bad = (
-        losses.Spoilt(model_type=kind, factor=math.nan),
-        losses.Spoilt(model_type=kind, constant=math.inf),
+        losses.CorruptedLoss(model_type=kind, factor=math.nan),
+        losses.CorruptedLoss(model_type=kind, constant=math.inf),
     )
     outputs, margin = _skips(target, [(batch, loss) for loss in bad])
     for output in outputs:

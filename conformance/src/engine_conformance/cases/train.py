@@ -345,8 +345,8 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
     denominator = concatenate(parts).denominator
     stored = oracle_of(str(model)).params
     gradients = []
-    for share in (parts, parts[:1], parts[1:]):
-        ranks: list[Halves] = target.run(accumulate, config, parts=share, denominator=denominator)
+    for given in (parts, parts[:1], parts[1:]):
+        ranks: list[Halves] = target.run(accumulate, config, parts=given, denominator=denominator)
         same_on_all_ranks([trained for trained, *_ in ranks])
         weights = ranks[0][0].weights
         gradients.append({name: stored[name] - weights[name].double() for name in stored})

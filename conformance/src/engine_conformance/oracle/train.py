@@ -116,7 +116,7 @@ class TrainResult:
 
     @property
     def sensitivity(self) -> dict[str, Tensor]:
-        """How far an error of one `spread` in each step's gradient moves each weight, by name.
+        """Distance that an error of one `spread` in each gradient moves each weight, by name.
 
         To first order, gradients off by r times their `spread` move a weight by
         r * sensitivity. Adam divides by a weight's own gradient history, so a weight whose

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine_conformance.results import STATUSES, Outcome, Part, Row, Setting, SuiteRun
-from engine_conformance.verdict import Judgement
+from engine_conformance.verdict import ProfileVerdict
 
 __all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document", "to_document"]
 
@@ -24,12 +24,12 @@ INFINITE = "infinite"
 _SETTING = ("model_type", "device", "world", "dtype", "variant")
 
 
-def to_document(run: SuiteRun, verdicts: Sequence[Judgement]) -> dict[str, Any]:
+def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, Any]:
     """Return everything about a run as JSON values, with times rounded to milliseconds.
 
     Args:
         run: ``run.selection`` holds the selection's fields and ``complete``.
-        verdicts: as `engine_conformance.verdict.judgements` returns them.
+        verdicts: as `engine_conformance.verdict.compute_verdicts` returns them.
     """
     # JSON has lists only: a document that is read must equal the one that was written.
     selection = json.loads(json.dumps(dict(run.selection), allow_nan=False))
@@ -67,7 +67,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[Judgement]) -> dict[str, Any]:
     return document | {"digest": digest(document)}
 
 
-def read_document(document: Mapping[str, Any]) -> tuple[SuiteRun, list[Judgement]]:
+def read_document(document: Mapping[str, Any]) -> tuple[SuiteRun, list[ProfileVerdict]]:
     """Return the run and the verdicts of a document that fits the schema."""
     fields = (
         "name",
@@ -93,7 +93,7 @@ def read_document(document: Mapping[str, Any]) -> tuple[SuiteRun, list[Judgement
         parts=tuple(Part(**part) for part in document.get("parts", [])),
         families=tuple(document.get("families", ())),
     )
-    return run, [Judgement(**entry) for entry in document["verdicts"]]
+    return run, [ProfileVerdict(**entry) for entry in document["verdicts"]]
 
 
 def parts_of(document: Mapping[str, Any]) -> list[Part]:

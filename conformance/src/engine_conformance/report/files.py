@@ -12,12 +12,12 @@ from engine_conformance.report.document import to_document
 from engine_conformance.report.junit import junit
 from engine_conformance.report.render import certificate, html
 from engine_conformance.results import SuiteRun
-from engine_conformance.verdict import Judgement
+from engine_conformance.verdict import ProfileVerdict
 
 __all__ = ["write_reports"]
 
 
-def write_reports(folder: Path, run: SuiteRun, verdicts: Sequence[Judgement]) -> list[Path]:
+def write_reports(folder: Path, run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> list[Path]:
     """Write all files of a report and return their paths.
 
     They are ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and

@@ -8,18 +8,18 @@ from pathlib import Path
 from engine_conformance.report.document import counts
 from engine_conformance.report.view import margin_text, reasons, worst_row
 from engine_conformance.results import SuiteRun
-from engine_conformance.verdict import Judgement
+from engine_conformance.verdict import ProfileVerdict
 
 __all__ = ["summary"]
 
 
-def summary(run: SuiteRun, verdicts: Sequence[Judgement], *, folder: Path | None) -> str:
+def summary(run: SuiteRun, verdicts: Sequence[ProfileVerdict], *, folder: Path | None) -> str:
     """Return verdicts with reasons, counts, worst margin, time, and the reports' folder, if any."""
     lines = []
-    for judgement in verdicts:
-        why = "; ".join(reasons(run, judgement))
-        verdict = f"{judgement.verdict.upper()} ({why})" if why else judgement.verdict.upper()
-        lines.append(f"{judgement.profile} / {judgement.model_type}: {verdict}")
+    for result in verdicts:
+        why = "; ".join(reasons(run, result))
+        verdict = f"{result.verdict.upper()} ({why})" if why else result.verdict.upper()
+        lines.append(f"{result.profile} / {result.model_type}: {verdict}")
     totals = ", ".join(
         f"{number} {status}" for status, number in counts(run.rows).items() if number
     )

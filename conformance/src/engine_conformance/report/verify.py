@@ -18,7 +18,7 @@ from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
 from engine_conformance.report.merge import joined_environment, joined_selection, key
 from engine_conformance.results import SuiteRun
-from engine_conformance.verdict import is_complete, judgements
+from engine_conformance.verdict import compute_verdicts, is_complete
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -148,7 +148,7 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     given = {(j.profile, j.model_type): j for j in stated}
     derived = {
         (j.profile, j.model_type): j
-        for j in judgements(run.rows, complete=complete, declared=run.declared)
+        for j in compute_verdicts(run.rows, complete=complete, declared=run.declared)
     }
     if len(given) < len(stated):
         yield "verdicts: two are about the same profile and model type"

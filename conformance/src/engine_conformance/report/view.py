@@ -12,7 +12,7 @@ from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Setting, SuiteRun
 from engine_conformance.variants import name_variant
-from engine_conformance.verdict import Judgement, Verdict, untested
+from engine_conformance.verdict import ProfileVerdict, Verdict, untested
 
 __all__ = [
     "GroupView",
@@ -52,48 +52,48 @@ class GroupView:
 class ProfileView:
     """One verdict with the reasons why it is no better, and its groups."""
 
-    judgement: Judgement
+    result: ProfileVerdict
     reasons: list[str]
     groups: list[GroupView]
 
 
-def profiles(run: SuiteRun, verdicts: Iterable[Judgement]) -> list[ProfileView]:
+def profiles(run: SuiteRun, verdicts: Iterable[ProfileVerdict]) -> list[ProfileView]:
     """Return one view per verdict, in their order."""
     return [
         ProfileView(
-            judgement=judgement,
-            reasons=reasons(run, judgement),
-            groups=[_group(run, judgement, name) for name in judgement.groups],
+            result=result,
+            reasons=reasons(run, result),
+            groups=[_group(run, result, name) for name in result.groups],
         )
-        for judgement in verdicts
+        for result in verdicts
     ]
 
 
-def _group(run: SuiteRun, judgement: Judgement, name: str) -> GroupView:
-    rows = [row for row in _rows_of(run, judgement) if row.group == name]
+def _group(run: SuiteRun, result: ProfileVerdict, name: str) -> GroupView:
+    rows = [row for row in _rows_of(run, result) if row.group == name]
     found = {status: number for status, number in counts(rows).items() if number}
     return GroupView(
         name=name,
-        verdict=judgement.groups[name],
+        verdict=result.groups[name],
         counts=found,
         provisional=sum(row.provisional for row in rows),
         worst=worst_row(rows),
     )
 
 
-def _rows_of(run: SuiteRun, judgement: Judgement) -> list[Row]:
-    about = (judgement.profile, judgement.model_type)
+def _rows_of(run: SuiteRun, result: ProfileVerdict) -> list[Row]:
+    about = (result.profile, result.model_type)
     return [row for row in run.rows if (row.profile, row.setting.model_type) == about]
 
 
-def reasons(run: SuiteRun, judgement: Judgement) -> list[str]:
+def reasons(run: SuiteRun, result: ProfileVerdict) -> list[str]:
     """Return the reasons why a verdict is no better than it is.
 
     There are none for ``conformant``.
     """
-    if judgement.verdict == "conformant":
+    if result.verdict == "conformant":
         return []
-    rows = [row for row in _rows_of(run, judgement) if not row.provisional]
+    rows = [row for row in _rows_of(run, result) if not row.provisional]
     short = [
         f"{number} {status}"
         for status, number in counts(rows).items()

@@ -67,7 +67,7 @@ class _Work:
 
     micro_batches: MicroBatches
     denominator: float
-    """Divisor of the loss; 0 where no token carries loss."""
+    """Divisor of the loss, or 0 where no token carries loss."""
     outputs: Sequence[LossOutput]
 
 
@@ -622,7 +622,7 @@ class BaseEngine(EngineDefaults):
     # --- hooks that an engine provides -----------------------------------------------------------
 
     comm: Comm
-    """Control plane over all ranks; it is set before ``_build`` returns."""
+    """Control plane over all ranks, which is set before ``_build`` returns."""
 
     topology: Topology
     vocab_size: int

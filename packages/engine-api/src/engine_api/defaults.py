@@ -99,8 +99,10 @@ class EngineDefaults(ABC):
         return torch.no_grad()
 
     gives: ClassVar[tuple[str, ...]] = ("log_probs", "entropy")
-    """Names of the outputs that a loss may need, the one of plain inference first; a value model
-    has ``("values",)``."""
+    """Names of the outputs that a loss may need, the one of plain inference first.
+
+    A value model has ``("values",)``.
+    """
 
     def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
         """Return the names of the outputs that ``infer_batch`` computes.

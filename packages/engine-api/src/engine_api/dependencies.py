@@ -35,7 +35,7 @@ class Findings:
     """Extras of packages that are not installed."""
 
     unchecked: str = ""
-    """Reason why nothing was checked; "" if all was."""
+    """Reason why nothing was checked, or "" if all was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,10 +49,10 @@ class Found:
     """Origin of the plug-in: "distribution==version (module:attr)" or "in process"."""
 
     plugin: EnginePlugin | None = None
-    """The descriptor; None if it cannot be used."""
+    """The descriptor, or None if it cannot be used."""
 
     problem: str = ""
-    """Reason why the plug-in cannot be used; "" for one that can."""
+    """Reason why the plug-in cannot be used, or "" if it can."""
 
     cause: BaseException | None = None
     """Error that is the reason, if there is one."""

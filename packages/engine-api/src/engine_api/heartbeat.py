@@ -87,7 +87,7 @@ class Beat:
     """Time of the beat by the clock of the rank's host, as of ``time.time()``."""
 
     call: Call | None
-    """The call that the rank is in; None between calls."""
+    """The call that the rank is in, or None between calls."""
 
 
 @register
@@ -116,7 +116,7 @@ class _OpenCall:
 
     call: Call
     doomed: float | None = None
-    """Time since which it is known that a rank will not join; None if it is not known."""
+    """Time since which it is known that a rank will not join, or None."""
     aborted: bool = False
 
 

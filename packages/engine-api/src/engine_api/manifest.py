@@ -57,8 +57,10 @@ class Entry:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     stepped: bool | None = None
-    """True if the optimizer keeps state for this weight; None for an entry that is not a weight,
-    and in checkpoints of releases that did not record it."""
+    """True if the optimizer keeps state for this weight.
+
+    None for an entry that is not a weight, and in checkpoints of releases that did not record it.
+    """
 
 
 @register

@@ -48,7 +48,7 @@ class Row:
     """Types of the devices that the class runs on."""
 
     target: str
-    """The class as "module:Class"; it is imported when an engine is created."""
+    """The class as "module:Class", which is imported when an engine is created."""
 
     model_types: tuple[str, ...] = ("language_model",)
     """Types of the models that the class trains."""
@@ -90,7 +90,7 @@ class Variant:
     """Fields of the options dataclass with other values than their defaults."""
 
     parallelism: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
-    """Sizes of ``Parallelism`` that the options need; empty for data parallelism."""
+    """Sizes of ``Parallelism`` that the options need, which are none for data parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ class MicroBatches:
     """Indices into the batch of the documents of each part."""
 
     loss_weight: float | None
-    """Sum of ``loss_weight`` over all data-parallel ranks in float64; None if no batch has it."""
+    """Sum of ``loss_weight`` over all data-parallel ranks (float64), or None if no batch has it."""
 
     num_tokens: int
     """Number of tokens over all data-parallel ranks."""

@@ -42,7 +42,7 @@ class LossOutput:
     """The loss as a differentiable scalar."""
 
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict[str, Any])
-    """Further sums by name; the engine adds them up over micro-batches and ranks."""
+    """Further sums by name, which the engine adds up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class ForwardBackwardOutput:
     """Sums of the loss function's metrics over all tokens of all ranks, not divided."""
 
     denominator: float
-    """Divisor of the loss; 0 where no token carries loss."""
+    """Divisor of the loss, or 0 where no token carries loss."""
 
     num_tokens: int
     """Number of tokens over all data-parallel ranks."""
@@ -73,13 +73,13 @@ class StepOutput:
     """Global 2-norm of the gradient before clipping."""
 
     lr: float
-    """Learning rate of this step; of a skipped step the rate that it would have had."""
+    """Learning rate of this step, or the rate that a skipped step would have had."""
 
     weight_version: int
     """Number of applied steps after this call."""
 
     skipped: str | None = None
-    """Reason why the step was not applied, with weights and optimizer unchanged; None if it was."""
+    """Reason why the step was not applied (weights and optimizer are unchanged then), or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

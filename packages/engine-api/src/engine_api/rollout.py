@@ -30,19 +30,19 @@ class SamplingParams:
     """Largest number of tokens of a completion."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 is greedy decoding."""
+    """Divisor of the logits, where 0 is greedy decoding."""
 
     top_p: float = 1.0
-    """Probability mass that nucleus sampling keeps, in (0, 1]; 1 keeps all tokens."""
+    """Probability mass that nucleus sampling keeps, in (0, 1], where 1 keeps all tokens."""
 
     top_k: int = 0
-    """Number of most likely tokens that are kept; 0 keeps all tokens."""
+    """Number of most likely tokens that are kept, where 0 keeps all tokens."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion."""
 
     seed: int | None = None
-    """Seed of the draws; None leaves it to the rollout."""
+    """Seed of the draws, or None to leave it to the rollout."""
 
 
 @register

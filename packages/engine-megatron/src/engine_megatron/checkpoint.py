@@ -23,9 +23,10 @@ BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
 def state_of(table: Sequence[Weight], masters: Masters, optimizer: StageOptimizer | None) -> State:
-    """Return this rank's boxes of weights and optimizer state; all ranks call it together.
+    """Return this rank's boxes of weights and optimizer state.
 
-    Tensors that are stored in flat ranges are gathered, and one rank keeps each of their boxes.
+    All ranks call it together. Tensors that are stored in flat ranges are gathered, and one rank
+    keeps each of their boxes.
     """
     reader = Reader(masters, masters.dtype)
     gathered = reader.read_together(table)

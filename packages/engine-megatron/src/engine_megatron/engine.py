@@ -315,7 +315,7 @@ class MegatronEngine(BaseEngine):
     # --- state ---------------------------------------------------------------------------------
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """See ``BaseEngine.state_shards``; all ranks call it together."""
+        """See ``BaseEngine.state_shards``, which all ranks call together."""
         return checkpoint.state_of(self.table, self.masters, self.optimizer)
 
     def _optimizer_fields(self) -> Collection[str]:

@@ -130,7 +130,7 @@ class PackedAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, shard: ContextShard | None
     ) -> Tensor:
-        """Attend within one document; the result is ``[heads, n, d]``."""
+        """Attend within one document and return ``[heads, n, d]``."""
         if shard:
             return attend(query, key, value, shard, self.scale)
         return F.scaled_dot_product_attention(

@@ -79,7 +79,7 @@ class LocalParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatRange:
-    """The flat range of one tensor that this rank writes or reads; a scalar has one element."""
+    """The flat range of one tensor that this rank writes or reads (one element of a scalar)."""
 
     entry: Entry
     part: ShardedTensor
@@ -91,7 +91,7 @@ class FlatRange:
 
 
 def local_parameters(chunks: nn.Module, layout: Layout, masters: Masters) -> list[LocalParameter]:
-    """Return all parameters of this rank; those that other ranks update have an empty range."""
+    """Return all parameters of this rank, with an empty range where other ranks update them."""
     dense, expert = _places(layout)
     parameters: list[LocalParameter] = []
     for name, param in chunks.named_parameters():
@@ -181,7 +181,7 @@ def _flat_ranges(
 
 
 def _save(partial: Path, ranges: Mapping[str, FlatRange]) -> tuple[dict[str, Entry], Sequence[str]]:
-    """Write this rank's ranges under ``partial``; return their entries and the rank's files."""
+    """Write this rank's ranges under ``partial``, and return their entries and the rank's files."""
     folder = partial / _FOLDER
     parts = {key: flat.part for key, flat in ranges.items()}
     try:
@@ -198,7 +198,7 @@ def _save(partial: Path, ranges: Mapping[str, FlatRange]) -> tuple[dict[str, Ent
 
 
 def _is_own(name: str) -> bool:
-    """Return True if this rank wrote a file; rank 0 also wrote those without a rank's number."""
+    """Return True if this rank wrote a file (for rank 0 also one without a rank's number)."""
     rank = dist.get_rank()
     return name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))
 
@@ -266,7 +266,7 @@ def _wanted(
     layout: Layout,
     optimizer: StageOptimizer | None,
 ) -> dict[str, FlatRange]:
-    """Return the ranges to read, with empty tensors; raise ``CheckpointMismatch`` for misfits."""
+    """Return the ranges to read, with empty tensors, or raise ``CheckpointMismatch``."""
     if any(manifest.topology.get(name) != layout.sizes[name] for name in _FIXED):
         raise _mismatch(folder, manifest, f"this engine has {_sizes(layout.sizes)}")
     own: Mapping[str, torch.dtype] = {}
@@ -310,7 +310,7 @@ def _mismatch(folder: Path, manifest: Manifest, why: str) -> CheckpointMismatch:
 
 
 def _load(folder: Path, wanted: Mapping[str, FlatRange]) -> dict[str, Tensor]:
-    """Return the wanted tensors; raise ``CheckpointCorrupt`` where Megatron cannot read them."""
+    """Return the wanted tensors, or raise ``CheckpointCorrupt`` if Megatron cannot read them."""
     parts = {key: flat.part for key, flat in wanted.items()}
     try:
         with warnings.catch_warnings():

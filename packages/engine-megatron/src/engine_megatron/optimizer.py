@@ -249,19 +249,20 @@ class StageOptimizer:
     # --- state ---------------------------------------------------------------------------------
 
     def fields(self) -> list[str]:
-        """Return the names of the optimizer's state fields, sorted; all ranks call it together.
+        """Return the names of the optimizer's state fields, sorted.
 
-        The list is empty before the first step.
+        All ranks call it together. The list is empty before the first step.
         """
         states = [state for group in self.groups for state in group.inner.state.values()]
         own = {name for state in states for name in state}
         return sorted({name for names in self.comm.all_gather(sorted(own)) for name in names})
 
     def whole_state(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """Yield (parameter, field, value) for the whole state; all holders call it together.
+        """Yield (parameter, field, value) for the whole state.
 
-        A value is a scalar or a tensor of the parameter's shape. One gathered tensor exists at a
-        time, unless the caller keeps it. Raises ``ConfigError`` for state of any other shape.
+        All holders call it together. A value is a scalar or a tensor of the parameter's shape. One
+        gathered tensor exists at a time, unless the caller keeps it. Raises ``ConfigError`` for
+        state of any other shape.
         """
         for field in self.fields():
             for param in self.params:

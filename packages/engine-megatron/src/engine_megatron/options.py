@@ -30,7 +30,7 @@ class MegatronOptions:
     """
 
     expert_tensor_parallel: int = 0
-    """Number of tensor-parallel ranks that split each expert's matrices; 0 means all of them.
+    """Number of tensor-parallel ranks that split each expert's matrices, where 0 means all.
 
     With 1, ``parallelism.ep`` spreads whole experts over the tensor-parallel ranks as well.
     """
@@ -49,11 +49,11 @@ class MegatronOptions:
     """
 
     checkpoint: Literal["portable", "megatron"] = "portable"
-    """Format that save_checkpoint writes; load_checkpoint reads both.
+    """Format that save_checkpoint writes.
 
-    ``portable`` is engine-api's format, which every engine loads in every layout. ``megatron`` is
-    Megatron's own, for which nothing is gathered. Only this engine loads it, in a layout that
-    differs in dp and cp at most.
+    load_checkpoint reads both formats. ``portable`` is engine-api's format, which every engine
+    loads in every layout. ``megatron`` is Megatron's own, for which nothing is gathered. Only this
+    engine loads it, in a layout that differs in dp and cp at most.
     """
 
     timeout_s: int = 600

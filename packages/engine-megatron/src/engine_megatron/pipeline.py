@@ -35,11 +35,12 @@ def run(
     *,
     backward: bool,
 ) -> list[Any]:
-    """Run the schedule over all micro-batches; all stages call it together.
+    """Run the schedule over all micro-batches.
 
-    ``chunks`` are those of ``forward`` or their wrappers. ``on_last`` takes the last chunk's hidden
-    states and returns a scalar to differentiate and a value to collect. The last stage returns the
-    collected values, one per micro-batch; all other stages return an empty list.
+    All stages call it together. ``chunks`` are those of ``forward`` or their wrappers. ``on_last``
+    takes the last chunk's hidden states and returns a scalar to differentiate and a value to
+    collect. The last stage returns the collected values, one per micro-batch; all other stages
+    return an empty list.
     """
     virtual = forward.layout.virtual
     stages = forward.layout.stages
