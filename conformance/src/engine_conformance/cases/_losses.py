@@ -196,7 +196,8 @@ class RaisesLater:
     """Loss that is good at its first call and raises from the second call on."""
 
     def __init__(self, model_type: str) -> None:
-        self.loss, self.calls = default_loss(model_type), 0
+        self.loss = default_loss(model_type)
+        self.calls = 0
         self.needs = getattr(self.loss, "needs", ("log_probs",))
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:

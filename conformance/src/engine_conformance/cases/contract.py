@@ -64,12 +64,14 @@ _BELONGS = {
 # need not take them.
 _SINCE = {("get_per_tensor_param_shard", "adapter"): "1.1"}
 TYPES = (LM, VALUE)
+# Torch itself sets variables with these prefixes when it first compiles.
 _CACHES = (
     "TORCHINDUCTOR_",
     "_TORCHINDUCTOR_",
     "TRITON_",
-)  # torch itself sets such variables when it first compiles
-_LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave behind
+)
+# Bytes of device memory that a life of an engine may leave behind.
+_LEAK = 1 << 20
 
 
 def signatures_of(setup: Setup) -> list[str]:
@@ -261,17 +263,26 @@ def registry(target: Target) -> None:
 class Surroundings:
     """State of a rank's process apart from the engine."""
 
-    threads: tuple[str, ...]  # that keep the process from ending
+    threads: tuple[str, ...]
+    """Threads that keep the process from ending."""
     children: tuple[int, ...]
-    files: tuple[str, ...]  # in the working folder
-    group: int  # identity of the default process group
-    groups: int  # how many process groups there are
+    files: tuple[str, ...]
+    """Files in the working folder."""
+    group: int
+    """Identity of the default process group."""
+    groups: int
+    """Number of process groups."""
     environment: tuple[tuple[str, str], ...]
-    switches: tuple[tuple[str, str], ...]  # torch's and Python's, by name
-    memory: int  # bytes allocated on the device
-    daemons: int  # threads that end with the process
-    descriptors: int  # open files and sockets
-    temporary: int  # entries of the folder for temporary files
+    switches: tuple[tuple[str, str], ...]
+    """Settings of torch and Python, by name."""
+    memory: int
+    """Bytes allocated on the device."""
+    daemons: int
+    """Number of threads that end with the process."""
+    descriptors: int
+    """Number of open files and sockets."""
+    temporary: int
+    """Number of entries in the folder for temporary files."""
 
 
 def _umask() -> int:
@@ -428,7 +439,8 @@ def leaves_nothing(target: Target) -> None:
     must(set(names) <= asked, "files", f"not asked for: {sorted(set(names) - asked)}")
 
 
-Draws = tuple[float, float, float]  # of Python's, NumPy's and torch's generator
+# Draws of Python's, NumPy's and torch's generator.
+Draws = tuple[float, float, float]
 
 
 def draws(setup: Setup, states: tuple[int, int]) -> list[tuple[Draws, Draws]]:

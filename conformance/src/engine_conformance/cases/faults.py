@@ -125,9 +125,8 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    seal(
-        folder
-    )  # as whoever wrote it so would have: not the altered file is to be found, but what it says
+    # The manifest is sealed again, so that only its content is wrong, not its checksum.
+    seal(folder)
 
 
 def _newer(folder: Path) -> None:

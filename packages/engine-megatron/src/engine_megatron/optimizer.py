@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronConfig
@@ -32,7 +28,13 @@ from engine_api.config import OptimizerConfig
 from engine_api.errors import ConfigError
 from engine_api.optimizers import build_optimizer, has_scalars_on_device
 from engine_megatron.masters import Masters, Shard, whole_masters
-from engine_megatron.parallel import Layout, holders_group, is_spread_expert, model_group
+from engine_megatron.parallel import (
+    Layout,
+    holders_group,
+    is_spread_expert,
+    model_group,
+    wrap_chunks,
+)
 
 
 class ParameterGroup:
@@ -105,25 +107,29 @@ class DistributedParameterGroup(ParameterGroup):
 
     def _drop_float32_copies(self) -> None:
         """Replace Megatron's float32 copies of 16-bit parameters by the parameters themselves."""
-        own = self.optimizer
-        own.shard_fp32_from_float16_groups = own.shard_float16_groups
-        for group, shards in zip(own.optimizer.param_groups, own.shard_float16_groups, strict=True):
+        optimizer = self.optimizer
+        optimizer.shard_fp32_from_float16_groups = optimizer.shard_float16_groups
+        for group, shards in zip(
+            optimizer.optimizer.param_groups, optimizer.shard_float16_groups, strict=True
+        ):
             group["params"] = list(shards)
-        for params, shards in zip(own.model_float16_groups, own.shard_float16_groups, strict=True):
+        for params, shards in zip(
+            optimizer.model_float16_groups, optimizer.shard_float16_groups, strict=True
+        ):
             for param, shard in zip(params, shards, strict=True):
                 param.main_param = shard
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
         """Yield each parameter that has a range on this rank, with that range."""
-        own = self.optimizer
+        optimizer = self.optimizer
         for groups, masters in (
-            (own.model_fp32_groups, own.shard_fp32_groups),
-            (own.model_float16_groups, own.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         ):
             for params, shards in zip(groups, masters, strict=True):
                 for param, shard in zip(params, shards, strict=True):
                     # Megatron has no public name for the start of a shard.
-                    ranges = own._get_model_param_range_map(param)  # noqa: SLF001
+                    ranges = optimizer._get_model_param_range_map(param)  # noqa: SLF001
                     yield param, Shard(tensor=shard, start=ranges["param"].start)
 
     def step(self) -> None:
@@ -131,8 +137,8 @@ class DistributedParameterGroup(ParameterGroup):
 
         The caller fetches those for all groups at once.
         """
-        own: DistributedOptimizer = self.optimizer
-        super(DistributedOptimizer, own).step_with_ready_grads()
+        optimizer: DistributedOptimizer = self.optimizer
+        super(DistributedOptimizer, optimizer).step_with_ready_grads()
 
 
 class StageOptimizer:
@@ -149,15 +155,7 @@ class StageOptimizer:
         self.layout = layout
         self.comm = comm
         self.distributed = config.name == "adamw"
-        # Without overlap, gradients are reduced once a step, after all micro-batches and all calls
-        # have added to them.
-        buffers = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed
-        )
-        self.chunks: list[Any] = [
-            DistributedDataParallel(config=chunk.config, ddp_config=buffers, module=chunk)  # type: ignore[arg-type]
-            for chunk in chunks
-        ]
+        self.chunks = wrap_chunks(chunks, distributed_optimizer=self.distributed)
         self.params = list(chunks.parameters())
         self.groups = list(self._build_groups(config, dtype))
         shards = {

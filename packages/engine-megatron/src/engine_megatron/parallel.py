@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
@@ -271,6 +271,23 @@ class ModelParallel:
         if cls._owns_world:
             dist.destroy_process_group()
         cls._owns_world = False
+
+
+def wrap_chunks(chunks: nn.ModuleList, *, distributed_optimizer: bool) -> list[Any]:
+    """Return the model chunks with Megatron's buffers of gradients around them.
+
+    Without overlap, gradients are reduced once a step, after all micro-batches and all calls have
+    added to them.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    return [
+        DistributedDataParallel(config=chunk.config, ddp_config=buffers, module=chunk)  # type: ignore[arg-type]
+        for chunk in chunks
+    ]
 
 
 def tensor_group() -> Any:
