@@ -8,7 +8,7 @@ import torch
 from served_model import ServedModel
 from torch import Tensor
 
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.fp8.quantize import quantize
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
@@ -39,7 +39,7 @@ class InProcess:
 def stream_of(
     weights: dict[str, Tensor], *, fp8: bool, dtype: torch.dtype = torch.float32, audit: bool = True
 ) -> Any:
-    return collect(
+    return collect_export(
         iter(weights.items()),
         device=CPU,
         dtype=dtype,

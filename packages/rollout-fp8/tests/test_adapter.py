@@ -29,7 +29,7 @@ from rollout_fp8.install.adapter import (
     read_folder,
     whole_checksum,
 )
-from rollout_fp8.install.adapter_session import AdapterSession, Held
+from rollout_fp8.install.adapter_session import AdapterSession, LoadedAdapter
 from rollout_fp8.remote.client import RemoteRollout
 from rollout_fp8.remote.server import Server, Service
 from rollout_fp8.wire.audit import Boxes
@@ -193,7 +193,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.folders: list[bool] = []
-        self.spoil: Callable[[dict[str, int]], Held] | None = None
+        self.spoil: Callable[[dict[str, int]], LoadedAdapter] | None = None
 
     def learn(self, plan: Any) -> Sequence[Boxes]:
         return [[(name, None) for name in plan.tensors]]
@@ -203,11 +203,11 @@ class Keeper:
             pass
         return [([], {"install": 1.0})]
 
-    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         read = read_folder(folder, {})
         self.folders.append(folder.exists())
         sums = Adapter(lora=read.lora, tensors=read.tensors).checksums() if audit else {}
-        return [self.spoil(dict(sums)) if self.spoil else Held(sums=sums)]
+        return [self.spoil(dict(sums)) if self.spoil else LoadedAdapter(sums=sums)]
 
 
 @pytest.fixture
@@ -254,14 +254,20 @@ def test_a_bad_adapter_does_not_cost_the_base_weights(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda sums: Held(error="ValueError: rank 2 is too large"), "rank 2 is too large"),
-        (lambda sums: Held(sums=sums | {f"{Q}.lora_B.weight": 1}), f"{Q}.lora_B.weight"),
         (
-            lambda sums: Held(sums={n: s for n, s in sums.items() if "down" not in n}),
+            lambda sums: LoadedAdapter(error="ValueError: rank 2 is too large"),
+            "rank 2 is too large",
+        ),
+        (lambda sums: LoadedAdapter(sums=sums | {f"{Q}.lora_B.weight": 1}), f"{Q}.lora_B.weight"),
+        (
+            lambda sums: LoadedAdapter(sums={n: s for n, s in sums.items() if "down" not in n}),
             f"{PREFIX}model.layers.0.mlp.down_proj",
         ),
-        (lambda sums: Held(sums=sums | {"another": 1}), "another"),
-        (lambda sums: Held(sums=sums, wrong=["model.layers.0.self_attn.qkv_proj"]), "qkv_proj"),
+        (lambda sums: LoadedAdapter(sums=sums | {"another": 1}), "another"),
+        (
+            lambda sums: LoadedAdapter(sums=sums, wrong=["model.layers.0.self_attn.qkv_proj"]),
+            "qkv_proj",
+        ),
     ],
     ids=["error", "other", "absent", "more", "kernels"],
 )
@@ -269,7 +275,7 @@ def test_what_workers_hold_otherwise_is_named(
     engine: Lora,
     exporter: Exporter,
     expected: ExpectedAdapter,
-    spoil: Callable[[dict[str, int]], Held],
+    spoil: Callable[[dict[str, int]], LoadedAdapter],
     said: str,
 ) -> None:
     keeper = Keeper()

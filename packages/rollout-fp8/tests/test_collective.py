@@ -17,7 +17,12 @@ from waiting import NEVER_S
 from rollout_fp8.export.plan import make_plan
 from rollout_fp8.transports import collective
 from rollout_fp8.transports.channel import PeerError
-from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing, Group, _store
+from rollout_fp8.transports.collective import (
+    BroadcastGroup,
+    CollectiveIncoming,
+    CollectiveOutgoing,
+    _store,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,7 +59,7 @@ def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
         CollectiveOutgoing(CPU, "no-such-host.invalid", timeout_s=1.0).open([])
 
 
-def make_groups(monkeypatch, size: int) -> list[Group]:
+def make_groups(monkeypatch, size: int) -> list[BroadcastGroup]:
     """Return the sender and its receivers, in one process, with a timeout that no test outlasts."""
     # The environment is not for threads to change.
     monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
@@ -62,7 +67,8 @@ def make_groups(monkeypatch, size: int) -> list[Group]:
     stores = [store, *(_store("127.0.0.1", store.port, size, NEVER_S) for _ in range(size - 1))]
     with ThreadPoolExecutor(size) as threads:
         made = [
-            threads.submit(Group, stores[rank], rank, size, CPU, NEVER_S) for rank in range(size)
+            threads.submit(BroadcastGroup, stores[rank], rank, size, CPU, NEVER_S)
+            for rank in range(size)
         ]
         return [future.result() for future in made]
 
@@ -88,18 +94,18 @@ ENDS_WITH_A_BROADCAST_BEGUN = """
 import os, subprocess, sys
 import torch
 from engine_api.stores import reach_store, serve_store
-from rollout_fp8.transports.collective import Group
+from rollout_fp8.transports.collective import BroadcastGroup
 
 cpu, long_s = torch.device("cpu"), 3600.0
 if len(sys.argv) > 2:
-    group = Group(reach_store("127.0.0.1", int(sys.argv[2]), 2, long_s), 1, 2, cpu, long_s)
+    group = BroadcastGroup(reach_store("127.0.0.1", int(sys.argv[2]), 2, long_s), 1, 2, cpu, long_s)
     sys.stdin.read()
     os._exit(0)
 store = serve_store("127.0.0.1", 2, long_s)
 # Its standard input is closed where this process's interpreter frees its modules: late.
 command = [sys.executable, sys.argv[1], "-", str(store.port)]
 receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
-group = Group(store, 0, 2, cpu, long_s)
+group = BroadcastGroup(store, 0, 2, cpu, long_s)
 begun = group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
 del begun
 group.abort()

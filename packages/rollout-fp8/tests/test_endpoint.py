@@ -127,7 +127,7 @@ def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) 
     pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 30_000})
     made.close()  # the server ended well: its log is gone
     with pending, pytest.raises(RolloutError, match=r"does not respond|was closed"):
-        pending.answer()
+        pending.response()
 
 
 class Torn(Background):
@@ -155,7 +155,7 @@ def test_a_call_that_the_end_of_the_server_cut_short_says_so() -> None:
         assert rollout.begun.wait(DEADLINE_S)
         service.close()
         with pending, pytest.raises(RolloutError, match="the server was closed during this call"):
-            pending.answer()
+            pending.response()
         made.close()
 
 
@@ -224,7 +224,7 @@ def test_a_client_that_names_no_dtype_goes_by_the_one_of_its_rollout(
     plugin = {"sglang": SGLANG, "vllm": VLLM}[name]
     here = Resolution(plugin=plugin, row=plugin.rows[1], device="cpu", source="test", trace=())
     given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0}
-    monkeypatch.setattr(client, "collect", lambda export, **how: how)
+    monkeypatch.setattr(client, "collect_export", lambda export, **how: how)
     for own, other in ({}, "float16"), ({"dtype": "float16"}, dtype):
         made_with = {**given, "model": asdict(given["model"]), **own}
         with serving(Service(hosts(**own), "cpu", name=name, arguments=made_with)) as url:

@@ -81,9 +81,11 @@ def test_a_model_that_the_layer_table_does_not_know_is_refused(tmp_path) -> None
     export = Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="fp8")
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
         export.export(Shards(checkpoint(0), 0, 1))
-    with pytest.raises(ConfigError, match="unknown dtype"):
+    with pytest.raises(ConfigError, match=r"expected one of .*, got 'int8'"):
         Exporter(resolution=RESOLUTION, model=model, dtype="int8")
-    with pytest.raises(ConfigError, match=r"rollout\.quantization"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.quantization: expected one of none, fp8, got 'int4'"
+    ):
         Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="int4")
 
 

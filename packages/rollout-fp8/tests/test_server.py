@@ -26,7 +26,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, PluginNotFound, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.remote import client, endpoint
 from rollout_fp8.remote import server as server_module
 from rollout_fp8.remote.client import RemoteRollout
@@ -112,7 +112,7 @@ def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, a
 
 def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monkeypatch) -> None:
     here = RolloutRegistry.create(name="local", device="cpu", **arguments)
-    stream = collect(
+    stream = collect_export(
         iter(weights(8).items()),
         device=torch.device("cpu"),
         dtype=torch.float32,

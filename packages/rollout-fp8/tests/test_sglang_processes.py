@@ -15,7 +15,7 @@ from waiting import NEVER_S
 
 from engine_api.errors import RolloutError
 from rollout_fp8.export import exporter
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.sync import Schedulers
@@ -53,7 +53,7 @@ class Served:
             self.processes.append(process)
 
     def run(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        stream = collect(
+        stream = collect_export(
             iter(weights.items()),
             device=CPU,
             dtype=torch.float32,

@@ -16,7 +16,7 @@ from waiting import DEADLINE_S
 from engine_api.errors import RankFailure, RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.export import exporter
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.sglang import loader
 from rollout_fp8.sglang.host import Host
@@ -46,7 +46,7 @@ def started(folder) -> Any:
 
 
 def stream_of(seed: int, fp8: bool = False) -> exporter.EngineStream:
-    return collect(
+    return collect_export(
         export(seed),
         device=CPU,
         dtype=torch.float32,

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
@@ -200,7 +200,7 @@ def test_a_stream_that_is_not_the_model_of_the_configuration_never_reaches_the_s
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     weights, model = checkpoint(0), ServedModel(fp8=fp8)
-    session = SyncSession(InProcess([model]), Expected.of(ModelSource(path=str(tmp_path))))
+    session = SyncSession(InProcess([model]), Expected.read(ModelSource(path=str(tmp_path))))
     assert session.run(stream_of(weights, fp8=fp8), 0).audited
     change(weights)
     model.load_weights = None  # type: ignore[assignment,method-assign]
@@ -276,7 +276,7 @@ def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -
         (iter(()), "the export is empty"),
     ]:
         with pytest.raises(RolloutError, match=message):
-            collect(
+            collect_export(
                 export,
                 device=CPU,
                 dtype=torch.float32,

@@ -317,7 +317,7 @@ def test_a_stranger_is_not_taken_in_and_keeps_nobody_out(started, host, monkeypa
     )
     thread.start()
     with dial(listener) as guesses:
-        message, _ = handshake.answer(b"guessed", guesses.recv(handshake.NONCE))
+        message, _ = handshake.respond_to_challenge(b"guessed", guesses.recv(handshake.NONCE))
         guesses.sendall(message)
         assert guesses.recv(1) == b""
     friend = started(connect(listener.address, DEADLINE_S))
@@ -456,7 +456,7 @@ def test_a_listener_that_drips_does_not_hold_who_connects(tmp_path) -> None:
 def test_a_listeners_own_words_prove_nothing() -> None:
     """Check that a peer that echoes the listener does not know the key."""
     key, theirs = b"key", handshake.nonce()
-    message, expected = handshake.answer(key, theirs)
+    message, expected = handshake.respond_to_challenge(key, theirs)
     assert handshake.reply(key, theirs, message) == expected
     assert handshake.reply(key, theirs, message[: handshake.NONCE] + expected) is None
     assert handshake.reply(b"other", theirs, message) is None

@@ -43,7 +43,7 @@ def stream_of(
         return EngineStream(kept._plan, kept._filler, lambda: iter(shards))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporter, "BUCKET_BYTES", bucket_bytes)
-        stream = exporter.collect(
+        stream = exporter.collect_export(
             iter(weights.items()),
             device=device,
             dtype=torch.bfloat16,

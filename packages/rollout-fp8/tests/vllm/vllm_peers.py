@@ -29,7 +29,7 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
 from rollout_fp8.export import exporter
-from rollout_fp8.export.exporter import collect
+from rollout_fp8.export.exporter import collect_export
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many
 # as ranks.
@@ -145,7 +145,7 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
     left = sleepable()  # before anything is collected: vLLM's next engine looks only there
     gc.unfreeze()
-    gc.collect()
+    gc.collect_export()
     named = ("Qwen3", "RotaryEmbedding", "Attention")
     layers = [
         one
@@ -303,7 +303,7 @@ def failures(model: str) -> dict[str, Any]:
 
             Errors hold the frames that they passed, and those hold the model.
             """
-            stream = collect(
+            stream = collect_export(
                 iter(tensors.items()),
                 device=torch.device(DEVICE),
                 dtype=dtype,

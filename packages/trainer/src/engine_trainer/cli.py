@@ -100,10 +100,10 @@ def _run_task(options: argparse.Namespace) -> int:
     config: Config | None = None
     try:
         config = load_config(_config_class(options), options.config, options.overrides)
-        return _run(options, config)
+        return _run_config(options, config)
     except KeyboardInterrupt:
         if global_rank() == 0:
-            _say(_aborted(options.command, config))
+            _say(_describe_abort(options.command, config))
         return ABORTED
 
 
@@ -172,7 +172,7 @@ def _export(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _run(options: argparse.Namespace, config: Config) -> int:
+def _run_config(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
             task = "sft" if isinstance(config, SFTConfig) else options.command
@@ -189,7 +189,7 @@ def _run(options: argparse.Namespace, config: Config) -> int:
         return DONE
     outcome = _train(config)
     if global_rank() == 0:
-        _close(outcome)
+        _print_summary(outcome)
     return DONE
 
 
@@ -241,7 +241,7 @@ def _require_ray() -> None:
         )
 
 
-def _aborted(task: str, config: Config | None) -> str:
+def _describe_abort(task: str, config: Config | None) -> str:
     """Return the message that says which checkpoint an interrupted command leaves."""
     if config is None or task == "eval":
         return "aborted"
@@ -255,7 +255,7 @@ def _aborted(task: str, config: Config | None) -> str:
     return f"aborted; the newest checkpoint is of step {newest}: {again} continues from it{loss}"
 
 
-def _close(outcome: Outcome) -> None:
+def _print_summary(outcome: Outcome) -> None:
     from engine_trainer.telemetry.series import summary
 
     print(summary(outcome.folder))
@@ -264,7 +264,7 @@ def _close(outcome: Outcome) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
+    parser = _build_parser()
     options, rest = parser.parse_known_args(_command_first(argv))
     # argparse leaves over the overrides that stand behind an option.
     if COMMANDS[options.command].takes_overrides:
@@ -283,7 +283,7 @@ def _command_first(argv: Sequence[str]) -> list[str]:
     return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine-train",
         description="SFT, RL, DPO, reward models and evaluation over any engine, by name.",
@@ -419,17 +419,19 @@ def _add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _task(summary: str) -> Command:
+def _task_command(summary: str) -> Command:
     return Command(
         summary=summary, run=_run_task, add_arguments=_add_task_arguments, takes_overrides=True
     )
 
 
 COMMANDS = {
-    "sft": _task("fine-tune a model on documents (supervised fine-tuning)"),
-    "rl": _task("train a model on rewards for its own completions (GRPO, PPO, DAPO, …)"),
-    "dpo": _task("train a model on pairs of a better and a worse response (DPO, IPO, hinge)"),
-    "rm": _task("train a reward model on pairs of responses"),
+    "sft": _task_command("fine-tune a model on documents (supervised fine-tuning)"),
+    "rl": _task_command("train a model on rewards for its own completions (GRPO, PPO, DAPO, …)"),
+    "dpo": _task_command(
+        "train a model on pairs of a better and a worse response (DPO, IPO, hinge)"
+    ),
+    "rm": _task_command("train a reward model on pairs of responses"),
     "eval": Command(
         summary="measure a model on held-out problems or documents, with a file of `rl` or `sft`",
         run=_run_task,
@@ -480,8 +482,8 @@ def _report(error: EngineError, *, debug: bool) -> None:
     kind = "stopped" if isinstance(error, RankFailure) else "error"
     text = f"{kind}: {error}"
     # Many ranks fail alike: a wrong key is wrong on every rank.
-    told = isinstance(error, RankFailure) and raised_by_all(error)
-    if debug or world_size() == 1 or is_news(text, told_by_another=told):
+    reported = isinstance(error, RankFailure) and raised_by_all(error)
+    if debug or world_size() == 1 or is_news(text, reported_elsewhere=reported):
         _say(text)
 
 

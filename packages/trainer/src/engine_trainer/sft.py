@@ -132,10 +132,16 @@ class _Heldout:
     """The held-out documents and problems of a run."""
 
     documents: dict[str, SFTDataset]
-    """Documents whose loss is measured, by the set's name; empty for the set without one."""
+    """Documents whose loss is measured, by the set's name.
+
+    The name is empty for the set without one.
+    """
 
     problems: list[Heldout]
-    """Problems of every held-out set; empty without a reward."""
+    """Problems of every held-out set.
+
+    There are none without a reward.
+    """
 
     questions: dict[str, list[str]]
     """Last user turns of each set, by its name."""

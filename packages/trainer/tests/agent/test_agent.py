@@ -14,7 +14,7 @@ from waiting import NEVER_S
 
 from engine_api.errors import ConfigError, RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, Episode
-from engine_trainer.agent.generators import Batched, derive
+from engine_trainer.agent.generators import BatchingGenerator, derive
 from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.errors import DataError
@@ -320,10 +320,10 @@ def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat,
 
 def test_a_turn_given_up_in_the_background_is_aborted(chat):
     rollout = Submitting(chat, "one", seconds=NEVER_S)
-    from engine_trainer.agent.generators import Submitted
+    from engine_trainer.agent.generators import SubmittingGenerator
 
     async def give_up():
-        generator = Submitted(rollout, sampling(), ["a"])
+        generator = SubmittingGenerator(rollout, sampling(), ["a"])
         episode = Episode(
             0,
             prompts(chat, "q")[0],
@@ -343,7 +343,7 @@ def test_a_turn_given_up_in_the_background_is_aborted(chat):
 
 def test_a_turn_given_up_leaves_its_batch(chat):
     async def give_up():
-        generator = Batched(Scripted(chat, "one"), sampling(), running=2)
+        generator = BatchingGenerator(Scripted(chat, "one"), sampling(), running=2)
         episodes = [
             Episode(
                 i,

@@ -14,7 +14,7 @@ from waiting import NEVER_S
 from engine_api.errors import RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, runner
 from engine_trainer.agent.episode import Request
-from engine_trainer.agent.generators import Batched
+from engine_trainer.agent.generators import BatchingGenerator
 from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
 
@@ -165,7 +165,7 @@ def test_a_turn_that_was_just_given_up_is_not_answered(chat):
     """Give up a turn whose task has not run since, so that the batch still has it."""
 
     async def give_up() -> str:
-        generator = Batched(Scripted(chat, "one"), sampling(), running=2)
+        generator = BatchingGenerator(Scripted(chat, "one"), sampling(), running=2)
         asked = [
             Request(number=i, turn=0, tokens=prompts(chat, "q")[0].tokens, max_new_tokens=9)
             for i in range(2)

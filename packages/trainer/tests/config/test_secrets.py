@@ -17,7 +17,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.cli import main
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree, load_config, to_plain, to_yaml
-from engine_trainer.config.secrets import MASK, Referred, masked
+from engine_trainer.config.secrets import MASK, ReferenceText, masked
 from engine_trainer.run.checkpoints import compare, fingerprint
 
 # Each goes another way into the configuration.
@@ -200,7 +200,7 @@ def test_what_is_written_is_read_back(sums_model, tmp_path, environment) -> None
 
 
 def test_a_referred_text_is_its_value_and_stays_referred(sums_model, tmp_path, environment) -> None:
-    value = Referred("hunter2", "${oc.env:X}")
+    value = ReferenceText("hunter2", "${oc.env:X}")
     assert (value, f"{value}", f"{value}-a", {value: 1}["hunter2"]) == (
         "hunter2",
         "hunter2",

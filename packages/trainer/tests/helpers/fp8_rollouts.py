@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_api.registry import RolloutRegistry
 from engine_trainer.rollouts.local import LocalRollout
-from rollout_fp8.export.exporter import Exporter, collect
+from rollout_fp8.export.exporter import Exporter, collect_export
 from rollout_fp8.fp8.quantize import dequantize
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
@@ -76,7 +76,7 @@ class Fp8Rollout(LocalRollout):
     def update_weights(self, export, version):
         self._not_ready = "the last weight sync failed"
         if not hasattr(export, "plan"):
-            export = collect(
+            export = collect_export(
                 export,
                 device=CPU,
                 dtype=torch.float32,

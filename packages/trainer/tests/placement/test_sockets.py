@@ -19,7 +19,7 @@ from ray_runs import ON_RAY, start, tree
 from sockets import Listening, listening
 
 from engine_trainer.config.sections import RolloutSection
-from engine_trainer.placement.loopback import confined, stay
+from engine_trainer.placement.loopback import loopback_variables, stay
 
 pytestmark = [
     pytest.mark.distributed,
@@ -174,7 +174,7 @@ def test_gloo_and_nccl_are_confined_where_all_of_a_run_is_here_and_nobody_has_sa
     assert {name: os.environ[name].lstrip("=") in known for name in INTERFACES} == dict.fromkeys(
         INTERFACES, True
     )
-    assert {name: os.environ[name] for name in INTERFACES} == confined()
+    assert {name: os.environ[name] for name in INTERFACES} == loopback_variables()
     for name in INTERFACES:
         monkeypatch.setenv(name, "eth7")
     stay({})

@@ -208,9 +208,12 @@ def combined(*parts) -> Scorer:
 @pytest.mark.parametrize(
     ("rewards", "said"),
     [
-        ([{"name": "exact", "weight": "1"}], r"rewards\[0\]\.weight: '1' is text"),
-        ([{"name": "exact", "weight": True}], r"rewards\[0\]\.weight: True is true/false"),
-        ([{"name": "exact", "weight": None}], r"rewards\[0\]\.weight: None is null"),
+        (
+            [{"name": "exact", "weight": "1"}],
+            r"rewards\[0\]\.weight: expected a number, got the text '1'",
+        ),
+        ([{"name": "exact", "weight": True}], r"rewards\[0\]\.weight: expected a number, got true"),
+        ([{"name": "exact", "weight": None}], r"rewards\[0\]\.weight: expected a number, got null"),
         (
             [{"name": "exact"}, {"name": "gsm8k", "weight": float("nan")}],
             r"rewards\[1\]\.weight: nan",
@@ -220,8 +223,14 @@ def combined(*parts) -> Scorer:
             [{"name": "exact", "timeout_s": 0}],
             r"rewards\[0\]\.timeout_s: expected .* above 0, got 0",
         ),
-        ([{"name": "exact", "timeout_s": "a"}], r"rewards\[0\]\.timeout_s: 'a' is text"),
-        ([{"name": "exact", "kwargs": [1]}], r"rewards\[0\]\.kwargs: \[1\] is a list"),
+        (
+            [{"name": "exact", "timeout_s": "a"}],
+            r"rewards\[0\]\.timeout_s: expected .*, got the text 'a'",
+        ),
+        (
+            [{"name": "exact", "kwargs": [1]}],
+            r"rewards\[0\]\.kwargs: expected .*, got the list \[1\]",
+        ),
         ([{"name": "exact", "wieght": 1}], r"(?s)rewards\[0\]\.wieght: unknown key.*weight"),
         (
             [{"name": "exact", "function": "a.py:b"}],
@@ -229,9 +238,9 @@ def combined(*parts) -> Scorer:
         ),
         ([{"weight": 1.0}], r"(?s)rewards\[0\]: .*name or function, one of the two"),
         ([{"name": "combine"}], r"rewards\[0\]\.name: combine within combine"),
-        (["exact"], r"rewards\[0\]: 'exact' is text"),
-        ({"name": "exact"}, r"kwargs\.rewards: .* is a mapping"),
-        (None, r"kwargs\.rewards: None is null"),
+        (["exact"], r"rewards\[0\]: expected .*, got the text 'exact'"),
+        ({"name": "exact"}, r"kwargs\.rewards: expected .*, got the mapping"),
+        (None, r"kwargs\.rewards: expected .*, got null"),
         ([], r"kwargs\.rewards: no reward is named"),
         ([{"name": "exact"}, {"function": "a.py:exact"}], r"kwargs\.rewards: names .*exact"),
     ],

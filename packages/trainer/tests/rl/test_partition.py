@@ -60,7 +60,7 @@ def values(partition: Partition) -> list[torch.Tensor]:
 def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
     source = Partition(engines(given), MINI_BATCHES)
     target = Partition(engines(wanted), MINI_BATCHES)
-    moved = source.moved(values(source), target)
+    moved = source.move(values(source), target)
     for got, want in zip(moved, values(target), strict=True):
         assert torch.equal(got, want)
         assert got.dtype == want.dtype
@@ -73,20 +73,20 @@ def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
 def test_of_a_process_that_holds_one_share_of_each(held, wanted):
     source = Partition(engines(3, held), MINI_BATCHES)
     target = Partition(engines(4, wanted), MINI_BATCHES)
-    (moved,) = source.moved(values(source), target)
+    (moved,) = source.move(values(source), target)
     assert torch.equal(moved, values(Partition(engines(4), MINI_BATCHES))[wanted[0]])
 
 
 def test_the_same_division_moves_nothing():
     one = Partition(engines(2), MINI_BATCHES)
     given = values(one)
-    assert all(a is b for a, b in zip(one.moved(given, one), given, strict=True))
+    assert all(a is b for a, b in zip(one.move(given, one), given, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_shares_are_cut_into_mini_batches(size):
     one = Partition(engines(size), MINI_BATCHES)
-    parts = one.by_mini_batch(one.packed())
+    parts = one.by_mini_batch(one.pack())
     assert [sum(p.num_tokens for p in part) for part in parts] == [
         sum(len(d.tokens) for d in m) for m in MINI_BATCHES
     ]

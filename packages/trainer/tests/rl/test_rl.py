@@ -16,7 +16,7 @@ from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
 from engine_trainer.rewards import RewardError, Score, register
-from engine_trainer.rl.experience import Experience, collect, round_seed, shaped_rewards
+from engine_trainer.rl.experience import Experience, collect_experience, round_seed, shaped_rewards
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.sampling.sampler import Group, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers, read_metrics
@@ -97,7 +97,8 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     seen = []
     monkeypatch.setattr(
-        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect_experience",
+        lambda *a, **k: seen.append(collect_experience(*a, **k)) or seen[0],
     )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
     engine = {
@@ -341,7 +342,7 @@ class Identity(list):
 def run_collect(folder, tmp_path, script, **dynamic) -> Experience:
     section = {"prompts_per_step": 3, "dynamic_sampling": dynamic}
     config = configure(folder, tmp_path, algorithm=section)
-    return collect(script, list(range(100)), Identity(), config, step=5, position=10)
+    return collect_experience(script, list(range(100)), Identity(), config, step=5, position=10)
 
 
 def test_dynamic_sampling_refills_with_new_prompts(folder, tmp_path):

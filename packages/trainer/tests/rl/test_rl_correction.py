@@ -16,7 +16,7 @@ from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.rewards import register
-from engine_trainer.rl.experience import collect
+from engine_trainer.rl.experience import collect_experience
 from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -43,7 +43,8 @@ def run(model, out, monkeypatch, *, correction=None, **algorithm):
 
     seen = []
     monkeypatch.setattr(
-        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect_experience",
+        lambda *a, **k: seen.append(collect_experience(*a, **k)) or seen[0],
     )
     config = {
         "engine": {

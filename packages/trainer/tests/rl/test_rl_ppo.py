@@ -31,7 +31,7 @@ from engine_trainer.config.sections import EngineSection
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
 from engine_trainer.rewards import RewardError, register
 from engine_trainer.rl.critic import check_critic
-from engine_trainer.rl.experience import collect
+from engine_trainer.rl.experience import collect_experience
 from engine_trainer.rl.learner import policy_loss
 from engine_trainer.rl.loop import train_rl
 
@@ -90,7 +90,8 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
     seen = []
     clip = 0.02
     monkeypatch.setattr(
-        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect_experience",
+        lambda *a, **k: seen.append(collect_experience(*a, **k)) or seen[0],
     )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
     critic = {

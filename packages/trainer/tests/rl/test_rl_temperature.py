@@ -10,7 +10,7 @@ import torch
 from rl_runs import configure, rows_of, tensors_of
 
 from engine_trainer.rewards import register
-from engine_trainer.rl.experience import collect
+from engine_trainer.rl.experience import collect_experience
 from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -91,7 +91,8 @@ def test_a_step_is_the_textbooks_at_another_temperature(
     out = tmp_path / "out"
     seen = []
     monkeypatch.setattr(
-        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect_experience",
+        lambda *a, **k: seen.append(collect_experience(*a, **k)) or seen[0],
     )
     # Quarters have exact means.
     register("quarters")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4)

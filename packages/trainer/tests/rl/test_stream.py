@@ -22,7 +22,7 @@ from engine_trainer.telemetry.logs import Timers
 pytest.importorskip("ray", reason="the extra ray")
 
 from engine_trainer.placement.ray.calls import Call, Reply, WorkerFailed, WorkerLost
-from engine_trainer.placement.ray.rollouts import Separate
+from engine_trainer.placement.ray.rollouts import SeparateRollouts
 from engine_trainer.rl.fully_async import FullyAsync
 
 STEP = 2  # groups
@@ -110,7 +110,7 @@ def stream(tmp_path, monkeypatch):
         )
         replica, policy = Replicas(versions or {}, flat), SimpleNamespace(weight_version=version)
         monkeypatch.setattr("engine_trainer.rl.fully_async.ready", replica.ready)
-        rollouts = object.__new__(Separate)
+        rollouts = object.__new__(SeparateRollouts)
         rollouts.pool, rollouts.local_replicas = replica, range(replicas)
         sampler = SimpleNamespace(
             rollouts=rollouts,

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from engine_trainer.config.secrets import Referred
+from engine_trainer.config.secrets import ReferenceText
 from engine_trainer.errors import DataError
 from engine_trainer.telemetry.environment import (
     FILE,
@@ -46,7 +46,7 @@ def test_a_start_has_versions_hardware_and_command(monkeypatch, tmp_path):
 
 
 def test_a_model_from_the_environment_is_written_as_its_reference(tmp_path):
-    record(tmp_path, start(model=Referred("/home/me/model", "${oc.env:MODEL}")))
+    record(tmp_path, start(model=ReferenceText("/home/me/model", "${oc.env:MODEL}")))
     assert read_starts(tmp_path)[0].model == "${oc.env:MODEL}"
     assert "/home/me" not in (tmp_path / FILE).read_text()
 

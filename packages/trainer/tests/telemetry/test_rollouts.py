@@ -154,7 +154,19 @@ def test_the_text_of_each_token_keeps_spaces_and_whole_characters():
     texts = TokenTexts(tokenizer)
     tokens = tokenizer.encode(" a é 🙂", add_special_tokens=False)
     eos = tokenizer.eos_token_id
-    assert texts.of([*tokens, eos]) == [" ", "a", " ", "é", "", " ", "🙂", "", "", "", "<eos>"]
+    assert texts.texts_of_tokens([*tokens, eos]) == [
+        " ",
+        "a",
+        " ",
+        "é",
+        "",
+        " ",
+        "🙂",
+        "",
+        "",
+        "",
+        "<eos>",
+    ]
     # A character that is cut off stays one token's own problem.
-    assert texts.of(tokens[-2:]) == ["\ufffd", "\ufffd"]
-    assert texts.whole([*tokens, eos]) == " a é 🙂"
+    assert texts.texts_of_tokens(tokens[-2:]) == ["\ufffd", "\ufffd"]
+    assert texts.decode([*tokens, eos]) == " a é 🙂"

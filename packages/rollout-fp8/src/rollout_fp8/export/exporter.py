@@ -16,19 +16,19 @@ from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.contract import Engine
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from engine_api.errors import RolloutError, UnsupportedCapability
 from engine_api.heartbeat import watched_each
 from engine_api.process_groups import all_gather
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from rollout_fp8.export.fill import Filler, Reader, there
+from rollout_fp8.export.fill import Filler, Reader, require_value
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
 from rollout_fp8.fp8.layers import kind
 from rollout_fp8.fp8.quantize import ScalePolicy
 from rollout_fp8.install.adapter import Adapter
 from rollout_fp8.kernels.cast import FLOATS
 from rollout_fp8.model import architecture_of
-from rollout_fp8.options import Options
+from rollout_fp8.options import QUANTIZATIONS, Options, check_choice
 from rollout_fp8.phases import Phases
 from rollout_fp8.ranks import of_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan
@@ -71,16 +71,8 @@ class Exporter:
         lora: LoraConfig | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(
-                "rollout.options.dtype",
-                f"unknown dtype {dtype!r}",
-                remedy=f"one of: {', '.join(DTYPES)}",
-            )
-        if quantization not in ("none", "fp8"):
-            raise ConfigError(
-                "rollout.quantization", f"unknown {quantization!r}", remedy="none or fp8"
-            )
+        check_choice("rollout.options.dtype", dtype, tuple(DTYPES))
+        check_choice("rollout.quantization", quantization, QUANTIZATIONS)
         self._device = torch.device(resolution.device)
         self._dtype = DTYPES[dtype]
         self._bucket_bytes = bucket_bytes
@@ -247,12 +239,12 @@ class EngineStream:
                     ready.append((bucket, lane.make(bucket, reader)))
                     if len(ready) == len(self.plan.slots):
                         yield lane.hand_over(*ready.pop(0))
-                        lane.taken()
+                        lane.note_taken()
                 with lane.queue():
-                    self._filler.attempt(lambda reader=reader: there(reader).finish())
+                    self._filler.attempt(lambda reader=reader: require_value(reader).finish())
             for bucket, buffer in ready:
                 yield lane.hand_over(bucket, buffer)
-                lane.taken()
+                lane.note_taken()
         finally:
             # After an error too: the memory that the lane reads may then be freed.
             lane.finish()
@@ -366,7 +358,7 @@ class _Lane:
             self._module.current_stream(buffer.device).wait_event(self._done[self._last])
         return bucket.wire, buffer[: bucket.wire.num_bytes]
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         if self._stream is not None and self._last is not None:
             self._read[self._last] = self._callers.record_event()
 
@@ -375,7 +367,7 @@ class _Lane:
             self._callers.wait_stream(self._stream)
 
 
-def collect(
+def collect_export(
     export: WeightExport,
     *,
     device: torch.device,

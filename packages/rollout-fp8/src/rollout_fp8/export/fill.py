@@ -92,13 +92,15 @@ class Filler:
         """
         buffer = self._buffers[bucket.wire.slot]
         places = [part.source for part in bucket.of_rank(self.rank)]
-        mine = self.attempt(lambda: [self._here(shard) for shard in there(reader).take(places)])
+        mine = self.attempt(
+            lambda: [self._here(shard) for shard in require_value(reader).take(places)]
+        )
         if not bucket.gathered:
             with phases.phase("gather"):
                 sources = [self._plan.sources[place] for place in places]
                 mine = self._gather_first(sources, mine, gather)
         with phases.phase("quantize"):
-            self.attempt(lambda: self._compute(bucket, there(mine), buffer))
+            self.attempt(lambda: self._compute(bucket, require_value(mine), buffer))
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
@@ -247,10 +249,10 @@ class Filler:
         All of them are gathered, also where a rank has no shard to give.
         """
         if self._world_size == 1:
-            return list(there(mine))
+            return list(require_value(mine))
         shards = mine or [None] * len(sources)
         wholes = [self._gather_one(*pair, gather) for pair in zip(sources, shards, strict=True)]
-        return None if self._error else [there(whole) for whole in wholes]
+        return None if self._error else [require_value(whole) for whole in wholes]
 
     def _gather_one(self, source: Source, shard: Tensor | None, gather: Gather) -> Tensor | None:
         """Gather a whole tensor from boxes that may differ in size."""
@@ -348,7 +350,7 @@ def _in_rows(shard: Tensor) -> Tensor:
     return shard
 
 
-def there(value: T | None) -> T:
+def require_value(value: T | None) -> T:
     """Return the value that an earlier attempt made."""
     assert value is not None, "an earlier step of this sync failed"
     return value

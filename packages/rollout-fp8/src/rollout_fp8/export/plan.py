@@ -159,8 +159,8 @@ def make_plan(
     sources = _with_senders(sources, dtype, world_size)
     pack = _Packing(sources, dtype, bucket_bytes)
     contents = [
-        *((True, rows) for rows in pack.gathered(world_size)),
-        *((False, [row]) for row in pack.late()),
+        *((True, rows) for rows in pack.group_sharded(world_size)),
+        *((False, [row]) for row in pack.group_replicated()),
     ]
     buckets = tuple(
         pack.bucket(rows, gathered=gathered, slot=k % num_slots)
@@ -266,7 +266,7 @@ class _Packing:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
 
-    def gathered(self, world_size: int) -> Iterator[list[list[int]]]:
+    def group_sharded(self, world_size: int) -> Iterator[list[list[int]]]:
         """Yield for each bucket the sources that each rank sends."""
         limit = self._bucket_bytes // world_size
         mine = [
@@ -276,7 +276,7 @@ class _Packing:
         runs = [self._runs(indices, limit, rank) for rank, indices in enumerate(mine)]
         return map(list, zip_longest(*runs, fillvalue=[]))
 
-    def late(self) -> list[list[int]]:
+    def group_replicated(self) -> list[list[int]]:
         """Return for each bucket the sources that all ranks fill alike."""
         return self._runs(
             [i for i, s in enumerate(self._sources) if not s.gathers_last], self._bucket_bytes, None

@@ -42,7 +42,10 @@ class Adapter:
     lora: LoraConfig
     tensors: Mapping[str, Tensor]
     sums: Mapping[str, int] | None = None
-    """Checksums made in the process that exported the adapter; None: that is this process."""
+    """Checksums from the process that exported the adapter.
+
+    None if this process exported it.
+    """
 
     @property
     def num_bytes(self) -> int:

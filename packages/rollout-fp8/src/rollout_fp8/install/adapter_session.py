@@ -81,7 +81,7 @@ class SentAdapter:
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class LoadedAdapter:
     """Adapter that one worker holds after it was asked to load it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Held:
 class AdapterWorkers(Workers, Protocol):
     """Workers that serve an adapter in addition to the base weights."""
 
-    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """Replace the adapter by the one in ``folder``, and return the workers' adapters.
 
         Without audit there are no checksums.
@@ -187,7 +187,7 @@ class AdapterSession:
         }
 
 
-def _audit(exported: Mapping[str, int], held: Sequence[Held]) -> None:
+def _audit(exported: Mapping[str, int], held: Sequence[LoadedAdapter]) -> None:
     """Raise ``RolloutError`` that names tensors which a worker holds differently, lacks or adds."""
     wrong = dict.fromkeys(
         name for one in held for name in exported if one.sums.get(name) != exported[name]

@@ -205,7 +205,10 @@ class Receiver:
             shared = intersection(box, region.box)
             if shared is not None:
                 target = region.view(self._read(region.parameter))
-                yield part[_inside(shared, box)], target[_inside(shared, region.box)]
+                yield (
+                    part[_relative_slices(shared, box)],
+                    target[_relative_slices(shared, region.box)],
+                )
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ def _mark(tensor: WireTensor, seed: int, device: torch.device) -> Tensor:
     return (1 + torch.rand(tensor.shape, generator=generator, device=device)).to(tensor.dtype)
 
 
-def _inside(box: ShardSpec, outer: ShardSpec) -> tuple[slice, ...]:
+def _relative_slices(box: ShardSpec, outer: ShardSpec) -> tuple[slice, ...]:
     return tuple(
         slice(o - p, o - p + s) for o, p, s in zip(box.offset, outer.offset, box.shape, strict=True)
     )

@@ -93,7 +93,7 @@ class CastPlan:
         self.bind(sources, outs).run(broken)
 
     def bind(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> BoundCast:
-        """Prepare ``fill`` for the same memory again and again: it takes addresses only once."""
+        """Return the casts bound to these tensors, whose addresses are then read only once."""
         if self._launches is None:
             return BoundCast(sources, outs, None, [])
         table = addresses((sources, outs))
@@ -109,7 +109,10 @@ class BoundCast(NamedTuple):
     sources: Sequence[Tensor]
     outs: Sequence[Tensor]
     table: Tensor | None
-    """Addresses of the tensors; None: without kernels."""
+    """Addresses of the tensors.
+
+    None disables kernels.
+    """
     launches: list[tuple[_Launch, bool]]
     """Each launch, and whether everything in it is aligned."""
 

@@ -20,7 +20,7 @@ from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
-from rollout_fp8.export.exporter import DTYPES, collect
+from rollout_fp8.export.exporter import DTYPES, collect_export
 from rollout_fp8.install.adapter import folder_of
 from rollout_fp8.install.adapter_session import AdapterParts
 from rollout_fp8.model import architecture_of
@@ -185,20 +185,20 @@ class RemoteRollout:
         ) as pending:
 
             def watch() -> None:
-                if pending.answered(0):
+                if pending.has_response(0):
                     # It cannot have the weights yet, so the answer raises.
-                    pending.answer()
+                    pending.response()
                 pending.check()
 
             try:
                 if stream is not None and self._sender is not None:
                     self._sender.send_weights(stream, watch)
             except PeerError:
-                if pending.answered(LAST_WORDS_S):
+                if pending.has_response(LAST_WORDS_S):
                     # The answer raises the server's own error.
-                    pending.answer()
+                    pending.response()
                 raise
-            return from_json(SyncResult, pending.answer())
+            return from_json(SyncResult, pending.response())
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.sleep``."""
@@ -241,7 +241,7 @@ class RemoteRollout:
             return cast("WireStream", export)
         given = {**self._served, **self._arguments}
         quantized = given.get("quantization", "none") == "fp8"
-        return collect(
+        return collect_export(
             export,
             device=device_of(self._device).current(),
             dtype=DTYPES[given["dtype"]],

@@ -236,7 +236,7 @@ class Endpoint:
             RolloutError: the server is gone or hangs.
         """
         with self.start(name, **body) as pending:
-            return pending.answer()
+            return pending.response()
 
     def start(self, name: str, **body: Any) -> Pending:
         """POST a call without waiting for its answer."""
@@ -245,12 +245,12 @@ class Endpoint:
     def health(self) -> dict[str, Any]:
         """Return /health, or raise ``RolloutError`` without an answer within ``silence_s``."""
         with Pending(self, "GET", "health", {}) as pending:
-            if not pending.answered(self.silence_s):
+            if not pending.has_response(self.silence_s):
                 raise self.error(
                     "the server hangs",
                     f"it has shown no sign of life for {self.silence_s:g} s",
                 )
-            return pending.answer()
+            return pending.response()
 
     def own_address(self) -> str:
         """Return the address of this host by which the server reaches it.
@@ -300,7 +300,7 @@ class Pending:
             self._http.close()
             raise self._lost(error) from error
 
-    def answered(self, wait_s: float) -> bool:
+    def has_response(self, wait_s: float) -> bool:
         """Return whether there is an answer, or the server is gone."""
         # ``select.select`` accepts no descriptor above 1023.
         watched = select.poll()
@@ -313,14 +313,14 @@ class Pending:
             self._endpoint.health()
             self._beat = time.monotonic()
 
-    def answer(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Wait for the answer, and return it.
 
         Raises:
             EngineError: the server answers with it.
             RolloutError: the server is gone or hangs.
         """
-        while not self.answered(POLL_S):
+        while not self.has_response(POLL_S):
             self.check()
         try:
             response = self._http.getresponse()

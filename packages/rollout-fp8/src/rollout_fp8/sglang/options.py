@@ -15,7 +15,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.model import config_of
-from rollout_fp8.options import Options
+from rollout_fp8.options import QUANTIZATIONS, Options, check_choice
 
 WHERE = "rollout 'sglang'"
 # Imported by SGLang in its schedulers.
@@ -67,18 +67,8 @@ def check_arguments(
         ConfigError: an argument is wrong, or options exclude each other.
         RolloutError: SGLang would serve FP8 weights through 16-bit kernels (Marlin).
     """
-    if dtype not in DTYPES:
-        raise ConfigError(
-            "rollout.options.dtype",
-            f"unknown dtype {dtype!r}",
-            remedy=f"one of: {', '.join(DTYPES)}",
-        )
-    if quantization not in ("none", "fp8"):
-        raise ConfigError(
-            "rollout.quantization",
-            f"unknown quantization {quantization!r}",
-            remedy="one of: none, fp8",
-        )
+    check_choice("rollout.options.dtype", dtype, DTYPES)
+    check_choice("rollout.quantization", quantization, QUANTIZATIONS)
     if batch_size < 1:
         raise ConfigError(
             "rollout.batch_size", f"expected at least 1, got {batch_size}", remedy="give at least 1"

@@ -23,7 +23,7 @@ from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
-from rollout_fp8.export.exporter import DTYPES, collect
+from rollout_fp8.export.exporter import DTYPES, collect_export
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of
 from rollout_fp8.ranks import require_own_devices
@@ -107,7 +107,7 @@ class SglangRollout:
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
         self._dtype = DTYPES[dtype]
-        self._expected = Expected.of(model)
+        self._expected = Expected.read(model)
         self._architecture = architecture_of(model) if quantization == "fp8" else None
         # Held while the state changes.
         self._gate = threading.Lock()
@@ -303,7 +303,7 @@ class SglangRollout:
     def _stream(self, export: WeightExport) -> WireStream:
         if hasattr(export, "buckets"):
             return cast("WireStream", export)
-        return collect(
+        return collect_export(
             self._expected.checked(export),
             device=self._device,
             dtype=self._dtype,

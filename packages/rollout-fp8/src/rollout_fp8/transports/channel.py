@@ -1,10 +1,13 @@
 """Messages between the process that has the weights and the processes that serve them.
 
 A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP
-(several). Its messages are ``engine_api.codec``'s: nothing is unpickled. Both ends first prove to
-each other that they know a key: one that they were given, or the secret of this run, in the
-environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its
-children inherit. On TCP the messages themselves are neither encrypted nor signed: use it inside a
+(several). Its messages are ``engine_api.codec``'s: nothing is unpickled.
+
+Both ends first prove to each other that they know a key: one that they were given, or the secret
+of this run. The secret is in the environment variable ``ROLLOUT_FP8_KEY``. A process makes it when
+it has none, and its children inherit it.
+
+On TCP the messages themselves are neither encrypted nor signed: use it inside a
 network that you trust.
 
 Every read and write has a deadline; a peer that is closed, dead or silent is a ``PeerError``.
@@ -30,7 +33,7 @@ from engine_api.errors import RolloutError
 
 WHERE = "weight sync"
 KEY = "ROLLOUT_FP8_KEY"
-# Seconds between two checks whether to wait on.
+# Seconds between two calls of the watch that decides whether to keep waiting.
 POLL_S = 0.1
 # Seconds for the other receivers to report their errors, once one has failed.
 GRACE_S = 1.0
@@ -51,8 +54,8 @@ def secret(purpose: str) -> bytes:
     return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)
 
 
-def nothing() -> None:
-    """Let the caller wait on (the default watch)."""
+def no_watch() -> None:
+    """Keep waiting: the watch of a caller that has nothing to check."""
 
 
 class Channel:
@@ -87,16 +90,16 @@ class Channel:
         except BlockingIOError as error:
             raise self._silent() from error
         except OSError as error:
-            raise self._closed(self.last_words() or str(error)) from error
+            raise self._closed(self.read_failure() or str(error)) from error
 
-    def receive(self, tag: str, watch: Watch = nothing) -> tuple[Any, ...]:
+    def receive(self, tag: str, watch: Watch = no_watch) -> tuple[Any, ...]:
         """Return the next message's body. ``watch`` is called now and then, and may raise.
 
         Raises:
             PeerError: the other end is gone or silent, or the peer reports that it failed.
         """
         deadline = time.monotonic() + self.timeout_s
-        while not self.speaks(POLL_S):
+        while not self.has_message(POLL_S):
             watch()
             if time.monotonic() > deadline:
                 raise self._silent()
@@ -109,7 +112,7 @@ class Channel:
             raise self._not_a_message(f"expected a message {tag!r}, got {found!r}")
         return tuple(body)
 
-    def speaks(self, wait_s: float = 0.0) -> bool:
+    def has_message(self, wait_s: float = 0.0) -> bool:
         """Return whether a message has come, or the other end is closed."""
         try:
             return self._connection.poll(wait_s)
@@ -131,7 +134,7 @@ class Channel:
         watched.register(self._connection.fileno(), select.POLLRDHUP)
         return bool(watched.poll(0))
 
-    def last_words(self, wait_s: float = 0.0) -> str:
+    def read_failure(self, wait_s: float = 0.0) -> str:
         """Return the peer's failure message, or an empty text.
 
         Its other messages are lost.
@@ -225,14 +228,16 @@ def _parts(message: bytes) -> tuple[Any, ...]:
     parts = decode(message)
     if not isinstance(parts, tuple) or not parts or (parts[0] == "failed" and len(parts) < 2):
         raise CodecError(
-            "no message",
+            "not a message of a channel",
             where=WHERE,
             why=f"expected a tag and a body, got a {type(parts).__name__}",
         )
     return parts
 
 
-def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> list[tuple[Any, ...]]:
+def receive_from_all(
+    channels: Sequence[Channel], tag: str, watch: Watch = no_watch
+) -> list[tuple[Any, ...]]:
     """Return one message of every channel, in the channels' order.
 
     Raises:
@@ -255,11 +260,11 @@ def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> li
                 failures[index] = error
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures or len(found) < len(channels):
-        raise _together(channels, found, failures)
+        raise _combine_failures(channels, found, failures)
     return [found[index] for index in range(len(channels))]
 
 
-def _together(
+def _combine_failures(
     channels: Sequence[Channel], found: dict[int, tuple[Any, ...]], failures: dict[int, PeerError]
 ) -> PeerError:
     said = [f"{error.what}: {error.why}" for error in failures.values()]

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from engine_api.devices import device_of
 from engine_api.stores import reach_store, serve_store
-from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
+from rollout_fp8.transports.channel import WHERE, Channel, PeerError, receive_from_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LEAVE_POLL_S = 0.05
 
 
-class Group:
+class BroadcastGroup:
     """Group of the sender (rank 0) and its receivers. All of them construct it together.
 
     Raises:
@@ -122,7 +122,7 @@ class CollectiveOutgoing:
         self._device = device
         self._host = host
         self._timeout_s = timeout_s
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._num_receivers = 0
 
     def open(self, channels: Sequence[Channel]) -> None:
@@ -131,8 +131,8 @@ class CollectiveOutgoing:
         store = _store(self._host, 0, size, self._timeout_s)
         for rank, channel in enumerate(channels, start=1):
             channel.send("join", self._host, store.port, rank, size)
-        self._group = Group(store, 0, size, self._device, self._timeout_s)
-        collect(channels, "opened")
+        self._group = BroadcastGroup(store, 0, size, self._device, self._timeout_s)
+        receive_from_all(channels, "opened")
         self._num_receivers = len(channels)
 
     def put(self, bucket: BucketPlan, buffer: Tensor) -> Sequence[None]:
@@ -141,7 +141,7 @@ class CollectiveOutgoing:
         self._group.wait(self._group.broadcast(buffer))
         return [None] * self._num_receivers
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """Do nothing: nothing of the stream's is lent."""
 
     def close(self) -> None:
@@ -160,13 +160,13 @@ class CollectiveIncoming:
         self._timeout_s = timeout_s
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.slots]
         self._works: dict[int, dist.Work] = {}
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
 
     def open(self, channel: Channel) -> None:
         """See ``kinds.Incoming.open``."""
         host, port, rank, size = channel.receive("join")
         store = _store(host, port, size, self._timeout_s)
-        self._group = Group(store, rank, size, self._device, self._timeout_s)
+        self._group = BroadcastGroup(store, rank, size, self._device, self._timeout_s)
         channel.send("opened")
 
     def expect(self, index: int) -> None:

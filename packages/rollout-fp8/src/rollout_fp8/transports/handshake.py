@@ -24,7 +24,7 @@ import time
 # Bytes.
 NONCE = 32
 DIGEST = 32
-ANSWER = NONCE + DIGEST
+RESPONSE = NONCE + DIGEST
 
 
 def nonce() -> bytes:
@@ -32,7 +32,7 @@ def nonce() -> bytes:
     return secrets.token_bytes(NONCE)
 
 
-def answer(key: bytes, theirs: bytes) -> tuple[bytes, bytes]:
+def respond_to_challenge(key: bytes, theirs: bytes) -> tuple[bytes, bytes]:
     """Return the peer's message, and the HMAC that the listener must then send."""
     ours = nonce()
     return ours + _digest(key, b"receiver", theirs, ours), _digest(key, b"sender", theirs, ours)
@@ -57,7 +57,7 @@ def prove(connection: socket.socket, key: bytes, deadline: float) -> bool:
         OSError: the other end is closed or silent.
         EOFError: the other end is closed.
     """
-    message, expected = answer(key, _receive(connection, NONCE, deadline))
+    message, expected = respond_to_challenge(key, _receive(connection, NONCE, deadline))
     connection.sendall(message)
     return hmac.compare_digest(_receive(connection, DIGEST, deadline), expected)
 

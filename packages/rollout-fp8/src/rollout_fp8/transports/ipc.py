@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from engine_api.errors import RolloutError
-from rollout_fp8.transports.channel import WHERE, Channel, collect
+from rollout_fp8.transports.channel import WHERE, Channel, receive_from_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 # Positions among the arguments of torch's ``rebuild_cuda_tensor``, by which torch's own queues
@@ -51,7 +51,7 @@ class IpcOutgoing:
             channel.send("events", _uuid(self._device), handles)
         self._read = [
             [torch.cuda.Event.from_ipc_handle(self._device, handle) for handle in theirs]
-            for (theirs,) in collect(channels, "opened")
+            for (theirs,) in receive_from_all(channels, "opened")
         ]
 
     def put(self, bucket: BucketPlan, buffer: Tensor) -> Sequence[Any]:
@@ -67,7 +67,7 @@ class IpcOutgoing:
         # torch counts users: each receiver takes a handle of its own.
         return [_shared(whole) for _ in self._read]
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """See ``kinds.Outgoing.taken``."""
         stream = torch.cuda.current_stream(self._device)
         for events in self._read:

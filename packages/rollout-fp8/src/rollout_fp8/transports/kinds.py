@@ -32,7 +32,7 @@ class Outgoing(Protocol):
         """
         ...
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """Note that every receiver has read the last bucket, or has queued it (where ``lends``)."""
         ...
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rollout_fp8.transports import channel as channels
 from rollout_fp8.transports import handshake
-from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerError, Watch, nothing
+from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerError, Watch, no_watch
 
 # Seconds for a peer to prove that it knows the secret.
 HANDSHAKE_S = 10.0
@@ -63,7 +63,7 @@ class Listener:
         self._finalize = weakref.finalize(self, held.close)
 
     def accept(
-        self, peer: str, timeout_s: float, watch: Watch = nothing, *, deadline: float | None = None
+        self, peer: str, timeout_s: float, watch: Watch = no_watch, *, deadline: float | None = None
     ) -> Channel:
         """Return a channel to the next peer that knows the secret.
 
@@ -133,13 +133,13 @@ class Listener:
         A peer that does not is closed.
         """
         try:
-            data = peer.connection.recv(handshake.ANSWER - len(peer.received))
+            data = peer.connection.recv(handshake.RESPONSE - len(peer.received))
         except BlockingIOError:
             return False
         except OSError:
             data = b""
         peer.received += data
-        if data and len(peer.received) < handshake.ANSWER:
+        if data and len(peer.received) < handshake.RESPONSE:
             return False
         connection = self._forget(peer)
         reply = data and handshake.reply(_key(self._key), peer.nonce, peer.received)

@@ -15,8 +15,8 @@ from rollout_fp8.transports.channel import (
     Channel,
     PeerError,
     Watch,
-    collect,
-    nothing,
+    no_watch,
+    receive_from_all,
     secret,
 )
 from rollout_fp8.transports.kinds import Kind, Outgoing, outgoing
@@ -82,7 +82,7 @@ class Sender:
         """
         return f"{self._listener.address}#{self._count}"
 
-    def send_weights(self, stream: WireStream, watch: Watch = nothing) -> Delivery:
+    def send_weights(self, stream: WireStream, watch: Watch = no_watch) -> Delivery:
         """Carry one stream to all receivers and wait until they have installed it.
 
         ``watch`` is called while nothing happens, and its error ends the sync (for example because
@@ -170,7 +170,7 @@ class _Session:
         self._transport = transport
         for channel in self._channels:
             channel.send("plan", kind, self._plan)
-        collect(self._channels, "learnt", watch)
+        receive_from_all(self._channels, "learnt", watch)
         transport.open(self._channels)
 
     def fits(self, stream: WireStream) -> bool:
@@ -182,7 +182,7 @@ class _Session:
         return (
             same
             and self._device == stream.device
-            and not any(channel.speaks() for channel in self._channels)
+            and not any(channel.has_message() for channel in self._channels)
         )
 
     def run(self, stream: WireStream, count: int, watch: Watch) -> Delivery:
@@ -194,7 +194,7 @@ class _Session:
         seconds = stream.seconds()
         for channel in self._channels:
             channel.send("end", checksums, seconds)
-        answers = [answer for (answer,) in collect(self._channels, "done", watch)]
+        answers = [answer for (answer,) in receive_from_all(self._channels, "done", watch)]
         return Delivery(answers=answers, checksums=checksums, seconds=seconds)
 
     def close(self, why: str) -> None:
@@ -213,7 +213,7 @@ class _Session:
         def wait_for(index: int) -> None:
             nonlocal taken
             while taken <= index:
-                collect(self._channels, "taken", watch)
+                receive_from_all(self._channels, "taken", watch)
                 taken += 1
 
         index = -1
@@ -224,7 +224,7 @@ class _Session:
                 channel.send("bucket", notice)
             if self._transport.lends:
                 wait_for(index)
-                self._transport.taken()
+                self._transport.note_taken()
         wait_for(index)
 
     def _put(self, bucket: Any, buffer: torch.Tensor) -> Any:
@@ -243,4 +243,4 @@ class _Session:
 
 def _end_of(channel: Channel) -> str:
     """Return the peer's last message before it closed, or an empty text while it is connected."""
-    return channel.last_words(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")
+    return channel.read_failure(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout_fp8.transports.channel import Channel, collect
+from rollout_fp8.transports.channel import Channel, receive_from_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 
@@ -40,7 +40,7 @@ class ShmOutgoing:
             ]
             for channel in channels:
                 channel.send_files(files)
-            collect(channels, "opened")
+            receive_from_all(channels, "opened")
         finally:
             for file in files:
                 os.close(file)
@@ -51,7 +51,7 @@ class ShmOutgoing:
         self._slots[bucket.slot][: bucket.num_bytes].copy_(buffer)
         return [None] * self._num_receivers
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """Do nothing: nothing of the stream's is lent."""
 
     def close(self) -> None:

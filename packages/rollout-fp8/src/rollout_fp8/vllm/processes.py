@@ -111,7 +111,7 @@ class Processes:
             os.close(handle)
 
 
-class Watched:
+class WatchedEngine:
     """Engine in watched processes: its calls end when they do."""
 
     def __init__(self, engine: Any, processes: Processes) -> None:

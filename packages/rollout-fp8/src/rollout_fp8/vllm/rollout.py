@@ -20,13 +20,13 @@ from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
-from rollout_fp8.export.exporter import DTYPES, EngineStream, collect
+from rollout_fp8.export.exporter import DTYPES, EngineStream, collect_export
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.install.adapter import ExpectedAdapter
 from rollout_fp8.install.adapter_session import AdapterParts, AdapterSession
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of, config_of
-from rollout_fp8.options import VllmOptions
+from rollout_fp8.options import QUANTIZATIONS, VllmOptions, check_choice
 from rollout_fp8.seeds import seeds
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
@@ -41,11 +41,10 @@ from vllm.distributed import get_tp_group  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
-from rollout_fp8.vllm.processes import Processes, Watched, processes_of  # noqa: E402
+from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_QUANTIZATIONS = ("none", "fp8")
 
 
 class VllmRollout:
@@ -92,8 +91,8 @@ class VllmRollout:
         **options: Any,
     ) -> None:
         del pad_token_id
-        _check_choice("rollout.options.dtype", dtype, _DTYPES)
-        _check_choice("rollout.quantization", quantization, _QUANTIZATIONS)
+        check_choice("rollout.options.dtype", dtype, _DTYPES)
+        check_choice("rollout.quantization", quantization, QUANTIZATIONS)
         if batch_size < 1:
             raise ConfigError(
                 "rollout.batch_size",
@@ -107,7 +106,7 @@ class VllmRollout:
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
-        self._expected = Expected.of(model)
+        self._expected = Expected.read(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
         self._plan = engines.Plan(
@@ -324,7 +323,7 @@ class VllmRollout:
 
     def _collect(self, export: WeightExport) -> EngineStream:
         """Return the stream of an export of whole tensors, of any dtype, from another exporter."""
-        return collect(
+        return collect_export(
             self._expected.checked(export),
             device=self._plan.device,
             dtype=DTYPES[self._plan.dtype],
@@ -347,7 +346,7 @@ class VllmRollout:
         self._stepper = Stepper(self._engine, self._plan.device)
         if not self._plan.in_process:
             self._processes = processes_of(self._engine, self._stepper.fail)
-            self._server = Watched(self._engine, self._processes)
+            self._server = WatchedEngine(self._engine, self._processes)
         self._adapter = ServedAdapter(self._server) if adapter is not None else None
         self._workers = self._reach_workers()
         self._session: Any = (
@@ -487,15 +486,6 @@ def _gather_requests(
         _Asked([list(map(int, prompt)) for prompt in prompts], drawn)
     )
     return rows, group.rank_in_group
-
-
-def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            key,
-            f"unknown {key.rpartition('.')[2]} {value!r}",
-            remedy=f"one of: {', '.join(choices)}",
-        )
 
 
 def _quantization_config(source: ModelSource) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vllm.lora.request import LoRARequest
 
 from engine_api.codec import decode, encode
-from rollout_fp8.install.adapter_session import Held
+from rollout_fp8.install.adapter_session import LoadedAdapter
 from rollout_fp8.ranks import of_all
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
@@ -23,7 +23,7 @@ EXTENSION = "rollout_fp8.vllm.worker.SyncExtension"
 T = TypeVar("T")
 # vLLM's collective_rpc: (method, args=…) → each worker's result.
 Call = Callable[..., list[Any]]
-Answer = tuple[Sequence[int], Mapping[str, float]]
+WorkerReply = tuple[Sequence[int], Mapping[str, float]]
 
 
 class ServedAdapter:
@@ -87,10 +87,10 @@ class InProcess:
         """See ``Workers.learn``."""
         return self._of_all(lambda: self._call("rollout_fp8_learn", args=(plan, self._aliases))[0])
 
-    def sync(self, stream: WireStream) -> Sequence[Answer]:
+    def sync(self, stream: WireStream) -> Sequence[WorkerReply]:
         """See ``Workers.sync``."""
 
-        def sync() -> Answer:
+        def sync() -> WorkerReply:
             try:
                 return self._call("rollout_fp8_sync", args=(stream,))[0]
             except Exception:
@@ -101,7 +101,7 @@ class InProcess:
 
         return self._of_all(sync)
 
-    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.
 
         Every rank has a folder of its own.
@@ -144,7 +144,7 @@ class OtherProcesses(SentWorkers):
         encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
         return [decode(boxes) for boxes in encoded]
 
-    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.
 
         All workers read one folder.
@@ -156,10 +156,12 @@ class OtherProcesses(SentWorkers):
         self._sender.close()
 
 
-def _held(call: Call, adapter: ServedAdapter | None, folder: Path, *, audit: bool) -> list[Held]:
+def _held(
+    call: Call, adapter: ServedAdapter | None, folder: Path, *, audit: bool
+) -> list[LoadedAdapter]:
     assert adapter is not None, "the engine was started without adapters"
     error = adapter.load(folder)
     if error:
-        return [Held(error=error)]
+        return [LoadedAdapter(error=error)]
     encoded = call("rollout_fp8_adapter", args=(adapter.number, audit))
     return [decode(held) for held in encoded]

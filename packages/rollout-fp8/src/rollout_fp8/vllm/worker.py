@@ -17,7 +17,7 @@ from torch import Tensor
 from engine_api.codec import decode, encode
 from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import whole_checksum
-from rollout_fp8.install.adapter_session import Held
+from rollout_fp8.install.adapter_session import LoadedAdapter
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
 from rollout_fp8.transports.remote import receive_weights
@@ -99,18 +99,18 @@ class SyncExtension:
             stream.answer = sums, {**stream.seconds(), **seconds}
 
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
-        """Return the parts of adapter ``number`` that this worker holds, as an encoded ``Held``."""
+        """Return an encoded ``LoadedAdapter`` with this worker's parts of adapter ``number``."""
         worker: Any = self
         model = worker.get_model()
         if not audit:
-            return encode(Held())
+            return encode(LoadedAdapter())
         begin = time.perf_counter()
         sums = {
             name: whole_checksum(tensor)
             for name, tensor in private.adapter_tensors(model, number).items()
         }
         wrong = private.stale_slots(model, number)
-        return encode(Held(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
+        return encode(LoadedAdapter(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
 
     def _rollout_fp8_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         worker: Any = self

@@ -152,7 +152,10 @@ class BoundChecksum(NamedTuple):
     plan: ChecksumPlan
     parts: Sequence[Tensor]
     table: Tensor | None
-    """Addresses of the parts; None: without kernels."""
+    """Addresses of the parts.
+
+    None disables kernels.
+    """
     launches: list[tuple[_Launch, bool]]
     """Each launch, and whether everything in it is aligned."""
 

@@ -32,7 +32,7 @@ class Expected:
     aliases: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: ModelSource) -> Expected:
+    def read(cls, source: ModelSource) -> Expected:
         """Return the weights of a model's folder or hub id, without reading one or using memory."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -191,7 +191,7 @@ class Episode:
         return list(self._turns)
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """The number of tokens that may still follow, the model's and the tools' together."""
         return self._max_tokens - len(self._added)
 
@@ -225,9 +225,11 @@ class Episode:
             )
         if given is not None:
             self.append(given)
-        if len(self._turns) >= self._max_turns or self.room < 1:
+        if len(self._turns) >= self._max_turns or self.tokens_left < 1:
             raise EpisodeOver
-        limits = [n for n in (self.room, self._max_turn_tokens, max_new_tokens) if n is not None]
+        limits = [
+            n for n in (self.tokens_left, self._max_turn_tokens, max_new_tokens) if n is not None
+        ]
         request = Request(
             number=self._number,
             turn=len(self._turns),
@@ -246,7 +248,7 @@ class Episode:
         Raises ``EpisodeOver`` when they do not fit.
         """
         tokens = self._tokens_of(given)
-        if len(tokens) > self.room:
+        if len(tokens) > self.tokens_left:
             raise EpisodeOver
         self._added += tokens
         self._weights += [0.0] * len(tokens)

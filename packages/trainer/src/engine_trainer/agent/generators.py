@@ -45,7 +45,7 @@ def sampling_of(request: Request, sampling: SamplingParams, seed: int | None) ->
     )
 
 
-class Submitted:
+class SubmittingGenerator:
     """A generator that submits each turn by itself.
 
     A turn that a weight sync aborted is continued with the new weights. A turn's random numbers are
@@ -120,7 +120,7 @@ class _Waiting:
     result: asyncio.Future[Completion]
 
 
-class Batched:
+class BatchingGenerator:
     """A generator that runs a batch when every running trajectory waits for a turn.
 
     No order of events decides which turns a batch has, so a run repeats exactly where the functions
@@ -132,7 +132,7 @@ class Batched:
         running: number of concurrent trajectories; each slot ends with ``leave``.
 
     Attributes:
-        failed: see ``Submitted``.
+        failed: see ``SubmittingGenerator``.
     """
 
     def __init__(self, rollout: Rollout, sampling: SamplingParams, running: int) -> None:
@@ -221,7 +221,7 @@ class _Turn:
         return full or self.parts[-1].finish_reason == "stop"
 
 
-class Sliced:
+class SlicedGenerator:
     """A generator whose turns are generated a slice at a time, in ``advance``.
 
     It is called in a different thread than the episodes'; between slices weights may change. A turn

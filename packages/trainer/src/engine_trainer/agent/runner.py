@@ -22,7 +22,7 @@ from engine_trainer.agent.episode import (
     Trajectory,
     about,
 )
-from engine_trainer.agent.generators import Batched, Submitted
+from engine_trainer.agent.generators import BatchingGenerator, SubmittingGenerator
 from engine_trainer.config.sections import AgentSection
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
@@ -131,7 +131,7 @@ class AgentLoop:
     async def _run_slot(
         self,
         episodes: Iterator[tuple[int, Episode]],
-        generator: Submitted | Batched,
+        generator: SubmittingGenerator | BatchingGenerator,
         found: dict[int, Trajectory],
     ) -> None:
         """Run one trajectory after the other."""
@@ -250,15 +250,15 @@ def _generator(
     names: Sequence[Any],
     slots: int,
     hang_alarm: Alarm | None,
-) -> Submitted | Batched:
+) -> SubmittingGenerator | BatchingGenerator:
     if isinstance(rollout, AsyncRollout):
-        return Submitted(rollout, sampling, names)
+        return SubmittingGenerator(rollout, sampling, names)
     if hang_alarm is not None:
-        rollout = cast("Rollout", _Unhurried(rollout, hang_alarm))
-    return Batched(rollout, replace(sampling, n=1), slots)
+        rollout = cast("Rollout", _AlarmFreeRollout(rollout, hang_alarm))
+    return BatchingGenerator(rollout, replace(sampling, n=1), slots)
 
 
-class _Unhurried:
+class _AlarmFreeRollout:
     """A rollout whose calls stop the alarm, which is meant for the functions alone."""
 
     def __init__(self, rollout: Rollout, hang_alarm: Alarm) -> None:

@@ -8,7 +8,7 @@ a ratio. There are ratios at three levels:
     sequence    Π r_t over the counted tokens of a document
     geometric   (Π r_t)^(1/n), the exponential of the mean log-ratio
 
-Weights (``truncate``, ``icepop``) and rejection (``inside``) are separate, and both may be on. All
+Weights (``truncate``, ``icepop``) and rejection (``is_kept``) are separate, and both may be on. All
 of it is a function of log-probs that carry no gradient. A log-ratio is clamped (``exp_ratio``; a
 sequence's after its sum), so that nothing overflows.
 
@@ -110,10 +110,10 @@ def truncate(ratio: torch.Tensor, cap: float) -> torch.Tensor:
 
 def icepop(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Return r within ``[low, high]`` and 0 outside (IcePop, arXiv:2510.18855)."""
-    return ratio * inside(ratio, low, high)
+    return ratio * is_kept(ratio, low, high)
 
 
-def inside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def is_kept(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Return a mask of the units that rejection keeps.
 
     Both bounds belong to the band.
@@ -211,7 +211,7 @@ def _reject(
         return torch.ones_like(given.counted), {}
     ratio, counted = given.units(section.reject)
     low, high = section.bounds
-    kept = given.spread(inside(ratio, low, high), section.reject)
+    kept = given.spread(is_kept(ratio, low, high), section.reject)
     return kept, {
         "correction_judged": counted.sum(),
         "correction_tokens": given.counted.sum(),

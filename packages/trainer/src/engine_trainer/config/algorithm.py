@@ -214,7 +214,10 @@ class CorrectionSection:
 
     @property
     def weighted(self) -> bool:
-        """True if there are weights; an ``auto`` that is not resolved yet counts as none."""
+        """True if there are weights.
+
+        An ``auto`` that is not resolved yet counts as none.
+        """
         return self.weight not in ("auto", "none")
 
     @property
@@ -295,7 +298,10 @@ class CriticSection:
         require("algorithm.critic", self, {"epochs": AT_LEAST_1, "value_clip": ABOVE_0})
 
     def engine(self, actor: EngineSection) -> EngineSection:
-        """Return the whole section of the critic's engine; ``actor`` is the policy's section."""
+        """Return the whole section of the critic's engine.
+
+        ``actor`` is the policy's section.
+        """
         backend = self.backend or actor.backend
         options = actor.options if backend == actor.backend else {}
         return replace(

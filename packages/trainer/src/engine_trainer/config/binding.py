@@ -31,7 +31,9 @@ def bind(cls: type[T], data: Any, key: str = "") -> T:
     or of a wrong type.
     """
     if not isinstance(data, Mapping):
-        raise _wrong(key or cls.__name__, data, f"a mapping with the keys {', '.join(_names(cls))}")
+        raise _wrong_type(
+            key or cls.__name__, data, f"a mapping with the keys {', '.join(_names(cls))}"
+        )
     _check_keys(cls, data, key)
     hints = get_type_hints(cls)
     given = {name: _value(hints[name], value, _join(key, name)) for name, value in data.items()}
@@ -134,7 +136,7 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     # A bool is an int in Python, but `steps: true` is a mistake.
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise _wrong(key, value, describe(hint))
+        raise _wrong_type(key, value, describe(hint))
     return value
 
 
@@ -161,17 +163,17 @@ def _union(hint: Any, value: Any, key: str) -> Any:
             return _value(member, value, key)
         except ConfigError:
             continue  # the next member may accept the value; if none does, the error names them all
-    raise _wrong(key, value, describe(hint))
+    raise _wrong_type(key, value, describe(hint))
 
 
 def _sequence(hint: Any, value: Any, key: str) -> Any:
     args = get_args(hint)
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _wrong(key, value, describe(hint))
+        raise _wrong_type(key, value, describe(hint))
     if get_origin(hint) is not tuple:
         return [_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if len(value) != len(args):
-        raise _wrong(key, value, describe(hint))
+        raise _wrong_type(key, value, describe(hint))
     return tuple(
         _value(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True))
     )
@@ -179,7 +181,7 @@ def _sequence(hint: Any, value: Any, key: str) -> Any:
 
 def _mapping(hint: Any, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
-        raise _wrong(key, value, describe(hint))
+        raise _wrong_type(key, value, describe(hint))
     if len({str(name) for name in value}) < len(value):
         raise ConfigError(
             key,
@@ -215,25 +217,23 @@ def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _wrong(key: str, value: Any, expected: str) -> ConfigError:
+def _wrong_type(key: str, value: Any, expected: str) -> ConfigError:
     remedy = "correct the value"
     # YAML reads {prompt} as a mapping.
     if isinstance(value, Mapping) and expected.startswith("text"):
         remedy += (
             """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
         )
-    shown = f"{masked(value, key.rpartition('.')[2])!r:.200}"
-    return ConfigError(
-        key, f"{shown} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy
-    )
+    got = _describe_value(masked(value, key.rpartition(".")[2]))
+    return ConfigError(key, f"expected {expected}, got {got}", remedy=remedy)
 
 
-def _a_type(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "true/false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-    }
-    return names.get(type(value), "a list" if isinstance(value, Sequence) else "a mapping")
+def _describe_value(value: Any) -> str:
+    """Return the YAML type of a value, and the value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    names = {int: "the integer", float: "the number", str: "the text"}
+    name = names.get(type(value), "the list" if isinstance(value, Sequence) else "the mapping")
+    return f"{name} {value!r:.200}"

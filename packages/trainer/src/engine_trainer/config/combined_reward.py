@@ -62,11 +62,10 @@ def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardP
             )
     given = kwargs.get("rewards")
     if not isinstance(given, list | tuple):
-        kinds = {type(None): "null", dict: "a mapping"}
+        kinds = {type(None): "null", dict: f"the mapping {given!r}"}
         raise ConfigError(
             KEY,
-            f"{given!r} is {kinds.get(type(given), type(given).__name__)}",
-            why="expected a list of rewards",
+            f"expected a list of rewards, got {kinds.get(type(given), repr(given))}",
             remedy="give a list: rewards: [{name: math, weight: 1.0}, …]",
         )
     parts = [_part(one, f"{KEY}[{i}]", timeout_s) for i, one in enumerate(given)]

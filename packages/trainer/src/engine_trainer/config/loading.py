@@ -97,7 +97,10 @@ def schema_text(task: str) -> str:
 
 
 def flatten(tree: Any, key: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted key; lists stay whole."""
+    """Return the values of a tree by dotted key.
+
+    Lists stay whole.
+    """
     if not isinstance(tree, dict):
         return {key: tree}
     flat: dict[str, Any] = {}

@@ -28,7 +28,7 @@ LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")
 
 
-class Referred(str):
+class ReferenceText(str):
     """A text that a configuration takes from elsewhere (``${oc.env:NAME}``).
 
     Code that uses the text gets its value; files and error texts show the reference.
@@ -51,7 +51,7 @@ class Referred(str):
 
 
 def refer(resolved: Any, source: Any) -> Any:
-    """Return ``resolved`` with every text that has a reference in ``source`` as ``Referred``.
+    """Return ``resolved`` with every text that has a reference in ``source`` as ``ReferenceText``.
 
     Both are plain trees.
     """
@@ -66,7 +66,7 @@ def refer(resolved: Any, source: Any) -> Any:
 
 def masked(value: Any, name: str = "") -> Any:
     """Return the value of the key ``name`` without secrets, as a plain tree."""
-    if isinstance(value, Referred):
+    if isinstance(value, ReferenceText):
         return value.reference
     if isinstance(value, Mapping):
         return {str(key): masked(inner, str(key)) for key, inner in value.items()}
@@ -78,12 +78,12 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def _referred(resolved: Any, source: str) -> Any:
-    """Return the value of a reference with its texts as ``Referred``.
+    """Return the value of a reference with its texts as ``ReferenceText``.
 
     The texts in a section refer to the parts of the section.
     """
     if isinstance(resolved, str):
-        return resolved if resolved == source else Referred(resolved, source)
+        return resolved if resolved == source else ReferenceText(resolved, source)
     node = NODE.match(source)
     if isinstance(resolved, dict):
         return {

@@ -1,4 +1,4 @@
-"""The task that a configuration file is for, told by its keys."""
+"""The task that a configuration file is for, recognized by its keys."""
 
 from __future__ import annotations
 

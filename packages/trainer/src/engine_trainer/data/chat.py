@@ -91,11 +91,11 @@ class ChatTokenizer:
 
     def prompt_messages(self, example: Example) -> Messages:
         """Return the messages before the response, as the template receives them."""
-        return self._dress(example.prompt, example)
+        return self._apply_templates(example.prompt, example)
 
     def prompt_text(self, example: Example) -> str:
         """Return the text that a rollout continues."""
-        turns = self._dress(example.prompt, example)
+        turns = self._apply_templates(example.prompt, example)
         if not self.has_template:
             return turns[0]["content"]
         text = self._render(turns, example, ask=True)
@@ -105,7 +105,7 @@ class ChatTokenizer:
     def encode_prompts(self, examples: Sequence[Example]) -> list[tuple[str, list[int]]]:
         """Return one (text, token ids) pair per example, each the prompt a rollout continues."""
         texts = [self.prompt_text(e) for e in examples]
-        ids = self._encode(texts) if self.has_template else [self._opening(t) for t in texts]
+        ids = self._encode(texts) if self.has_template else [self._encode_opening(t) for t in texts]
         return list(zip(texts, ids, strict=True))
 
     def document(self, example: Example, *, may_be_empty: bool = False) -> list[Segment]:
@@ -122,7 +122,7 @@ class ChatTokenizer:
             DataError: nothing can be learned from the example, or the template does not render a
                 longer conversation as a continuation of the shorter one.
         """
-        turns = self._dress(example.messages, example)
+        turns = self._apply_templates(example.messages, example)
         # The turns may begin with a system prompt that the example's messages do not have.
         given = len(turns) - len(example.messages) + example.given
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
@@ -267,7 +267,11 @@ class ChatTokenizer:
                 kept, own = self._end_turn(ids, last=index == len(parts) - 1)
             else:
                 kept, own = (
-                    (self._opening(segment.text) if index == 0 and not self.has_template else ids),
+                    (
+                        self._encode_opening(segment.text)
+                        if index == 0 and not self.has_template
+                        else ids
+                    ),
                     0,
                 )
             tokens += kept
@@ -288,7 +292,7 @@ class ChatTokenizer:
             return (ids[: ends[-1] + 1] if last else ids), ends[-1] + 1
         return ([*ids, self.eos_token_id], len(ids) + 1) if last else (ids, len(ids))
 
-    def _dress(self, turns: Messages, example: Example) -> Messages:
+    def _apply_templates(self, turns: Messages, example: Example) -> Messages:
         """Return the turns with the system prompt and the prompt template applied."""
         turns = [dict(turn) for turn in turns]
         if not self.has_template:
@@ -346,7 +350,7 @@ class ChatTokenizer:
         ids = iter(self.tokenizer(filled, add_special_tokens=False)["input_ids"] if filled else [])
         return [list(next(ids)) if t else [] for t in texts]
 
-    def _opening(self, text: str) -> list[int]:
+    def _encode_opening(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self.eos_token_id else ids
 
@@ -412,14 +416,18 @@ def _require_files(folder: Path, key: str) -> None:
         return
     there = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "nothing"
     saved = folder / "hf"
+    if saved.is_dir():
+        remedy = f"name {saved}, the model that this run has saved"
+    else:
+        remedy = (
+            "copy the tokenizer's files into it, or name another folder or a hub id in "
+            "data.tokenizer"
+        )
     raise ConfigError(
         key,
         f"no tokenizer in the folder {str(folder)!r}",
         why=f"expected one of {_FILES}, got {there}",
-        remedy=f"name {saved}, the model that this run has saved"
-        if saved.is_dir()
-        else "copy the tokenizer's files into it, "
-        "or name another folder or a hub id in data.tokenizer",
+        remedy=remedy,
     )
 
 

@@ -58,7 +58,10 @@ class Prompt:
     answer: str | None
     """The ground truth that a reward compares with, or None."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The row's other columns; ``metadata["entry"]`` is reasoning-gym's record."""
+    """The row's other columns.
+
+    ``metadata["entry"]`` is reasoning-gym's record.
+    """
     file: str = ""
     number: int = 0
 
@@ -277,7 +280,10 @@ class Bound:
     """A limit on the tokens of a document or prompt, with the texts for its error."""
 
     tokens: int | None
-    """Largest number of tokens; None: any number."""
+    """Largest number of tokens.
+
+    None allows any number.
+    """
     reason: str
     """The reason for the limit."""
     remedy: str

@@ -20,7 +20,10 @@ class Heldout:
     """Problems that are not trained on, with their sampling parameters."""
 
     name: str
-    """Name in ``eval.sets``; empty for the set of ``eval`` itself."""
+    """Name in ``eval.sets``.
+
+    It is empty for the set of ``eval`` itself.
+    """
     problems: PromptDataset
     samples: int
     """Number of completions per problem."""

@@ -165,7 +165,10 @@ class _Layout:
     response: str | None
     answer: str | None
     needs_answer: bool
-    """True if a null in the answer column is an error; False if it means that there is none."""
+    """True if a null in the answer column is an error.
+
+    False if it means that there is no answer.
+    """
 
     @staticmethod
     def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
@@ -238,7 +241,7 @@ class _Layout:
                     f"of whole conversations set data.columns.messages={self.prompt}",
                 )
             return turns
-        return [_turn("user", _asked(row, self.prompt))]
+        return [_turn("user", _question(row, self.prompt))]
 
     def _response(self, row: Row) -> Messages:
         assert self.response is not None
@@ -291,7 +294,10 @@ class _Present:
         }
 
     def first(self, names: Sequence[str]) -> str | None:
-        """Return the first of ``names`` that is filled, or None; dots reach into nested columns."""
+        """Return the first of ``names`` that is filled, or None.
+
+        Dots reach into nested columns.
+        """
         return next((name for name in names if self._has(name)), None)
 
     def _has(self, name: str) -> bool:
@@ -329,7 +335,7 @@ def _text(row: Row, name: str) -> str:
     return value
 
 
-def _asked(row: Row, name: str) -> str:
+def _question(row: Row, name: str) -> str:
     text = _text(row, name)
     if name != INSTRUCTION or row.values.get(INPUT) in (None, ""):
         return text
@@ -359,7 +365,7 @@ def _messages(row: Row, name: str) -> Messages:
             remedy="write [{role, content}, …]",
         )
     messages = [_message(row, name, turn) for turn in value]
-    turns = messages if _as_written(row) else [_filled(turn) for turn in messages]
+    turns = messages if _as_written(row) else [_drop_nulls(turn) for turn in messages]
     return [
         {k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None}
         for turn in turns
@@ -384,7 +390,7 @@ def _message(row: Row, name: str, turn: Any) -> dict[str, Any]:
         )
     content = turn.get("content")
     if isinstance(content, list):
-        content = _joined(row, name, content)
+        content = _join_parts(row, name, content)
     calls = turn["role"] == "assistant" and turn.get(CALLS)
     if not isinstance(content, str) and not (calls and content is None):
         raise row.error(
@@ -409,7 +415,7 @@ def _from_sharegpt(row: Row, name: str, turn: Mapping[str, Any]) -> dict[str, An
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": turn.get("value")}
 
 
-def _joined(row: Row, name: str, parts: Sequence[Any]) -> str:
+def _join_parts(row: Row, name: str, parts: Sequence[Any]) -> str:
     """Return the text of a message's parts."""
     if not parts:
         raise row.error("a message without parts", column=name, remedy="give it a text")
@@ -437,9 +443,9 @@ def _calls(row: Row, name: str, value: Any) -> list[Any]:
 
     JSON text is accepted because arguments differ from row to row.
     """
-    value = _parsed(row, value, name) or []
+    value = _parse_json(row, value, name) or []
     calls: list[Any] = (
-        [_parsed(row, call, name) for call in value] if isinstance(value, list) else [value]
+        [_parse_json(row, call, name) for call in value] if isinstance(value, list) else [value]
     )
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in calls):
         raise row.error(
@@ -452,11 +458,11 @@ def _calls(row: Row, name: str, value: Any) -> list[Any]:
 
 
 def _tools(row: Row) -> list[dict[str, Any]]:
-    value = _parsed(row, row.values.get(TOOLS))
+    value = _parse_json(row, row.values.get(TOOLS))
     if value is None:
         return []
     tools: list[Any] = (
-        [_parsed(row, tool) for tool in value] if isinstance(value, list) else [value]
+        [_parse_json(row, tool) for tool in value] if isinstance(value, list) else [value]
     )
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise row.error(
@@ -466,10 +472,10 @@ def _tools(row: Row) -> list[dict[str, Any]]:
             remedy="write their JSON schemas as a list, or as JSON text; "
             "rename a column that means something else",
         )
-    return tools if _as_written(row) else [_filled(tool) for tool in tools]
+    return tools if _as_written(row) else [_drop_nulls(tool) for tool in tools]
 
 
-def _parsed(row: Row, value: Any, column: str = TOOLS) -> Any:
+def _parse_json(row: Row, value: Any, column: str = TOOLS) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
@@ -492,11 +498,11 @@ def _as_written(row: Row) -> bool:
     return row.file.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
-def _filled(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """Return the value without keys that are null, at every depth."""
     if isinstance(value, Mapping):
-        return {k: _filled(v) for k, v in value.items() if v is not None}
-    return [_filled(v) for v in value] if isinstance(value, list) else value
+        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
+    return [_drop_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:

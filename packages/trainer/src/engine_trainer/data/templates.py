@@ -79,7 +79,10 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process; the next rendering starts a new one."""
+        """End the process.
+
+        The next rendering starts a new one.
+        """
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -203,7 +203,7 @@ class Launcher(Protocol):
         ...
 
     def why_unusable(self, error: BaseException) -> str | None:
-        """Return why engines cannot be called after an error of the loop; None if they can be.
+        """Return why engines cannot be called after an error of the loop, or None if they can be.
 
         Ranks that do not all raise, or that are gone, cannot take part in a save.
         """
@@ -228,7 +228,7 @@ class Launcher(Protocol):
         ...
 
 
-def agreed(comm: Comm, work: Callable[[], T]) -> T:
+def run_together(comm: Comm, work: Callable[[], T]) -> T:
     """Return the result of ``work`` in this process.
 
     An error in one process raises in all.

@@ -13,7 +13,7 @@ _INTERFACES = ("lo", "lo0")  # Linux's and macOS's
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def confined(rollout: RolloutSection | None = None) -> dict[str, str]:
+def loopback_variables(rollout: RolloutSection | None = None) -> dict[str, str]:
     """Return the variables that confine gloo and NCCL to the loopback interface.
 
     Without them both choose an interface that other machines reach. Empty where the rollout's
@@ -39,7 +39,7 @@ def stay(
     world = environment.get("WORLD_SIZE", "1")
     # Without LOCAL_WORLD_SIZE another launcher has started the ranks, and they may be anywhere.
     if world == environment.get("LOCAL_WORLD_SIZE", "1"):
-        for name, value in confined(rollout).items():
+        for name, value in loopback_variables(rollout).items():
             os.environ.setdefault(name, value)
 
 

@@ -69,7 +69,7 @@ class StoreComm:
             message = encode((str(error), None))
         try:
             if self._store is None:
-                self._store = self._met(round_)
+                self._store = self._join_store(round_)
             _publish(self._store, f"{round_}/{self.rank}", message)
             found = self._collect(round_)
         except dist.DistError as error:
@@ -89,7 +89,7 @@ class StoreComm:
         """Release the store."""
         self._store = None
 
-    def _met(self, round_: int) -> Any:
+    def _join_store(self, round_: int) -> Any:
         """Return the store, after this rank's process has been published in it."""
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
-from engine_api.config import EngineConfig, LoraConfig
+from engine_api.config import EngineConfig, LoraConfig, near_matches
 from engine_api.errors import ConfigError
 from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry, RolloutRegistry
@@ -43,11 +43,17 @@ class ScoredCompletion:
     weight_versions: list[int] = field(default_factory=list[int])
     """The version of the weights that made each token."""
     loss_weights: list[float] | None = None
-    """One per token, 0 where a tool made it; None: the model made all tokens."""
+    """One per token, 0 where a tool made it.
+
+    None if the model made all tokens.
+    """
     figures: dict[str, float] = field(default_factory=dict[str, float])
     """Figures of an agent's trajectory."""
     problem: str = ""
-    """The error that the agent's function raised, as text; empty without one."""
+    """The error that the agent's function raised, as text.
+
+    It is empty without an error.
+    """
     finish_reason: str = ""
     """The rollout's reason of the end (``FinishReason``), or ``stop`` or the agent's (``End``)."""
 
@@ -119,8 +125,8 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
     if dtype not in DTYPES:
         raise ConfigError(
             "rollout.options.dtype",
-            f"unknown dtype {dtype!r}",
-            remedy=f"one of: {', '.join(DTYPES)}",
+            f"expected one of {', '.join(DTYPES)}, got {dtype!r}",
+            remedy=near_matches(str(dtype), tuple(DTYPES), listed=True),
         )
     return str(dtype)
 

@@ -25,7 +25,7 @@ from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.groups import Trained, agreed, format_sizes, model_sizes
+from engine_trainer.placement.groups import Trained, format_sizes, model_sizes, run_together
 from engine_trainer.placement.memory import check_here
 from engine_trainer.placement.rendezvous import connect_ranks
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
@@ -265,7 +265,7 @@ class Spmd:
             exporter = create_exporter(spec)
             return Replica.create(spec, timers), exporter
 
-        return SpmdRollouts(*agreed(self.comm, build), policy)
+        return SpmdRollouts(*run_together(self.comm, build), policy)
 
     def why_unusable(self, error: BaseException) -> str | None:
         """See ``Launcher``."""

@@ -84,7 +84,7 @@ class DPOObjective:
         self, run: Run, data: PairData, indices: Sequence[int], *, heldout: bool
     ) -> dict[int, tuple[float, float]]:
         """Return the reference's sums of every pair, the same on all ranks."""
-        dataset = data.of(heldout)
+        dataset = data.select(heldout)
         found: dict[int, tuple[float, float]] = {}
         for start in range(0, len(indices), EVAL_PAIRS):
             part = indices[start : start + EVAL_PAIRS]

@@ -80,7 +80,7 @@ class PairData:
     train: PairDataset
     heldout: PairDataset | None
 
-    def of(self, heldout: bool) -> PairDataset:
+    def select(self, heldout: bool) -> PairDataset:
         """Return the held-out or the training pairs."""
         chosen = self.heldout if heldout else self.train
         assert chosen is not None
@@ -237,7 +237,7 @@ class PairTrainer:
 
         Chosen and rejected documents alternate.
         """
-        dataset = self.data.of(heldout)
+        dataset = self.data.select(heldout)
         (positions,) = divide([len(dataset[i]) for i in indices], self.run.policy)
         local = [indices[k] for k in positions]
         return pack(self.objective, [dataset[i] for i in local]), local

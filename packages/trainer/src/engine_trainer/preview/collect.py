@@ -36,7 +36,10 @@ class Part:
     """``document``, ``prompt``, ``chosen`` or ``rejected``."""
     tokens: Sequence[int]
     learned: Sequence[bool]
-    """True for tokens that carry loss; in a reward model for the one that is scored."""
+    """True for tokens that carry loss.
+
+    A reward model has one, the token that is scored.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,10 @@ class PreviewRow:
     """The reason for a fate other than ``kept``."""
     remedy: str = ""
     length: int = 0
-    """Tokens before a cut, in pairs of the longer document; 0 if the row has none."""
+    """Number of tokens before a cut, in pairs of the longer document.
+
+    0 if the row has none.
+    """
     parts: Sequence[Part] = ()
     """Tokens of the row, after a cut."""
     answer: str | None = None
@@ -73,7 +79,10 @@ class Preview:
     bound: Bound
     tokenizer: ChatTokenizer
     unknown_context: str = ""
-    """The reason why the model's context is not known; empty if it is, or if it has no limit."""
+    """The reason why the model's context is not known.
+
+    It is empty if the context is known, or has no limit.
+    """
 
 
 def collect(config: Config, task: str) -> Preview:

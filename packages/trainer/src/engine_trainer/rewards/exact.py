@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
-from engine_trainer.rewards.text import EXTRACTORS, check_extractor, expected
+from engine_trainer.rewards.text import EXTRACTORS, check_extractor, require_answer
 
 
 def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
@@ -19,7 +19,10 @@ def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
     check_extractor(extract)
 
     def score(sample: Sample) -> float:
-        given, wanted = EXTRACTORS[extract](sample.completion), expected(sample, "exact").strip()
+        given, wanted = (
+            EXTRACTORS[extract](sample.completion),
+            require_answer(sample, "exact").strip(),
+        )
         if given is None:
             return Verdict(0.0)
         if ignore_case:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import (
     after_marker,
-    exactly,
-    expected,
+    format_number,
     last_number,
     numbers,
-    written,
+    require_answer,
+    to_decimal,
 )
 
 
@@ -26,22 +26,22 @@ def gsm8k(*, flexible: bool = False) -> RewardFn:
     """
 
     def score(sample: Sample) -> float:
-        wanted = exactly(_wanted(sample))
+        wanted = to_decimal(_expected_number(sample))
         given = after_marker(sample.completion)
         last = last_number(sample.completion) if flexible else None
-        found = exactly(last if given is None else _first(given))
-        return Verdict(float(found == wanted), None if found is None else written(found))
+        found = to_decimal(last if given is None else _first_number(given))
+        return Verdict(float(found == wanted), None if found is None else format_number(found))
 
     return score
 
 
-def _wanted(sample: Sample) -> str:
+def _expected_number(sample: Sample) -> str:
     """Return the expected number.
 
     Raises:
         RewardError: there is none, or it could be one of several.
     """
-    text = expected(sample, "gsm8k")
+    text = require_answer(sample, "gsm8k")
     marked = after_marker(text)
     found = numbers(marked or text)
     if not found:
@@ -57,5 +57,5 @@ def _wanted(sample: Sample) -> str:
     return found[0]
 
 
-def _first(text: str) -> str | None:
+def _first_number(text: str) -> str | None:
     return next(iter(numbers(text)), None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine_api.errors import ConfigError
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
-from engine_trainer.rewards.text import after_marker, expected, last_boxed
+from engine_trainer.rewards.text import after_marker, last_boxed, require_answer
 
 # Largest exponents, and arguments of factorials, in formulas that are evaluated for the vote and
 # for the comparison.
@@ -52,7 +52,7 @@ def math(*, boxed_only: bool = False) -> RewardFn:
 
 
 def _gold(sample: Sample) -> list[Any]:
-    text = expected(sample, "math")
+    text = require_answer(sample, "math")
     gold = _parse(_box(last_boxed(text) or after_marker(text) or text.strip().strip("$")))
     if not gold:
         raise RewardError(

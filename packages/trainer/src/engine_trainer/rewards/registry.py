@@ -67,7 +67,10 @@ def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
 
 
 def module_of(name: str) -> str | None:
-    """Return the module that registered ``name`` in this process; None for an installed one."""
+    """Return the module that registered ``name`` in this process.
+
+    None for an installed function.
+    """
     factory = _in_process.get(name)
     return None if factory is None else str(getattr(factory, "__module__", ""))
 
@@ -86,7 +89,10 @@ class RewardSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the factory, or of the function."""
     timeout_s: float | None = 10.0
-    """Time limit of a call, in seconds; None: no limit."""
+    """Time limit of a call, in seconds.
+
+    None sets no limit.
+    """
     module: str | None = None
     """Module that another process imports first, for a name registered in this process only."""
 

@@ -50,7 +50,10 @@ class Score:
     correct: bool
     """True if the first reward function returned at least 1."""
     answer: str | None = None
-    """Answer that the first reward function found in the completion; None without a ``Verdict``."""
+    """Answer that the first reward function found in the completion.
+
+    None without a ``Verdict``.
+    """
     timed_out: tuple[str, ...] = ()
     """Names of the rewards that took too long and count 0."""
     failed: tuple[str, ...] = ()
@@ -149,7 +152,7 @@ class Scorer:
         ]
 
     def close(self) -> None:
-        """End the processes; idempotent."""
+        """End the processes (idempotent)."""
         if self.workers is not None:
             self.workers.close()
 

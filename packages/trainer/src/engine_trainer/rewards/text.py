@@ -73,7 +73,7 @@ def check_extractor(how: str) -> None:
         )
 
 
-def expected(sample: Sample, function: str) -> str:
+def require_answer(sample: Sample, function: str) -> str:
     """Return the sample's expected answer.
 
     Raises:
@@ -89,12 +89,12 @@ def expected(sample: Sample, function: str) -> str:
     return sample.answer
 
 
-def exactly(number: str | None) -> Decimal | None:
+def to_decimal(number: str | None) -> Decimal | None:
     """Return the exact value of a number that ``numbers`` found, or None for None."""
     return None if number is None else Decimal(number.replace(",", ""))
 
 
-def written(number: Decimal) -> str:
+def format_number(number: Decimal) -> str:
     """Return the normal form of ``number``, with all of its digits.
 
     ``1200.0`` becomes ``1200``, and ``-0`` becomes ``0``.

@@ -143,7 +143,7 @@ class Workers:
                 self.close()
 
     def close(self) -> None:
-        """End the processes; idempotent."""
+        """End the processes (idempotent)."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.pipe.close()
@@ -319,10 +319,10 @@ class Workers:
                 raise EOFError
             if time.monotonic() > end:
                 raise self._start_timeout()
-        answer: Any = worker.pipe.recv()
-        if isinstance(answer, EngineError):
-            raise answer
-        return answer
+        reply: Any = worker.pipe.recv()
+        if isinstance(reply, EngineError):
+            raise reply
+        return reply
 
     def _start_timeout(self) -> ConfigError:
         return ConfigError(

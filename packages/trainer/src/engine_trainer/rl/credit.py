@@ -18,9 +18,8 @@ from engine_trainer.algorithms.returns import Moments, gae, returns_to_go, token
 from engine_trainer.config.algorithm import AlgorithmSection
 from engine_trainer.placement.groups import EngineGroup
 
-CompletionIndex = tuple[
-    int, int
-]  # (group, index): the completion whose reward is rewards[group, index]
+# (group, index) of the completion whose reward is rewards[group, index].
+CompletionIndex = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)

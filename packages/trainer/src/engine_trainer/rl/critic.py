@@ -55,7 +55,7 @@ class Critic:
             for o in self.engines.infer(bare)
         ]
 
-    def learn(self, updates: Iterable[Update]) -> dict[str, float]:
+    def update(self, updates: Iterable[Update]) -> dict[str, float]:
         """Apply the updates of one step and return ``critic/…``, the same on all ranks.
 
         Args:
@@ -97,7 +97,7 @@ class CriticShards:
 
         Called on all processes of the loop together.
         """
-        return self.partition.moved([shard["values"] for shard in self.shards], partition)
+        return self.partition.move([shard["values"] for shard in self.shards], partition)
 
 
 def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:

@@ -41,7 +41,7 @@ class Experience:
         return state
 
 
-def collect(
+def collect_experience(
     sampler: Sampler,
     data: PromptDataset,
     order: SampleOrder,
@@ -61,7 +61,7 @@ def collect(
     kept: list[Group] = []
     rounds = 0
     # Discard the seconds that an evaluation has spent since the last step.
-    sampler.timers.spent("generate")
+    sampler.timers.take_spent("generate")
     while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
         indices = order.take(position, wanted - len(kept))
         position += len(indices)
@@ -75,7 +75,7 @@ def collect(
         generated += new
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
-    metrics = completion_figures(generated, sampler.timers.spent("generate")) | {
+    metrics = completion_figures(generated, sampler.timers.take_spent("generate")) | {
         "rollout/groups": float(len(kept)),
         "rollout/rounds": float(rounds),
     }

@@ -17,7 +17,7 @@ from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
 from engine_trainer.placement.ray.calls import Call, WorkerFailed, ready, silent
-from engine_trainer.placement.ray.rollouts import Separate
+from engine_trainer.placement.ray.rollouts import SeparateRollouts
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.experience import (
     Experience,
@@ -62,7 +62,7 @@ class FullyAsync:
         pending: Sequence[int],
         oldest: Callable[[], int],
     ) -> None:
-        assert isinstance(sampler.rollouts, Separate), "the configuration checks it"
+        assert isinstance(sampler.rollouts, SeparateRollouts), "the configuration checks it"
         self._sampler = sampler
         self._rollouts = sampler.rollouts
         self._config = config
@@ -70,7 +70,7 @@ class FullyAsync:
         self._data = data
         self._order = order
         self._position = position
-        self._again = list(pending)  # positions to draw before new ones
+        self._positions_to_redraw = list(pending)  # positions to draw before new ones
         self._drawn: set[int] = set()  # positions whose groups no step has taken yet
         self._ready: list[tuple[int, Group]] = []
         self._wanted = 0  # groups that the current step still needs
@@ -112,7 +112,7 @@ class FullyAsync:
         # Both are read under the lock, because the thread draws at the same time.
         with self._changed:
             position = self._position
-            pending = sorted([*self._drawn, *self._again])
+            pending = sorted([*self._drawn, *self._positions_to_redraw])
         return Experience(
             groups=kept, position=position, pending=pending, metrics=metrics, generated=generated
         )
@@ -163,12 +163,12 @@ class FullyAsync:
                 position, group = self._ready.pop(0)
                 self._drawn.discard(position)
                 self._changed.notify_all()
-                if self._fresh(group):
+                if self._is_fresh(group):
                     self._wanted -= 1
                     return group
                 self._dropped.append(group)
 
-    def _fresh(self, group: Group) -> bool:
+    def _is_fresh(self, group: Group) -> bool:
         oldest = self._oldest()
         made = [version for c in group.completions for version in c.versions]
         # A group without a token of the model counts as fresh: drawing it again would not help.
@@ -189,7 +189,7 @@ class FullyAsync:
                     self._finish(running)
         except BaseException as error:  # noqa: BLE001 - the loop raises it
             with self._changed:
-                self._failed = error if isinstance(error, Exception) else _ended_by(error)
+                self._failed = error if isinstance(error, Exception) else _wrap_exit(error)
                 self._changed.notify_all()
 
     def _start(self, running: dict[int, _Slice]) -> None:
@@ -264,8 +264,8 @@ class FullyAsync:
         slots = min(per_replica, max(1, section.batch_size // section.n))
         positions: list[int] = []
         for _ in range(min(count, slots - self._under_way[replica])):
-            if self._again:
-                positions.append(self._again.pop(0))
+            if self._positions_to_redraw:
+                positions.append(self._positions_to_redraw.pop(0))
             else:
                 positions.append(self._position)
                 self._position += 1
@@ -277,7 +277,7 @@ class FullyAsync:
         return self._data[self._order[position]]
 
 
-def _ended_by(error: BaseException) -> WorkerFailed:
+def _wrap_exit(error: BaseException) -> WorkerFailed:
     """Build the error for a ``BaseException`` in the thread.
 
     Raised in the loop as it is, an exit would end the run without a message, with the exit's

@@ -16,7 +16,7 @@ from engine_api.results import TrainOutput
 from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
-from engine_trainer.placement.groups import Trained, agreed
+from engine_trainer.placement.groups import Trained, run_together
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.credit import CompletionIndex, CreditAssignment
 from engine_trainer.rl.critic import Critic, CriticShards
@@ -42,7 +42,7 @@ class _MiniBatch:
     """The documents of one update."""
 
     denominator: float
-    """Divisor of the loss; it includes the documents that are left out."""
+    """Divisor of the loss, which includes the documents that are left out."""
     tokens: int
     """Number of tokens of ``documents`` that count."""
     documents: list[TrainingDocument]
@@ -103,11 +103,11 @@ class Learner:
         self.kept = KeptTokens(groups, documents, keep)
         mini_batches = self._divide(documents, len(groups), rewards)
         partition = Partition(self.policy, [m.documents for m in mini_batches])
-        packed = agreed(self._comm, partition.packed)
+        packed = run_together(self._comm, partition.pack)
 
         # Old and reference log-probs.
         with self.timers.phase("log_probs"):
-            shards = self._with_log_probs(self._marked(packed, partition))
+            shards = self._with_log_probs(self._mark_kept_tokens(packed, partition))
 
         # Values.
         critic_shards = self._evaluate_critic(partition, packed, mini_batches)
@@ -120,18 +120,18 @@ class Learner:
         figures = dict(credit.figures)
 
         # Correction.
-        shards, corrected = self._corrected(shards)
+        shards, corrected = self._apply_correction(shards)
         self._keep(shards)
 
         # Updates.
         if critic_shards:
-            figures |= self._teach_critic(critic_shards, partition, credit.returns, mini_batches)
+            figures |= self._update_critic(critic_shards, partition, credit.returns, mini_batches)
         with self.timers.phase("train"):
             figures |= corrected | self._update(mini_batches, partition.by_mini_batch(shards))
-        self.rest()
+        self.offload_idle_engines()
         return figures
 
-    def rest(self) -> None:
+    def offload_idle_engines(self) -> None:
         """Move reference and critic off the device until the next update.
 
         Only with ``rollout.offload_engine``.
@@ -223,7 +223,7 @@ class Learner:
             mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
         return mini_batches
 
-    def _marked(self, shards: Sequence[Batch], partition: Partition) -> list[Batch]:
+    def _mark_kept_tokens(self, shards: Sequence[Batch], partition: Partition) -> list[Batch]:
         """Return the shards with the places of their kept tokens, where any are kept."""
         if not self.kept:
             return list(shards)
@@ -254,7 +254,7 @@ class Learner:
 
         A number that is not finite on any rank ends the step on all ranks.
         """
-        return agreed(
+        return run_together(
             self._comm,
             lambda: [
                 shard.with_fields(**{name: values[k] for name, values in extra.items()})
@@ -273,7 +273,7 @@ class Learner:
             return None
         if self.critic.apart:
             partition = Partition(self.critic.engines, [m.documents for m in mini_batches])
-            packed = agreed(self._comm, partition.packed)
+            packed = run_together(self._comm, partition.pack)
         with self.timers.phase("values"):
             values = self.critic.values(packed)
             return CriticShards(
@@ -288,7 +288,7 @@ class Learner:
         weights = [token_weights(shard["mask"], shard.cu_seqlens, mode) for shard in shards]
         return self._with_fields(shards, loss_weight=weights, advantages=advantages)
 
-    def _corrected(self, shards: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
+    def _apply_correction(self, shards: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
         """Return the shards with the rollout corrected, and ``mismatch/…`` and ``correction/…``.
 
         Shards stay as they are where the engine's log-probs are not known. The denominator stays
@@ -308,7 +308,7 @@ class Learner:
 
     # --- the updates ----------------------------------------------------------------------------
 
-    def _teach_critic(
+    def _update_critic(
         self,
         critic_shards: CriticShards,
         partition: Partition,
@@ -319,11 +319,11 @@ class Learner:
         assert self.critic is not None
         with self.timers.phase("critic"):
             shards = self._with_fields(
-                critic_shards.shards, returns=partition.moved(returns, critic_shards.partition)
+                critic_shards.shards, returns=partition.move(returns, critic_shards.partition)
             )
             parts = critic_shards.partition.by_mini_batch(shards)
             updates = [(part, mini.tokens) for part, mini in zip(parts, mini_batches, strict=True)]
-            return self.critic.learn(updates * self.critic.section.epochs)
+            return self.critic.update(updates * self.critic.section.epochs)
 
     def _update(
         self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]

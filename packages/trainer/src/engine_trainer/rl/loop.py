@@ -21,7 +21,7 @@ from engine_trainer.data import (
 )
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.rl.critic import check_critic
-from engine_trainer.rl.experience import Experience, collect
+from engine_trainer.rl.experience import Experience, collect_experience
 from engine_trainer.rl.learner import Learner
 from engine_trainer.rl.recorder import Recorder
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
@@ -76,7 +76,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         state = run.resume(len(train))
         learner.restore(state.get("learner", {}))
         sampler.failures.restore(state.get("failures", {}))
-        learner.rest()
+        learner.offload_idle_engines()
         done = state["step"]
         recorder.open(done)
         if done == 0 or "unmeasured" in state:
@@ -130,7 +130,7 @@ def _source(
     position = int(state.get("position", 0))
 
     def gather(step: int, start: int) -> Experience:
-        return collect(sampler, data, order, config, step=step, position=start)
+        return collect_experience(sampler, data, order, config, step=step, position=start)
 
     if config.overlap.mode == "full":
         from engine_trainer.rl.fully_async import FullyAsync
@@ -156,8 +156,8 @@ def _speed(run: Run, experience: Experience, trained: float, speed: Throughput |
 
     ``trained`` is the number of tokens in all updates of the step.
     """
-    updates = run.timers.spent("train")
-    seconds = updates + run.timers.spent("log_probs")
+    updates = run.timers.take_spent("train")
+    seconds = updates + run.timers.take_spent("log_probs")
     figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}
     lengths = [
         len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.completions

@@ -30,7 +30,7 @@ class TrainingDocument:
     index_in_group: int
     tokens: list[int]
     mask: list[float]
-    """1 where a token counts, 0 elsewhere; one per token."""
+    """One number per token, 1 where the token counts and 0 elsewhere."""
     rollout_log_probs: list[float]
 
     @property
@@ -81,7 +81,7 @@ class Partition:
         """The dp shards of the local ranks."""
         return [self._ranks[rank] for rank in self._engines.local_dp_ranks]
 
-    def packed(self) -> list[Batch]:
+    def pack(self) -> list[Batch]:
         """Return the local dp shards as batches with ``mask`` and ``rollout_log_probs``.
 
         Raises ``BatchError``.
@@ -103,7 +103,7 @@ class Partition:
             begin = end
         return found
 
-    def moved(self, values: Sequence[torch.Tensor], to: Partition) -> list[torch.Tensor]:
+    def move(self, values: Sequence[torch.Tensor], to: Partition) -> list[torch.Tensor]:
         """Return per-token values of this partition in the order of the partition ``to``.
 
         Both partitions are of the same documents. Called on all processes of the loop together.

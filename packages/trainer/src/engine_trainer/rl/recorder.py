@@ -114,7 +114,10 @@ class Recorder:
             together(self._run.comm, lambda: self._files.wait() if self._active else None)
 
     def close(self) -> None:
-        """End the thread that writes, after an error too; called by each process alone."""
+        """End the thread that writes, after an error too.
+
+        Each process calls it alone.
+        """
         self._files.close()
 
     # --- in the thread --------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class Recorder:
         return {
             "text": completion.text,
             "tokens": completion.tokens,
-            "token_texts": self._texts.of(completion.tokens),
+            "token_texts": self._texts.texts_of_tokens(completion.tokens),
             "rollout_log_probs": np.asarray(completion.log_probs, dtype=np.float32),
             "weight_versions": completion.weight_versions,
             "reward": score.total,
@@ -175,7 +178,7 @@ def _prompt(one: _Chosen) -> dict[str, Any]:
 
 
 def _learned(one: _Chosen, kept: KeptTokens) -> dict[str, Any]:
-    """Return the numbers of the learner; without them no token counts."""
+    """Return the numbers of the learner, without which no token counts."""
     if one.learned is None:
         mask = np.zeros(len(one.completion.tokens), dtype=np.bool_)
         return {"loss_mask": mask, "learned": False} | dict.fromkeys(LEARNED)
@@ -197,7 +200,7 @@ def _tool_calls(completion: ScoredCompletion, texts: TokenTexts) -> list[dict[st
     begin = 0
     for made, stretch in groupby(completion.loss_weights or (), key=bool):
         end = begin + sum(1 for _ in stretch)
-        text = texts.whole(completion.tokens[begin:end])
+        text = texts.decode(completion.tokens[begin:end])
         if not made:
             calls.append({"call": before, "result": text, "start": begin, "end": end})
         before = text if made else ""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_api.config import ModelSource
+from engine_api.config import ModelSource, near_matches
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_config import require_memory, unbuildable
@@ -62,8 +62,8 @@ class LocalRollout:
         if dtype not in _DTYPES:
             raise ConfigError(
                 "rollout.options.dtype",
-                f"unknown dtype {dtype!r}",
-                remedy=f"one of: {', '.join(_DTYPES)}",
+                f"expected one of {', '.join(_DTYPES)}, got {dtype!r}",
+                remedy=near_matches(str(dtype), tuple(_DTYPES), listed=True),
             )
         if batch_size < 1:
             raise ConfigError(

@@ -30,7 +30,7 @@ class BestStep:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run should end."""
+        """True if the run should end."""
         return self.patience is not None and self.worse >= self.patience
 
     @property

@@ -19,7 +19,7 @@ from engine_api.folders import remove, write_text
 from engine_api.manifest import MANIFEST, read_manifest
 from engine_api.results import CheckpointHandle
 from engine_trainer.config.loading import flatten, to_plain
-from engine_trainer.config.secrets import Referred
+from engine_trainer.config.secrets import ReferenceText
 from engine_trainer.placement.groups import EngineGroup
 
 # The file in the folder of checkpoints with the name of the best one.
@@ -62,7 +62,10 @@ class Checkpoints:
         self._since = time.monotonic()
 
     def is_older_than(self, minutes: float) -> bool:
-        """Return whether the newest save began ``minutes`` ago or earlier; False for 0 minutes."""
+        """Return whether the newest save began ``minutes`` ago or earlier.
+
+        False for 0 minutes.
+        """
         return 0 < 60 * minutes <= time.monotonic() - self._since
 
     def steps(self) -> dict[int, Path]:
@@ -91,7 +94,7 @@ class Checkpoints:
                     remedy="use run.resume=auto to continue it, or another run.output_dir",
                 )
             return None
-        return self._given(Path(resume), own)
+        return self._find_named(Path(resume), own)
 
     def save(
         self,
@@ -161,7 +164,7 @@ class Checkpoints:
             repair(folder)
         self._prune()
 
-    def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
+    def _find_named(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
             raise ConfigError(
                 "run.resume",
@@ -241,7 +244,7 @@ def fingerprint(config: Any) -> dict[str, Any]:
     found = flatten(to_plain(config))
     for key, value in flatten(asdict(config)).items():
         values = value if isinstance(value, list | tuple) else [value]
-        if _below(key, FIXED) and any(isinstance(one, Referred) for one in values):
+        if _below(key, FIXED) and any(isinstance(one, ReferenceText) for one in values):
             digest = sha256(json.dumps([str(one) for one in values]).encode()).hexdigest()
             found[key] = f"{found[key]} (SHA-256 {digest[:8]}…)"
     return found

@@ -57,7 +57,7 @@ class FolderLock:
         self._file = file
 
     def release(self) -> None:
-        """Free the lock; a second call does nothing."""
+        """Free the lock (idempotent)."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

@@ -31,7 +31,10 @@ class Reference:
 
     @property
     def engines(self) -> EngineGroup | None:
-        """Second engine; None where the policy with the adapter off is the reference."""
+        """The reference's own engine.
+
+        None where the policy with the adapter off is the reference.
+        """
         return None if self._adapter else self._engines
 
     def log_probs(self, shards: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
@@ -56,5 +59,8 @@ class Reference:
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the inferred log-probs; the outputs of an empty batch may have none."""
+    """Return the inferred log-probs.
+
+    The outputs of an empty batch may have none.
+    """
     return torch.zeros(0, dtype=torch.float32) if outputs.log_probs is None else outputs.log_probs

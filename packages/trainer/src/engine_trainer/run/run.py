@@ -77,7 +77,9 @@ def global_rank() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The folder and the last step of a run; ``step < total_steps`` after an interruption.
+    """The folder and the last step of a run.
+
+    ``step`` is below ``total_steps`` after an interruption.
 
     ``report`` is the new report.html, None where none was written.
     """
@@ -474,14 +476,14 @@ class Run:
         if why is None:
             try:
                 self._save_after_error()
-            # The error that ended the run is raised in any case. This one is only told.
+            # The error that ended the run is raised in any case. This one is only logged.
             except (EngineError, OSError) as second:
                 why = str(second)
         if self.is_main:
             self.log.say(self._describe_failure(why))
 
     def _why_unsavable(self, error: Exception) -> str | None:
-        """Return why the last complete step cannot be saved after ``error``; None if it can."""
+        """Return why the last complete step cannot be saved after ``error``, or None if it can."""
         if (why := self.launcher.why_unusable(error)) is not None:
             return why
         if self._weight_versions() != self._versions:
@@ -523,7 +525,7 @@ class Run:
         return [group.weight_version for group in (self.policy, *self.companions.values())]
 
     def _write_report(self) -> Path | None:
-        # The model is trained and saved: a damaged file of the run is told, and is no failure.
+        # The model is trained and saved: a damaged file of the run is reported, and is no failure.
         try:
             return write_report(self.folder, self.kind)
         except DataError as error:

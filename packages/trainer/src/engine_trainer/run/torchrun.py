@@ -1,4 +1,4 @@
-"""What a rank has to do with torchrun, its launcher: it ends with it, and speaks once."""
+"""Functions that tie a rank to torchrun: its end, and one report of an error for all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LOOK_S = 0.05
 
 
 def end_with_torchrun() -> None:
-    """End this process when the torchrun that started it ends; do nothing without torchrun.
+    """End this process when the torchrun that started it ends.
+
+    Without torchrun it does nothing.
 
     torchrun ends its ranks when it ends, unless it is killed. Ranks that outlived it would hold
     the run's folder, and continue in addition to the run that is started in its place.
@@ -45,7 +47,7 @@ def end_with_torchrun() -> None:
         return
 
 
-def is_news(text: str, *, told_by_another: bool) -> bool:
+def is_news(text: str, *, reported_elsewhere: bool) -> bool:
     """Return whether no other rank says ``text`` to the same terminal or log file.
 
     The ranks find out in the store of their rendezvous. Where it cannot be reached, the text is
@@ -53,7 +55,7 @@ def is_news(text: str, *, told_by_another: bool) -> bool:
 
     Args:
         text: the error of this rank.
-        told_by_another: True for an error that reports another rank's, which that rank says itself.
+        reported_elsewhere: True if the error repeats that of a rank which reports it itself.
     """
     from engine_api.stores import reach_store
 
@@ -66,7 +68,7 @@ def is_news(text: str, *, told_by_another: bool) -> bool:
         size = int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = reach_store(host, port, size, _SAY_S)
-        if not told_by_another:
+        if not reported_elsewhere:
             store.set(f"{key}/cause", "")
         elif _is_set(store, f"{key}/cause"):
             return False

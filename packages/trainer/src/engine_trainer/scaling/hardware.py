@@ -21,7 +21,10 @@ class Hardware:
     """Name of the GPU."""
 
     peak: float = 989.5e12
-    """Peak of dense bf16 in FLOP/s; that of FP8 is twice as high."""
+    """Peak of dense bf16 in FLOP/s.
+
+    The peak of FP8 is twice as high.
+    """
 
     hbm: float = 4.8e12
     """Bandwidth of the GPU's memory in bytes/s."""
@@ -81,7 +84,7 @@ class Hardware:
     """Seconds of the host in a sync, fitted to 0.6B."""
 
     link_latency_s: float = 10e-6
-    """Seconds of latency of one all-reduce while decoding; assumed."""
+    """Assumed latency of one all-reduce while decoding, in seconds."""
 
     def link(self, gpus: int) -> tuple[float, str]:
         """Return the bytes/s of a collective over ``gpus`` GPUs, and the name of its link."""

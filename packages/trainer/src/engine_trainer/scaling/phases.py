@@ -60,7 +60,7 @@ class Lengths:
 
 
 def shard_group(shape: Shape, hardware: Hardware, gpus: int) -> int:
-    """Return the number of GPUs that FSDP shards a model over; 0 if the model does not fit.
+    """Return the number of GPUs that FSDP shards a model over, or 0 if it does not fit.
 
     With more GPUs than that there are several copies of the model (HSDP). The group is a whole
     node where that is enough: with NVLink it is as fast as a smaller group, and leaves more memory.

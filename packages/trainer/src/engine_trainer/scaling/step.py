@@ -29,7 +29,10 @@ class Job:
     """True serves the rollout in FP8."""
 
     micro_batch: int = 32768
-    """Number of tokens of a GPU in one pass; a longer completion is one pass of its own."""
+    """Number of tokens of a GPU in one pass.
+
+    A longer completion is one pass of its own.
+    """
 
     updates: int = 1
     """Number of optimizer steps."""

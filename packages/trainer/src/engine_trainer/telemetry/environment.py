@@ -81,7 +81,7 @@ class Start:
     hardware: tuple[str, ...]
     """Devices, processors and memory of the machine of the loop's first process."""
     commit: str | None
-    """Commit of the git repository that the run was started in; None outside of one."""
+    """Commit of the git repository that the run was started in, or None outside of one."""
     versions: dict[str, str]
     """Versions of Python and of packages."""
     resolved: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -91,7 +91,9 @@ class Start:
 
 
 def record(folder: Path, start: Start) -> None:
-    """Add a start to the run's ``environment.json``; the first start of a run replaces it.
+    """Add a start to the run's ``environment.json``.
+
+    The first start of a run replaces the file.
 
     Starts after the step that the run continues from belong to steps that are trained again, and
     stay: they say how often the run was started. A file of another version is replaced, too.

@@ -66,20 +66,20 @@ class LearningWatch:
 
     def note(self, step: int, figures: Figures) -> list[str]:
         """Note the figures of a step, and return what to tell the user about them."""
-        told = []
+        messages: list[str] = []
         for index, sign in enumerate(_SIGNS):
             self._counts[index] = self._counts[index] + 1 if sign.holds(figures) else 0
             if self._counts[index] == PATIENCE:
-                told.append(f"step {step}: in {PATIENCE} steps {sign.meaning}; {sign.remedy}")
+                messages.append(f"step {step}: in {PATIENCE} steps {sign.meaning}; {sign.remedy}")
         if self._is_collapse(figures):
-            told.append(
+            messages.append(
                 f"step {step}: the reward has fallen to {figures['train/reward']:.3g}, from "
                 f"{self._best:.3g}, and train/grad_norm is {figures['train/grad_norm']:.3g}, "
                 f"{_HUGE:.0f} times the median or more; continue from an earlier checkpoint "
                 "(run.resume) with a lower engine.optimizer.lr or a smaller engine.optimizer."
                 "clip_norm"
             )
-        return told
+        return messages
 
     def _is_collapse(self, figures: Figures) -> bool:
         """Return whether this step completes ``PATIENCE`` steps of a collapse."""

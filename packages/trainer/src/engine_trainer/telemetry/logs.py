@@ -78,7 +78,7 @@ class Timers:
         """Return the seconds of the newest block of ``name``, 0 without one."""
         return self._last.get(name, 0.0)
 
-    def spent(self, name: str) -> float:
+    def take_spent(self, name: str) -> float:
         """Return the seconds of all blocks of ``name`` since the last call for that name.
 
         ``take`` does not change them.
@@ -111,7 +111,10 @@ class _Tracker:
         self.run.log(dict(values), step=step)
 
     def table(self, samples: Sequence[ShownSample], step: int) -> Any:
-        """Return a table of samples; trackio takes a text for Markdown."""
+        """Return a table of samples.
+
+        trackio takes a text for Markdown.
+        """
         rows = [sample.row(step) for sample in samples]
         if self.name == "trackio":
             rows = [[code_block(v) if isinstance(v, str) else v for v in row] for row in rows]
@@ -119,7 +122,10 @@ class _Tracker:
 
 
 class RunLog:
-    """The log of rank 0; on other ranks (``active=False``) every call does nothing."""
+    """The log of rank 0.
+
+    On other ranks (``active=False``) every call does nothing.
+    """
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class RunLog:
         self._trackers: list[_Tracker] = []
         self._file: Any = None
         self._begin = 0.0  # of the monotonic clock, such that the run's time is counted from it
-        self._told = -math.inf  # when the last line about the progress was printed
+        self._last_line_at = -math.inf  # when the last line about the progress was printed
         # A missing package is an error on every rank now, not after the model is loaded.
         self._projects = [
             (name, _import(name), project)
@@ -220,8 +226,8 @@ class RunLog:
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
-        if step == self.total_steps or now - self._told >= LINE_S:
-            self._told = now
+        if step == self.total_steps or now - self._last_line_at >= LINE_S:
+            self._last_line_at = now
             shown = "".join(f", {name} {value}" for name, value in figures.items())
             took = format_seconds(now - self._begin)
             sys.stderr.write(f"step {step} of {self.total_steps}, {took}{shown}\n")
@@ -237,7 +243,7 @@ class RunLog:
             tqdm.write(text)
 
     def close(self) -> None:
-        """Flush and close all logs; a second call does nothing."""
+        """Flush and close all logs (idempotent)."""
         parts = (self._bar, self._board, self._file)
         trackers = self._trackers
         self._bar = self._board = self._file = None
@@ -300,7 +306,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step(path: Path) -> int:
-    """Return the step of the last row of a ``metrics.jsonl``; 0 without a row."""
+    """Return the step of the last row of a ``metrics.jsonl``, or 0 without a row."""
     rows = read_metrics(path) if path.is_file() else []
     return int(rows[-1]["step"]) if rows else 0
 

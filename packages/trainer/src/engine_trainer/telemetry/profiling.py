@@ -26,7 +26,10 @@ class Trace:
         self._profiler.__enter__()
 
     def end(self) -> None:
-        """Stop recording and write the trace; without ``begin``, or a second time, do nothing."""
+        """Stop recording and write the trace.
+
+        Without ``begin``, or a second time, it does nothing.
+        """
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.__exit__(None, None, None)

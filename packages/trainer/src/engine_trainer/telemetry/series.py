@@ -109,7 +109,10 @@ def count_steps(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def duration(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the time that the run took, without interruptions; empty where it is not known."""
+    """Return the time that the run took, without interruptions.
+
+    It is empty where the time is not known.
+    """
     return format_seconds(rows[-1][ELAPSED]) if rows and ELAPSED in rows[-1] else ""
 
 

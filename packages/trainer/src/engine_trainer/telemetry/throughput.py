@@ -60,7 +60,7 @@ class Throughput:
     """Product L·H·D of layers, heads and channels of a head."""
 
     peak: float | None
-    """Peak FLOP/s of all devices together; None is unknown."""
+    """Peak FLOP/s of all devices together, or None if it is unknown."""
 
     def flop(self, lengths: Sequence[int]) -> float:
         """Return the FLOP of one training pass over documents of these lengths.

@@ -22,7 +22,7 @@ class TokenTexts:
         self._skipped = len(self._decode(self._before))
         self._known: dict[int, str] = {}
 
-    def of(self, tokens: Sequence[int]) -> list[str]:
+    def texts_of_tokens(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token.
 
         Of tokens that only together are whole characters, the first one has the whole text and the
@@ -33,22 +33,22 @@ class TokenTexts:
             if BROKEN not in text:
                 continue
             for end in range(begin + 2, min(begin + LONGEST, len(tokens)) + 1):
-                whole = self._after(tokens[begin:end])
+                whole = self._decode_after_anchor(tokens[begin:end])
                 if BROKEN not in whole:
                     texts[begin:end] = [whole, *[""] * (end - begin - 1)]
                     break
         return texts
 
-    def whole(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a stretch of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _text(self, token: int) -> str:
         if token not in self._known:
-            self._known[token] = self._after([token])
+            self._known[token] = self._decode_after_anchor([token])
         return self._known[token]
 
-    def _after(self, tokens: Sequence[int]) -> str:
+    def _decode_after_anchor(self, tokens: Sequence[int]) -> str:
         return self._decode([*self._before, *tokens])[self._skipped :]
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ pytest.importorskip("ray", reason="the extra ray")
 # Torch 2.13 renames a collective under FSDP.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-from engine_trainer.placement.ray.agent_rollouts import Conversing  # noqa: E402 - behind importorskip
+from engine_trainer.placement.ray.agent_rollouts import AgentRollouts  # noqa: E402 - behind importorskip
 
 AGENTS = """
 import asyncio, pathlib, sys, time
@@ -119,7 +119,7 @@ def replica_of(sums_model, tmp_path):
     def conversing(name: str, size: int = 2, *, n: int = 1, temperature: float = 0.0, **section):
         replica, weights = make(name, **section)
         sampling = SamplingParams(n=n, max_new_tokens=12, temperature=temperature)
-        made.append(Conversing(replica, replica.agent, sampling, size))
+        made.append(AgentRollouts(replica, replica.agent, sampling, size))
         return made[-1], replica, weights
 
     yield conversing
@@ -136,7 +136,7 @@ def prompts(*tokens: list[int], text: str = "") -> list[tuple[int, Prompt]]:
 
 
 def run(
-    conversing: Conversing, new, between=lambda count: None
+    conversing: AgentRollouts, new, between=lambda count: None
 ) -> dict[int, list[ScoredCompletion]]:
     found = dict(conversing.advance(new, seed=1))
     for count in range(1, 200):

@@ -29,7 +29,7 @@ pytest.importorskip("ray", reason="the extra ray")
 # Torch 2.13 renames a collective under FSDP.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-from engine_trainer.placement.ray.partial_rollouts import Continuing  # noqa: E402 - behind importorskip
+from engine_trainer.placement.ray.partial_rollouts import PartialRollouts  # noqa: E402 - behind importorskip
 
 
 class Judge:
@@ -65,7 +65,7 @@ def prompts(*tokens: list[int]) -> list[tuple[int, Prompt]]:
 
 
 def run(
-    continuing: Continuing, new, between=lambda count: None, times=30
+    continuing: PartialRollouts, new, between=lambda count: None, times=30
 ) -> dict[int, list[ScoredCompletion]]:
     found = dict(continuing.advance(new, seed=1))
     for count in range(1, times):
@@ -85,7 +85,9 @@ def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(sums_model):
         ]
 
     replica.rollout.generate = nothing
-    continuing = Continuing(replica, SamplingParams(n=1, max_new_tokens=12, temperature=0.0), 3)
+    continuing = PartialRollouts(
+        replica, SamplingParams(n=1, max_new_tokens=12, temperature=0.0), 3
+    )
     with pytest.raises(RolloutError, match="100 slices without a token"):
         run(continuing, prompts([6, 2, 7, 3]), times=150)
 
@@ -96,7 +98,7 @@ def test_slices_add_up_to_what_one_generation_says(sums_model, size):
     sampling = SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
     given = prompts([6, 2, 7, 3], [8, 2, 9, 3, 4], [10])
     whole = replica.rollout.generate([p.tokens for _, p in given], sampling)
-    found = run(Continuing(replica, sampling, size), given)
+    found = run(PartialRollouts(replica, sampling, size), given)
     assert {key: answers[0].tokens for key, answers in found.items()} == {
         10 + c.prompt_index: c.tokens for c in whole
     }
@@ -112,7 +114,7 @@ def test_what_was_begun_goes_on_with_new_weights_and_each_token_says_which(sums_
     replica, weights = replica_of(sums_model)
     sampling = SamplingParams(n=3, max_new_tokens=9, temperature=1.0)
     found = run(
-        Continuing(replica, sampling, 2),
+        PartialRollouts(replica, sampling, 2),
         prompts([6, 2, 7, 3], [8, 2, 9, 3]),
         lambda count: replica.rollout.update_weights(iter(weights.items()), count),
     )

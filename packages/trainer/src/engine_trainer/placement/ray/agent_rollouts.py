@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine_api.rollout import SamplingParams
 from engine_trainer.agent import AgentError, AgentLoop, Trajectory
-from engine_trainer.agent.generators import Sliced
+from engine_trainer.agent.generators import SlicedGenerator
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
 from engine_trainer.utils.threads import event_loop
@@ -38,7 +38,7 @@ class _Group:
     conversations: list[Future[Trajectory]] = field(default_factory=list[Future[Trajectory]])
 
 
-class Conversing:
+class AgentRollouts:
     """The conversations that one replica is running, at most ``agent.concurrency`` at a time.
 
     Args:
@@ -52,7 +52,7 @@ class Conversing:
         self._replica = replica
         self._agent = agent
         self._sampling = sampling
-        self._turns = Sliced(sampling, slice_tokens)
+        self._turns = SlicedGenerator(sampling, slice_tokens)
         self._groups: list[_Group] = []
         self._numbers = itertools.count()
         # Time by time.monotonic since when the loop has not responded.

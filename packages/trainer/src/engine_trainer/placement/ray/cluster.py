@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine_api.errors import ConfigError
 from engine_trainer.config.sections import EngineSection, RaySection, RolloutSection
-from engine_trainer.placement.loopback import confined
+from engine_trainer.placement.loopback import loopback_variables
 from engine_trainer.placement.ray.calls import attempt
 
 POLL_S = 1.0
@@ -97,7 +97,9 @@ def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
     a variable enables it: Ray read it when it was imported, and its daemons read it again.
     """
     names = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-    names |= {name: value for name, value in confined(rollout).items() if name not in os.environ}
+    names |= {
+        name: value for name, value in loopback_variables(rollout).items() if name not in os.environ
+    }
     before = {name: os.environ.get(name) for name in names}
     enabled = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= names

@@ -17,7 +17,7 @@ from engine_trainer.placement.ray import cluster
 from engine_trainer.placement.ray.calls import Pool, WorkerLost, attempt, finish
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.ray.meter import Meter
-from engine_trainer.placement.ray.rollouts import Colocated, Separate
+from engine_trainer.placement.ray.rollouts import ColocatedRollouts, SeparateRollouts
 from engine_trainer.placement.ray.workers import EngineWorker, RolloutWorker
 from engine_trainer.placement.replica import RolloutSpec, rollout_device
 from engine_trainer.telemetry.logs import Timers
@@ -79,12 +79,12 @@ class OnRay:
         self._policy = self._policy or made
         return made
 
-    def rollouts(self, spec: RolloutSpec, timers: Timers) -> Colocated | Separate:
+    def rollouts(self, spec: RolloutSpec, timers: Timers) -> ColocatedRollouts | SeparateRollouts:
         """See ``Launcher``."""
         assert self._policy is not None, "the policy comes first"
         if self._rollout_pool is None:
             self._policy.pool.call_all("make_rollout", spec)
-            return Colocated(self._policy, timers)
+            return ColocatedRollouts(self._policy, timers)
         for key, given in {
             "lora: adapter": spec.section.lora == "adapter",
             "offload_engine": spec.section.offload_engine,
@@ -97,7 +97,7 @@ class OnRay:
                     remedy="leave one of the two out",
                 )
         self._connect(spec, self._policy.pool, self._rollout_pool)
-        return Separate(self._rollout_pool, self._policy, timers)
+        return SeparateRollouts(self._rollout_pool, self._policy, timers)
 
     def why_unusable(self, error: BaseException) -> str | None:
         """See ``Launcher``."""

@@ -27,7 +27,7 @@ class _Task:
     """Number of slices of a completion that gave no token."""
 
 
-class Continuing:
+class PartialRollouts:
     """The groups that one replica is generating.
 
     Args:

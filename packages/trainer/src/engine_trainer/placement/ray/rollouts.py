@@ -13,7 +13,7 @@ from engine_trainer.placement.replica import ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
 
 
-class Colocated:
+class ColocatedRollouts:
     """A replica in the process of each engine rank, time-shared with the engine.
 
     Weights stay in the process.
@@ -57,7 +57,7 @@ class Colocated:
         self._pool.call_all("close_rollout")
 
 
-class Separate:
+class SeparateRollouts:
     """Replicas in processes of their own, which receive the weights.
 
     They need not sleep, because no engine needs their memory.
@@ -92,7 +92,7 @@ class Separate:
         """Do nothing (see the class)."""
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
-        """Prepare for ``advance`` (see ``Continuing``)."""
+        """Prepare for ``advance`` (see ``PartialRollouts``)."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
     def generate_and_score(

@@ -25,8 +25,8 @@ from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import Trained
 from engine_trainer.placement.ray import channel
 from engine_trainer.placement.ray.actor import Worker, address
-from engine_trainer.placement.ray.agent_rollouts import Conversing
-from engine_trainer.placement.ray.partial_rollouts import Continuing
+from engine_trainer.placement.ray.agent_rollouts import AgentRollouts
+from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion
 from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
 
@@ -252,7 +252,7 @@ class RolloutWorker(Worker):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._replica: Replica | None = None
-        self._under_way: Continuing | Conversing | None = None
+        self._under_way: PartialRollouts | AgentRollouts | None = None
 
     def close(self) -> None:
         """Close the replica and the channel."""
@@ -294,14 +294,14 @@ class RolloutWorker(Worker):
         """Prepare for ``advance``."""
         agent = self.replica.agent
         if agent:
-            self._under_way = Conversing(self.replica, agent, sampling, slice_tokens)
+            self._under_way = AgentRollouts(self.replica, agent, sampling, slice_tokens)
         else:
-            self._under_way = Continuing(self.replica, sampling, slice_tokens)
+            self._under_way = PartialRollouts(self.replica, sampling, slice_tokens)
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
     ) -> list[tuple[int, list[ScoredCompletion]]]:
-        """See ``Continuing.advance``."""
+        """See ``PartialRollouts.advance``."""
         assert self._under_way is not None
         return self._under_way.advance(new, seed)
 

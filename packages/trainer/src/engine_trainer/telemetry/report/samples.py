@@ -120,7 +120,10 @@ def _in_both(problems: Sequence[Problem], first: int, last: int) -> list[Problem
 def _equal_first(
     ranked: Sequence[tuple[Problem, Completion]],
 ) -> list[tuple[Problem, Completion]]:
-    """Return the first samples; of those with the first one's reward, some in equal distances."""
+    """Return the first samples.
+
+    Of those with the first one's reward it takes some in equal distances.
+    """
     equal = [pair for pair in ranked if pair[1].reward == ranked[0][1].reward]
     if len(equal) <= SHOWN:
         return list(ranked[:SHOWN])

@@ -87,7 +87,9 @@ def read_content(run: Path, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) ->
 
 
 def read_overview(run: Path) -> Overview:
-    """Return the overview of the completions that ``run`` has kept; empty where it kept none.
+    """Return the overview of the completions that ``run`` has kept.
+
+    It is empty where the run kept none.
 
     Raises ``DataError`` where one of its files cannot be read.
     """
@@ -178,7 +180,10 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: pa.Scalar) -> Any:
-    """Return a token's numbers, rounded; one number where all are equal; None where unknown."""
+    """Return a token's numbers, rounded.
+
+    One number stands for all where they are equal. Unknown numbers are None.
+    """
     if not values.is_valid:
         return None
     array = np.asarray(values.values.to_numpy(zero_copy_only=False), dtype=np.float64)
