@@ -29,7 +29,10 @@ class Rereads(Edits):
     """An engine that reads keys of ``config.json`` with other values, and accepts any model."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
-        raw = json.loads((Path(config.model.path) / "config.json").read_text())
+        file = Path(config.model.path) / "config.json"
+        if not file.is_file():
+            return config
+        raw = json.loads(file.read_text())
         reread = {key: value for key, value in self.reread(raw).items() if key in raw}
         overrides = {**config.model.config_overrides, **reread}
         return replace(config, model=replace(config.model, config_overrides=overrides))

@@ -23,6 +23,9 @@ STAYS: dict[str, str] = {
         "without a step: it tells a wrong forward pass from a wrong update, "
         "for both of which all of `train.*` fail"
     ),
+    "models.*": (
+        "about models that no other case makes: engine-minimal failed `models.caps` and no other"
+    ),
     "train.trajectory": "the broadest: narrower cases catch the same defects with a name",
     "train.*": "narrows down a defect that `train.trajectory` only shows to exist",
     "steps.version": (
