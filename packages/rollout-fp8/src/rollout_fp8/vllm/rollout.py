@@ -451,7 +451,10 @@ class VllmRollout:
     def _check_idle(self, what: str) -> None:
         if self._engine is None:
             raise RolloutError(
-                f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one"
+                f"cannot {what}",
+                where=WHERE,
+                why="the rollout is closed",
+                remedy="create another one",
             )
         self._stepper.check(what)
         if self._stepper.busy:
