@@ -225,7 +225,7 @@ class SglangRollout:
     def close(self) -> None:
         """Close the rollout (idempotent). Unfinished generations are lost."""
         with self._gate:
-            self._not_ready = "it is closed"
+            self._not_ready = "the rollout is closed"
             host = self._host
             self._host = None
         if host is not None:

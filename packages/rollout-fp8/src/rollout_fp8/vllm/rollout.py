@@ -268,7 +268,7 @@ class VllmRollout:
         with self._gate:
             if self._engine is None:
                 return
-            self._not_ready = "it is closed"
+            self._not_ready = "the rollout is closed"
             engine = self._engine
             self._engine = None
             if self._processes is not None:
