@@ -300,7 +300,7 @@ def test_closing_ends_the_server_and_what_it_started_and_its_log(own) -> None:
         lambda: own.update_weights(iter(weights(1).items()), 1),
         own.sleep,
     ):
-        with pytest.raises(RolloutError, match="it is closed"):
+        with pytest.raises(RolloutError, match="the rollout is closed"):
             call()
 
 

@@ -267,7 +267,10 @@ class Endpoint:
         """Raise ``RolloutError`` after the rollout's ``close``."""
         if self.closed:
             raise RolloutError(
-                "cannot be used", where=WHERE, why="it is closed", remedy="create another one"
+                "cannot be used",
+                where=WHERE,
+                why="the rollout is closed",
+                remedy="create another one",
             )
 
     def error(self, what: str, why: str) -> RolloutError:

@@ -225,7 +225,7 @@ class SglangRollout:
     def close(self) -> None:
         """Close the rollout (idempotent). Unfinished generations are lost."""
         with self._gate:
-            self._not_ready = "it is closed"
+            self._not_ready = "the rollout is closed"
             host = self._host
             self._host = None
         if host is not None:
@@ -353,7 +353,10 @@ class SglangRollout:
     def _check_idle(self, what: str) -> Host:
         if self._host is None:
             raise RolloutError(
-                f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one"
+                f"cannot {what}",
+                where=WHERE,
+                why="the rollout is closed",
+                remedy="create another one",
             )
         self._host.check()
         if any(not future.done() for future in tuple(self._running)):

@@ -268,7 +268,7 @@ class VllmRollout:
         with self._gate:
             if self._engine is None:
                 return
-            self._not_ready = "it is closed"
+            self._not_ready = "the rollout is closed"
             engine = self._engine
             self._engine = None
             if self._processes is not None:
@@ -451,7 +451,10 @@ class VllmRollout:
     def _check_idle(self, what: str) -> None:
         if self._engine is None:
             raise RolloutError(
-                f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one"
+                f"cannot {what}",
+                where=WHERE,
+                why="the rollout is closed",
+                remedy="create another one",
             )
         self._stepper.check(what)
         if self._stepper.busy:

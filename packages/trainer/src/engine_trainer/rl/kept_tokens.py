@@ -117,7 +117,7 @@ class TokenWatch:
 
     @property
     def observed(self) -> dict[str, Any]:
-        """What the wrapped loss has observed (``inner``), and the kept tokens (see ``Trained``)."""
+        """The wrapped loss's observations (``inner``), and the kept tokens (see ``Trained``)."""
         names = self._rows[0] if self._rows else {_PLACES: torch.zeros(0, dtype=torch.int32)}
         tokens = {
             name: torch.cat([row[name] for row in self._rows]) if self._rows else empty

@@ -92,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What ``engine-train eval`` measures.
+    """The model that ``engine-train eval`` measures.
 
     Attributes:
         model: ``engine.model.path``.
