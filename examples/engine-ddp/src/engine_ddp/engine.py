@@ -138,6 +138,9 @@ class DdpEngine(BaseEngine):
         named = model.named_parameters()
         self.weights: dict[str, Tensor] = {pieces[name][0].name: param for name, param in named}
 
+    def _chosen(self) -> Mapping[str, Any]:
+        return {"model.attention": "sdpa"}
+
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
         # DDP adds up all that a gradient holds, and that of earlier calls is a sum over the ranks
