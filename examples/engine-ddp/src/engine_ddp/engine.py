@@ -33,10 +33,10 @@ from engine_ddp.plugin import PLUGIN
 StateLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
-def add_over_ranks(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Add a bucket of gradients over the ranks, where DDP would average it."""
+def add_over_ranks(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Add a bucket of gradients (``GradBucket``) over the ranks, where DDP would average it."""
     del state
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
@@ -166,7 +166,7 @@ class DdpEngine(BaseEngine):
         gradients of every rank.
         """
         ids = batch.input_ids if batch.lengths else torch.zeros(1, dtype=torch.long)
-        documents = ids.to(self.model.device).split(batch.lengths or (1,))
+        documents = list(ids.to(self.model.device).split(batch.lengths or (1,)))
         values = self.module(pad_sequence(documents, batch_first=True), temperature)
         rows = [values[:, d, :length] for d, length in enumerate(batch.lengths or (0,))]
         return TokenOutputs(**dict(zip(self.gives, torch.cat(rows, 1), strict=True)))
