@@ -176,19 +176,20 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
 
 def conformance_commands() -> list[tuple[str, ...]]:
-    """Return the certificate commands of every engine that the matrix calls tested on a CPU.
+    """Return the conformance commands of every engine that the matrix calls tested on a CPU.
 
-    They run on one and two ranks. Four ranks take as long as all the rest together: only the cases
-    that need four ranks run there. `certify` runs every case.
+    Every case runs once on one and two ranks. Four ranks take as long as all the rest together:
+    only the cases that need four ranks run there. `certify` also repeats cases in each layout and
+    with each option, which `nightly` does as well.
     """
     found = []
     for engine, device in engine_devices(load()):
         if device == "cpu":
             two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
             # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
-            found += [("engine-conformance", *two, "--certify", "--quiet", "--patience", "10")]
             found += [
-                ("engine-conformance", *four, "--case", LAYOUTS, "--quiet", "--patience", "10")
+                ("engine-conformance", *chosen, "--case", cases, "--quiet", "--patience", "10")
+                for chosen, cases in ((two, "*"), (four, LAYOUTS))
             ]
     return found
 
@@ -224,7 +225,7 @@ def side_by_side(
 def tests(session: nox.Session) -> None:
     """Run all checks of CI; after `--`: pytest arguments.
 
-    These are lint, types, imports, generated pages, every test, the certificates and the site.
+    These are lint, types, imports, generated pages, every test, the conformance suite and the site.
     """
     install(session, [*packages(), *EXAMPLES], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
@@ -319,6 +320,10 @@ def nightly(session: nox.Session) -> None:
             *session.posargs,
             env={"OMP_NUM_THREADS": "1"},
         )
+    for engine, device in engine_devices(load()):
+        if device == "cpu" and not session.posargs:
+            whole = run_arguments(load(), engine, device, (1, 2))
+            session.run("engine-conformance", *whole, "--certify", "--quiet", "--patience", "10")
 
 
 @nox.session

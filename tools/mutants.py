@@ -50,8 +50,9 @@ INTRODUCTION = """\
 
 A suite is worth as much as the defects that it catches. Each row is the reference engine of the
 suite's own tests (`conformance/loopback`) with one defect, and the case that must fail for it in
-one setting. `nox -s mutants` runs them all, as the tests do at every change, and checks that the
-engine without the defect passes the same cases. "Also" is the first other case that failed for the
+one setting. `nox -s mutants` runs them all, and checks that the engine without the defect passes
+the same cases. The tests run at every change those that no second case catches, and at night the
+rest. "Also" is the first other case that failed for the
 same defect; if there is none, the named case alone stands between the defect and a user. "bfloat16"
 states whether the named case catches the defect when it runs in bfloat16, where tolerances are
 thousands of times wider. A run in float32 shows the defects that it misses there.

@@ -57,10 +57,21 @@ def _parameter(
     return pytest.param(value, id=name, marks=() if first else rest)
 
 
+OTHERS: dict[str, str | None] = json.loads((ROOT / "mutants" / "others.json").read_text())
+
+
+def _when(one: Mutant) -> pytest.MarkDecorator:
+    """Return the mark of a mutant: at night if a second case would catch it as well."""
+    return pytest.mark.nightly if OTHERS.get(one.name) else pytest.mark.slow
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "one",
-    [_parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST) for one in MUTANTS],
+    [
+        _parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST, rest=_when(one))
+        for one in MUTANTS
+    ],
 )
 def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
     outcome = kill(one, root)
@@ -140,13 +151,12 @@ def test_case_applies_in_the_mutants_setting(root: Path) -> None:
 
 
 def test_a_case_that_catches_nothing_alone_says_why_it_stays() -> None:
-    others = json.loads((ROOT / "mutants" / "others.json").read_text())
-    assert set(others) <= {one.name for one in MUTANTS}, (
+    assert set(OTHERS) <= {one.name for one in MUTANTS}, (
         "a mutant is gone: take it from others.json"
     )
     # One that is not there was not looked for yet (`python tools/mutants.py --others NAME`): the
     # page says so.
-    alone = {one.case for one in MUTANTS if one.name in others and others[one.name] is None}
+    alone = {one.case for one in MUTANTS if one.name in OTHERS and OTHERS[one.name] is None}
     silent = [
         name
         for name, one in load_cases().items()

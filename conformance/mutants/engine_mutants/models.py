@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -155,3 +156,13 @@ class OverridesUnread(Edits):
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         return replace(config, model=replace(config.model, config_overrides={}))
+
+
+@mutant("models.own_code", group="core")
+class RunsTheFoldersCode(Edits):
+    """Code that a folder's ``config.json`` names is run without ``trust_remote_code``."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        for file in Path(config.model.path).glob("*.py"):
+            runpy.run_path(str(file))
+        return config

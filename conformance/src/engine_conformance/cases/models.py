@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from engine_api.config import EngineConfig
@@ -198,11 +201,18 @@ def _right_or_refused(target: Target, asked: dict[str, Asked]) -> float:
 
 def _one(target: Target, name: str, asked: Asked) -> float:
     model = target.model(**asked.model)
+    return _built(target, name, asked.words, model, _config(target, asked))
+
+
+def _built(
+    target: Target, name: str, words: Sequence[str], model: Path, config: EngineConfig
+) -> float:
+    """Compare what a configuration builds with the oracle of ``model``, unless it is refused."""
     calls = [asking(target, documents(81, lengths)) for lengths in ("uneven", "skewed")]
     batch = documents(82)
-    ranks: list[Attempt] = target.run(attempt, _config(target, asked), calls=calls, batch=batch)
+    ranks: list[Attempt] = target.run(attempt, config, calls=calls, batch=batch)
     if any(rank.refused for rank in ranks):
-        _refused_by_name(name, asked, [rank.refused for rank in ranks])
+        _refused_by_name(name, words, [rank.refused for rank in ranks])
         return 0.0
     oracle = oracle_of(str(model))
     margins = list[float]()
@@ -233,13 +243,60 @@ def _config(target: Target, asked: Asked) -> EngineConfig:
     return replace(config, model=replace(config.model, config_overrides=asked.overrides))
 
 
-def _refused_by_name(name: str, asked: Asked, errors: Sequence[EngineError | None]) -> None:
-    kind = next(type(error) for error in errors if error is not None)
+def _refused_by_name(name: str, words: Sequence[str], errors: Sequence[EngineError | None]) -> None:
+    kind = next((type(error) for error in errors if error is not None), ConfigError)
     allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
     raised_everywhere(name, errors, kind if allowed else ConfigError)
     said = str(errors[0])
-    named = any(word.lower() in said.lower() for word in asked.words)
-    must(named, name, f"the refusal names none of {', '.join(asked.words)}: {said}")
+    named = any(word.lower() in said.lower() for word in words)
+    must(named, name, f"the refusal names none of {', '.join(words)}: {said}")
+
+
+_OWN_CODE = """\
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+
+
+def _with_own_code(model: Path, folder: Path, marker: Path, **keys: Any) -> Path:
+    """Copy a model, and let its ``config.json`` name code that leaves ``marker`` where it runs."""
+    shutil.copytree(model, folder)
+    (folder / "own.py").write_text(_OWN_CODE.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "own.OwnConfig"}, **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@case(id="models.own_code", since=SINCE, model_types=TYPES)
+def own_code(target: Target) -> float:
+    """Code that comes in a model's folder MUST NOT run unless ``trust_remote_code`` asks for it.
+
+    A folder of a known family is computed without it, or refused. One whose family only its
+    code knows is refused by name.
+
+    If this fails: ``trust_remote_code=True`` is passed on whatever the configuration says.
+    """
+    scratch = target.scratch()
+    marker = scratch / "ran"
+    model = target.model(family=target.families[0])
+    known = _with_own_code(model, scratch / "known", marker)
+    margin = _built(target, "known family", ("auto_map", "code"), model, target.config(known))
+    must(not marker.exists(), "own code", "ran for a known family, without being asked for")
+    unknown = _with_own_code(model, scratch / "unknown", marker, model_type="own")
+    ranks: list[Attempt] = target.run(
+        attempt, target.config(unknown), calls=[], batch=documents(82)
+    )
+    must(not marker.exists(), "own code", "ran for an unknown family, without being asked for")
+    _refused_by_name("unknown family", ("own", "code"), [rank.refused for rank in ranks])
+    return margin
 
 
 @case(id="models.rope", since=SINCE)
