@@ -6,6 +6,7 @@ Every rank holds the whole model, and gradients are added over the ranks before 
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ class MinimalEngine(BaseEngine):
         self.vocab_size = model.config.get_text_config().vocab_size
         # Hugging Face names in the model's order, with tied weights once.
         pieces = pieces_of(model)
-        named = model.named_parameters()
-        self.weights: dict[str, Tensor] = {pieces[name][0].name: param for name, param in named}
+        self.weights = {pieces[name][0].name: param for name, param in model.named_parameters()}
 
     def _chosen(self) -> Mapping[str, Any]:
         return {"model.attention": "eager"}
@@ -97,10 +97,8 @@ class MinimalEngine(BaseEngine):
             # The logits at t - 1 predict token t, and none predict a document's first token.
             chunks = torch.arange(len(ids) - 1, device=ids.device).split(size)
             # Logits exist chunk by chunk, because the backward pass computes them again.
-            scores = [
-                checkpoint(self._score, ids, chunk, temperature, use_reentrant=False)
-                for chunk in chunks
-            ]
+            score = partial(checkpoint, self._score, ids, use_reentrant=False)
+            scores = [score(chunk, temperature) for chunk in chunks]
             values.append(pad(torch.cat(scores, 1), (1, 0)))
         log_probs, entropy = torch.cat(values, 1)
         return TokenOutputs(log_probs=log_probs, entropy=entropy if "entropy" in needs else None)
