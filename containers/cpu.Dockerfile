@@ -32,8 +32,8 @@ RUN if [ -n "${FIND_LINKS}" ]; then export UV_FIND_LINKS="${FIND_LINKS}"; \
     "./packages/trainer[fsdp,gym,math,ray]" "./conformance[verify]"
 
 RUN useradd --create-home --uid 10001 house \
-    && install -d -o house /work /work/runs \
+    && install -d -o house /enginehouse /enginehouse/runs \
     /home/house/.cache /home/house/.cache/huggingface
 USER 10001
-WORKDIR /work
+WORKDIR /enginehouse
 CMD ["engine-train", "--help"]

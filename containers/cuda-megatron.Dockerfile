@@ -4,7 +4,7 @@
 # second one trains on generated problems, on two GPUs with tensor parallelism:
 #
 #   docker build -f containers/cuda-megatron.Dockerfile -t enginehouse:cuda-megatron .
-#   docker run --rm --gpus all --ipc host -v runs:/work/runs \
+#   docker run --rm --gpus all --ipc host -v runs:/enginehouse/runs \
 #       -v huggingface:/home/house/.cache/huggingface enginehouse:cuda-megatron \
 #       sh -c "engine-train recipes copy rl/reasoning_gym && torchrun --standalone \
 #       --nproc-per-node 2 -m engine_trainer rl recipes/rl/reasoning_gym.yaml \
@@ -42,8 +42,8 @@ RUN site=/opt/venv/lib/python3.12/site-packages/nvidia \
     "transformer-engine[pytorch,core-cu13]"
 
 RUN useradd --create-home --uid 10001 house \
-    && install -d -o house /work /work/runs \
+    && install -d -o house /enginehouse /enginehouse/runs \
     /home/house/.cache /home/house/.cache/huggingface
 USER 10001
-WORKDIR /work
+WORKDIR /enginehouse
 CMD ["engine-train", "--help"]

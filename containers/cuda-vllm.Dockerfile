@@ -4,7 +4,7 @@
 # generated problems:
 #
 #   docker build -f containers/cuda-vllm.Dockerfile -t enginehouse:cuda-vllm .
-#   docker run --rm --gpus all --ipc host -v runs:/work/runs \
+#   docker run --rm --gpus all --ipc host -v runs:/enginehouse/runs \
 #       -v huggingface:/home/house/.cache/huggingface enginehouse:cuda-vllm \
 #       sh -c "engine-train recipes copy rl/reasoning_gym && engine-train rl \
 #       recipes/rl/reasoning_gym.yaml engine.model.path=Qwen/Qwen3-0.6B rollout.name=vllm"
@@ -33,8 +33,8 @@ RUN uv pip install -c constraints/cuda-vllm.txt \
     "./conformance[verify]" "ray[default]"
 
 RUN useradd --create-home --uid 10001 house \
-    && install -d -o house /work /work/runs \
+    && install -d -o house /enginehouse /enginehouse/runs \
     /home/house/.cache /home/house/.cache/huggingface
 USER 10001
-WORKDIR /work
+WORKDIR /enginehouse
 CMD ["engine-train", "--help"]

@@ -163,7 +163,7 @@ def commands() -> dict[str, tuple[str, list[str]]]:
         text = text.replace('"$RECIPE"', "recipes/rl/reasoning_gym.yaml").replace("$HOME", "/root")
         text = text.replace('"$MODEL"', "Qwen/Qwen3-0.6B")
         for recipe, rest in re.findall(
-            r"\brl (?:/work/job/)?recipes/(\S+\.yaml)((?: [\w.]+=\S+)*)", text
+            r"\brl (?:/enginehouse/job/)?recipes/(\S+\.yaml)((?: [\w.]+=\S+)*)", text
         ):
             if rest:
                 found[path.name] = (recipe, shlex.split(rest.replace('"', "")))
