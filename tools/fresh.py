@@ -42,7 +42,8 @@ for one in importlib.metadata.distributions():
     found[one.name] = sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
 print(json.dumps(found))
 """
-NAMED = 11  # so many of the largest packages have their size in the page
+# Number of the largest packages whose size is in the page.
+NAMED = 11
 
 Times = list[tuple[float, float]]
 
@@ -127,13 +128,13 @@ def render(times: Mapping[str, Times], sizes: Mapping[str, float], most: float) 
     ]
     rows.append(("in all", *(f"**{sum(clock for clock, _ in times[one]):.0f}**" for one in times)))
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NAMED]
-    told = ", ".join(f"{name} {sizes[name]:.0f}" for name in largest)
+    named = ", ".join(f"{name} {sizes[name]:.0f}" for name in largest)
     machine = f"load up to {most:.0f}, {len(os.sched_getaffinity(0))} cores"
     rest = f", and {len(sizes) - NAMED} more the rest" if len(sizes) > NAMED else ""
     return (
         f"Measured on {datetime.now(UTC):%Y-%m-%d} ({machine}), by `nox -s fresh -- --write`:\n\n"
         f"{table(('step', *times), rows)}\n"
-        f"The packages have {sum(sizes.values()):,.0f} MB: {told}{rest}.\n"
+        f"The packages have {sum(sizes.values()):,.0f} MB: {named}{rest}.\n"
     )
 
 

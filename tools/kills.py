@@ -458,7 +458,7 @@ class Campaign:
 
 @contextmanager
 def ended_with(campaign: Campaign) -> Iterator[None]:
-    """Kill All starts when the campaign is interrupted, so that none outlives it."""
+    """Kill all starts when the campaign is interrupted, so that none outlives it."""
     try:
         yield
     except BaseException:

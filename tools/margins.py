@@ -139,7 +139,7 @@ def percentile(margins: Sequence[float], share: float) -> float:
     """
     if not margins:
         return 0.0
-    return sorted(margins)[max(0, math.ceil(share * len(margins)) - 1)] if margins else 0.0
+    return sorted(margins)[max(0, math.ceil(share * len(margins)) - 1)]
 
 
 def summary(lines: Sequence[Line]) -> dict[str, Any]:

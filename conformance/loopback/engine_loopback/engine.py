@@ -76,7 +76,7 @@ class LoopbackEngine(ExportEngine):
             self._close_groups()
             raise
 
-    def _chosen(self) -> dict[str, str]:
+    def _choices(self) -> dict[str, str]:
         return {"model.attention": "plain"}
 
     def _build_groups(self, timeout: timedelta) -> None:

@@ -40,9 +40,9 @@ _HELPERS = list["subprocess.Popen[bytes]"]()
 
 @mutant("contract.resolved", group="core")
 class ChoiceUntold(LoopbackEngine):
-    """What was left to the engine is reported as it was asked, without the choice."""
+    """An option that was left to the engine is reported as asked, without the choice."""
 
-    def _chosen(self) -> dict[str, str]:
+    def _choices(self) -> dict[str, str]:
         return {}
 
 
@@ -50,9 +50,9 @@ class ChoiceUntold(LoopbackEngine):
 class OptionRounded(LoopbackEngine):
     """A chunk of logits is rounded up to a power of two, though a number was asked for."""
 
-    def _chosen(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, Any]:
         power = 1 << (self.config.memory.logit_chunk - 1).bit_length()
-        return super()._chosen() | {"memory.logit_chunk": power}
+        return super()._choices() | {"memory.logit_chunk": power}
 
 
 @mutant("contract.bad_configuration", group="core")

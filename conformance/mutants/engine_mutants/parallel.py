@@ -190,7 +190,7 @@ class LayerLost(Partition):
 
 @mutant("train.accumulation", group="pp", world=2, layout={"pp": 2})
 class PipelineBeginsAnew(LoopbackEngine):
-    """In a pipeline each ``forward_backward`` drops the gradient that waits for its step."""
+    """A pipeline drops the gradient that waits for its step at each ``forward_backward``."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float

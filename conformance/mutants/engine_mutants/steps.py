@@ -99,7 +99,7 @@ class LinearBelowFloor(LoopbackEngine):
 
 @mutant("steps.clipping", group="core", world=2, options={"flat_norm": True})
 class FlatNormInBfloat16(LoopbackEngine):
-    """With an option of the engine's own, the sum of a gradient's squares is in bfloat16."""
+    """The sum of a gradient's squares is in bfloat16 with an option of the engine's own."""
 
     def own_squares(self) -> Tensor:
         squares = super().own_squares()

@@ -19,7 +19,7 @@ from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.results import Setting
-from engine_conformance.variants import changed, repetitions
+from engine_conformance.variants import changed_sizes, repetitions
 from engine_conformance.verdict import is_complete
 
 __all__ = ["Item", "Selection", "make_plan", "resolve", "resolve_kind"]
@@ -73,7 +73,10 @@ class Selection:
 
         The layout has only sizes that differ from the defaults of `Parallelism`.
         """
-        return asdict(self) | {"device": reported(self.device), "layout": changed(self.layout)}
+        return asdict(self) | {
+            "device": reported(self.device),
+            "layout": changed_sizes(self.layout),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +233,9 @@ def _check_families(plugin: EnginePlugin) -> None:
     dense = [name for name in FAMILIES if name not in EXPERTS]
     if plugin.families and not set(plugin.families) & set(dense):
         raise CannotRun(
-            f"{plugin.name!r} declares the model families {', '.join(plugin.families)}, "
-            f"and the suite computes {', '.join(FAMILIES)}: there is nothing to compare\n"
-            f"  to do: build one of {', '.join(dense)}, too, and declare it in the descriptor's "
-            "`families`"
+            f"expected an engine of one of the model families {', '.join(dense)}, "
+            f"got one that declares {', '.join(plugin.families)} alone\n"
+            "  to do: build one of them, too, and declare it in the descriptor's `families`"
         )
 
 

@@ -26,7 +26,7 @@ from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, make_plan, resolve
 from engine_conformance.ranks import RankError, close_pools
 from engine_conformance.results import Outcome, Row, Setting, SuiteRun
-from engine_conformance.variants import GROUP, changed
+from engine_conformance.variants import GROUP, changed_sizes
 
 __all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
 
@@ -213,7 +213,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
     parts = ["engine-conformance", "run", selection.name, "--case", item.case.id]
     parts += ["--model-type", setting.model_type, "--device", item.target.device]
     parts += ["--world", str(setting.world), "--dtype", setting.dtype]
-    layout = ",".join(f"{name}={size}" for name, size in changed(item.target.layout).items())
+    layout = ",".join(f"{name}={size}" for name, size in changed_sizes(item.target.layout).items())
     given = {
         "--profile": item.case.profile if item.case.profile != "engine" else None,
         "--parallelism": layout,

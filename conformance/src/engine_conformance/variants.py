@@ -22,7 +22,7 @@ __all__ = [
     "GROUP",
     "LAYOUTS",
     "Repetition",
-    "changed",
+    "changed_sizes",
     "name_variant",
     "repetitions",
 ]
@@ -77,7 +77,7 @@ class Repetition:
     cases: tuple[str, ...] = CASES
 
 
-def changed(layout: Parallelism) -> dict[str, int]:
+def changed_sizes(layout: Parallelism) -> dict[str, int]:
     """Return the sizes that differ from the default."""
     default = asdict(Parallelism())
     return {name: size for name, size in asdict(layout).items() if size != default[name]}
@@ -85,7 +85,7 @@ def changed(layout: Parallelism) -> dict[str, int]:
 
 def name_variant(layout: Parallelism, options: Mapping[str, Any]) -> str:
     """Return the sizes and options that are not the defaults, in the command line's spelling."""
-    sizes = [f"{name}={size}" for name, size in changed(layout).items()]
+    sizes = [f"{name}={size}" for name, size in changed_sizes(layout).items()]
     values = [
         f"{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for name, value in options.items()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import Memory, asked
+from engine_api.config import Memory, flatten_config
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
@@ -199,14 +199,14 @@ def resolved(target: Target) -> None:
     )
     for memory in (Memory(), given):
         config = target.config(target.model(), memory=memory)
-        want = asked(config, target.world)
+        want = flatten_config(config, target.world)
         ranks: list[dict[str, Any]] = target.run(resolved_of, config)
         for rank, found in enumerate(ranks):
-            _is_resolved(found, want, f"rank {rank}")
+            _check_resolved(found, want, f"rank {rank}")
             must(found == ranks[0], "resolved", "differs from rank 0's", where=f"rank {rank}")
 
 
-def _is_resolved(found: Mapping[str, Any], want: Mapping[str, Any], where: str) -> None:
+def _check_resolved(found: Mapping[str, Any], want: Mapping[str, Any], where: str) -> None:
     absent = sorted(want.keys() - found.keys())
     must(not absent, "resolved", f"lacks {', '.join(absent)}", where=where)
     for key, value in want.items():

@@ -45,7 +45,7 @@ CONTEXT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ModelRequest:
     """Requests of one model.
 
     Attributes:
@@ -60,26 +60,28 @@ class Asked:
     overrides: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def _rope(kind: str, **keys: Any) -> Asked:
+def _rope(kind: str, **keys: Any) -> ModelRequest:
     rope = {"rope_type": kind, **keys}
-    return Asked(
+    return ModelRequest(
         words=("rope", "rotary"), model={"family": "llama", "max_position": CONTEXT, "rope": rope}
     )
 
 
-def _window(family: str, **keys: Any) -> Asked:
+def _window(family: str, **keys: Any) -> ModelRequest:
     words = ("window", "sliding", family)
-    return Asked(words=words, model={"family": family, "keys": {"sliding_window": 4, **keys}})
+    return ModelRequest(
+        words=words, model={"family": family, "keys": {"sliding_window": 4, **keys}}
+    )
 
 
-def _cap(*, missing: str, **keys: Any) -> Asked:
+def _cap(*, missing: str, **keys: Any) -> ModelRequest:
     # The window is longer than every document: it is not what the case is about.
     given = {"query_pre_attn_scalar": 16, "sliding_window": 64, missing: None, **keys}
     words = ("gemma2", "softcap", *keys)
-    return Asked(words=words, model={"family": "gemma2", "keys": given})
+    return ModelRequest(words=words, model={"family": "gemma2", "keys": given})
 
 
-ROPES: dict[str, Asked] = {
+ROPES: dict[str, ModelRequest] = {
     "linear": _rope("linear", factor=2.5),
     "dynamic": _rope("dynamic", factor=2.0),
     "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=64),
@@ -97,7 +99,7 @@ ROPES: dict[str, Asked] = {
         short_factor=[1.0 + i / 16 for i in range(8)],
         long_factor=[1.0 + i / 2 for i in range(8)],
     ),
-    "linear in the older keys": Asked(
+    "linear in the older keys": ModelRequest(
         words=("rope", "rotary"),
         model={
             "family": "llama",
@@ -106,7 +108,7 @@ ROPES: dict[str, Asked] = {
         },
     ),
 }
-WINDOWS: dict[str, Asked] = {
+WINDOWS: dict[str, ModelRequest] = {
     "in all layers": _window("mistral"),
     "above a layer": _window("qwen2", use_sliding_window=True, max_window_layers=1),
     "by type of layer": _window(
@@ -114,37 +116,43 @@ WINDOWS: dict[str, Asked] = {
     ),
     "not switched on": _window("qwen2", use_sliding_window=False),
 }
-CAPS: dict[str, Asked] = {
+CAPS: dict[str, ModelRequest] = {
     "of scores": _cap(missing="final_logit_softcapping", attn_logit_softcapping=2.0),
     "of logits": _cap(missing="attn_logit_softcapping", final_logit_softcapping=3.0),
 }
-SHAPES: dict[str, Asked] = {
-    "biases on every projection": Asked(
+SHAPES: dict[str, ModelRequest] = {
+    "biases on every projection": ModelRequest(
         words=("bias",),
         model={"family": "llama", "keys": {"attention_bias": True, "mlp_bias": True}},
     ),
-    "biases beside norms of heads": Asked(
+    "biases beside norms of heads": ModelRequest(
         words=("bias",), model={"family": "qwen3", "keys": {"attention_bias": True}}
     ),
-    "heads wider than their share": Asked(words=("head_dim",), model={"head_dim": 24}),
-    "one head of keys": Asked(words=("num_key_value_heads",), model={"num_kv_heads": 1}),
-    "a vocabulary of 259": Asked(words=("vocab",), model={"vocab_size": 259}),
-    "another vocabulary, untied": Asked(words=("vocab",), model={"vocab_size": 331, "tied": False}),
+    "heads wider than their share": ModelRequest(words=("head_dim",), model={"head_dim": 24}),
+    "one head of keys": ModelRequest(words=("num_key_value_heads",), model={"num_kv_heads": 1}),
+    "a vocabulary of 259": ModelRequest(words=("vocab",), model={"vocab_size": 259}),
+    "another vocabulary, untied": ModelRequest(
+        words=("vocab",), model={"vocab_size": 331, "tied": False}
+    ),
 }
-DROPOUTS: dict[str, dict[str, Asked]] = {
+DROPOUTS: dict[str, dict[str, ModelRequest]] = {
     LM: {
-        "of attention": Asked(
+        "of attention": ModelRequest(
             words=("dropout",), model={"family": "llama", "keys": {"attention_dropout": 0.1}}
         )
     },
     VALUE: {
-        "before the head": Asked(words=("dropout",), model={"keys": {"classifier_dropout": 0.1}}),
-        "of attention": Asked(words=("dropout",), model={"keys": {"attention_dropout": 0.1}}),
+        "before the head": ModelRequest(
+            words=("dropout",), model={"keys": {"classifier_dropout": 0.1}}
+        ),
+        "of attention": ModelRequest(
+            words=("dropout",), model={"keys": {"attention_dropout": 0.1}}
+        ),
     },
 }
-FILES: dict[str, Asked] = {
-    "weights in bfloat16": Asked(words=("bfloat16",), model={"stored": "bfloat16"}),
-    "an override": Asked(
+FILES: dict[str, ModelRequest] = {
+    "weights in bfloat16": ModelRequest(words=("bfloat16",), model={"stored": "bfloat16"}),
+    "an override": ModelRequest(
         words=("override", "model.path"),
         model={"rms_norm_eps": 0.01},
         overrides={"rms_norm_eps": 0.01},
@@ -187,24 +195,24 @@ def attempt(setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments) ->
         engine.close()
 
 
-def _right_or_refused(target: Target, asked: dict[str, Asked]) -> float:
+def _require_right_or_refused(target: Target, requests: dict[str, ModelRequest]) -> float:
     """Require right outputs and a right step of each model, or its refusal on every rank.
 
     Models of families that the engine does not declare are left out.
     """
     margins = [0.0]
-    for name, one in asked.items():
+    for name, one in requests.items():
         if one.model.get("family", target.families[0]) in target.families:
-            margins.append(_one(target, name, one))
+            margins.append(_compare_model(target, name, one))
     return max(margins)
 
 
-def _one(target: Target, name: str, asked: Asked) -> float:
-    model = target.model(**asked.model)
-    return _built(target, name, asked.words, model, _config(target, asked))
+def _compare_model(target: Target, name: str, request: ModelRequest) -> float:
+    model = target.model(**request.model)
+    return _compare_built(target, name, request.words, model, _request_config(target, request))
 
 
-def _built(
+def _compare_built(
     target: Target, name: str, words: Sequence[str], model: Path, config: EngineConfig
 ) -> float:
     """Compare what a configuration builds with the oracle of ``model``, unless it is refused."""
@@ -212,38 +220,40 @@ def _built(
     batch = documents(82)
     ranks: list[Attempt] = target.run(attempt, config, calls=calls, batch=batch)
     if any(rank.refused for rank in ranks):
-        _refused_by_name(name, words, [rank.refused for rank in ranks])
+        _require_refusal_by_name(name, words, [rank.refused for rank in ranks])
         return 0.0
     oracle = oracle_of(str(model))
     margins = list[float]()
     for i, call in enumerate(calls):
         rows = [rank.outputs[i] for rank in ranks]
-        errors = [row for row in rows if not _is_answer(row)]
+        errors = [row for row in rows if not _has_outputs(row)]
         if i > 0 and any(isinstance(error, BatchError) for error in errors):
             # A document beyond the model's context may be refused when it comes.
             must(len(errors) == len(rows), name, "a long document is refused on some ranks only")
             continue
         must(not errors, name, f"a short document is refused: {errors[:1]}")
-        margins.append(outputs_match(target, oracle, call, [r for r in rows if _is_answer(r)]))
+        margins.append(outputs_match(target, oracle, call, [r for r in rows if _has_outputs(r)]))
     trained = [rank.trained for rank in ranks if rank.trained is not None]
     margins.append(training_matches(target, trained, oracle_training(str(model), (batch,)), oracle))
     return max(margins)
 
 
-def _is_answer(row: RankOutputs | Refusal) -> TypeGuard[RankOutputs]:
+def _has_outputs(row: RankOutputs | Refusal) -> TypeGuard[RankOutputs]:
     return isinstance(row, RankOutputs)
 
 
-def _config(target: Target, asked: Asked) -> EngineConfig:
+def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
     """Return the configuration that asks for it, by the folder or by overrides."""
-    if not asked.overrides:
-        return target.config(target.model(**asked.model))
-    plain = {key: value for key, value in asked.model.items() if key not in asked.overrides}
+    if not request.overrides:
+        return target.config(target.model(**request.model))
+    plain = {key: value for key, value in request.model.items() if key not in request.overrides}
     config = target.config(target.model(**plain))
-    return replace(config, model=replace(config.model, config_overrides=asked.overrides))
+    return replace(config, model=replace(config.model, config_overrides=request.overrides))
 
 
-def _refused_by_name(name: str, words: Sequence[str], errors: Sequence[EngineError | None]) -> None:
+def _require_refusal_by_name(
+    name: str, words: Sequence[str], errors: Sequence[EngineError | None]
+) -> None:
     kind = next((type(error) for error in errors if error is not None), ConfigError)
     allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
     raised_everywhere(name, errors, kind if allowed else ConfigError)
@@ -265,7 +275,7 @@ class OwnConfig(LlamaConfig):
 """
 
 
-def _with_own_code(model: Path, folder: Path, marker: Path, **keys: Any) -> Path:
+def _add_own_code(model: Path, folder: Path, marker: Path, **keys: Any) -> Path:
     """Copy a model, and let its ``config.json`` name code that leaves ``marker`` where it runs."""
     shutil.copytree(model, folder)
     (folder / "own.py").write_text(_OWN_CODE.format(marker=str(marker)))
@@ -287,15 +297,17 @@ def own_code(target: Target) -> float:
     scratch = target.scratch()
     marker = scratch / "ran"
     model = target.model(family=target.families[0])
-    known = _with_own_code(model, scratch / "known", marker)
-    margin = _built(target, "known family", ("auto_map", "code"), model, target.config(known))
+    known = _add_own_code(model, scratch / "known", marker)
+    margin = _compare_built(
+        target, "known family", ("auto_map", "code"), model, target.config(known)
+    )
     must(not marker.exists(), "own code", "ran for a known family, without being asked for")
-    unknown = _with_own_code(model, scratch / "unknown", marker, model_type="own")
+    unknown = _add_own_code(model, scratch / "unknown", marker, model_type="own")
     ranks: list[Attempt] = target.run(
         attempt, target.config(unknown), calls=[], batch=documents(82)
     )
     must(not marker.exists(), "own code", "ran for an unknown family, without being asked for")
-    _refused_by_name("unknown family", ("own", "code"), [rank.refused for rank in ranks])
+    _require_refusal_by_name("unknown family", ("own", "code"), [rank.refused for rank in ranks])
     return margin
 
 
@@ -311,7 +323,7 @@ def rope(target: Target) -> float:
     right and the factor of cosine and sine is left out (YaRN), or the longest document of
     the pack decides for all.
     """
-    return _right_or_refused(target, ROPES)
+    return _require_right_or_refused(target, ROPES)
 
 
 @case(id="models.windows", since=SINCE)
@@ -325,7 +337,7 @@ def windows(target: Target) -> float:
     If this fails: the window is one too wide or too narrow, applies in every layer, or
     attention is full.
     """
-    return _right_or_refused(target, WINDOWS)
+    return _require_right_or_refused(target, WINDOWS)
 
 
 @case(id="models.caps", since=SINCE, families=("gemma2",))
@@ -337,7 +349,7 @@ def caps(target: Target) -> float:
     If this fails: an attention kernel without caps is used, or a chunked head leaves its
     cap out.
     """
-    return _right_or_refused(target, CAPS)
+    return _require_right_or_refused(target, CAPS)
 
 
 @case(id="models.shapes", since=SINCE)
@@ -351,7 +363,7 @@ def shapes(target: Target) -> float:
     If this fails: a bias is dropped, ``head_dim`` is derived where it is given, or rows of
     the vocabulary are lost where ranks share it.
     """
-    return _right_or_refused(target, SHAPES)
+    return _require_right_or_refused(target, SHAPES)
 
 
 @case(id="models.dropout", since=SINCE, model_types=TYPES)
@@ -363,7 +375,7 @@ def dropout(target: Target) -> float:
 
     If this fails: the model was left in training mode with its own rates.
     """
-    return _right_or_refused(target, DROPOUTS[target.model_type])
+    return _require_right_or_refused(target, DROPOUTS[target.model_type])
 
 
 @case(id="models.files", since=SINCE)
@@ -373,4 +385,4 @@ def files(target: Target) -> float:
     If this fails: masters are in the files' dtype, so that small updates are lost, or
     an override does not reach the model.
     """
-    return _right_or_refused(target, FILES)
+    return _require_right_or_refused(target, FILES)

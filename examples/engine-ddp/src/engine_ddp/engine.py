@@ -138,7 +138,7 @@ class DdpEngine(BaseEngine):
         named = model.named_parameters()
         self.weights: dict[str, Tensor] = {pieces[name][0].name: param for name, param in named}
 
-    def _chosen(self) -> Mapping[str, Any]:
+    def _choices(self) -> Mapping[str, Any]:
         return {"model.attention": "sdpa"}
 
     @contextmanager

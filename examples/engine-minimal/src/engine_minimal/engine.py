@@ -78,7 +78,7 @@ class MinimalEngine(BaseEngine):
         pieces = pieces_of(model)
         self.weights = {pieces[name][0].name: param for name, param in model.named_parameters()}
 
-    def _chosen(self) -> Mapping[str, Any]:
+    def _choices(self) -> Mapping[str, Any]:
         return {"model.attention": "eager"}
 
     def forward_step(

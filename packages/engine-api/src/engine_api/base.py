@@ -33,7 +33,7 @@ from engine_api.arguments import (
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm, together
-from engine_api.config import EngineConfig, asked
+from engine_api.config import EngineConfig, flatten_config
 from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
 from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
@@ -131,9 +131,9 @@ class BaseEngine(EngineDefaults):
         self._state = "ready"
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``Engine.resolved``."""
+        """Return what the engine does of what was asked (see ``Engine.resolved``)."""
         self._expect("resolved", "ready")
-        return asked(self.config, self.topology.world_size) | dict(self._chosen())
+        return flatten_config(self.config, self.topology.world_size) | dict(self._choices())
 
     def train_batch(
         self,

@@ -301,7 +301,7 @@ class EngineConfig:
                 raise ConfigError(name, what, why=why, remedy=remedy)
 
 
-def asked(config: EngineConfig, world_size: int) -> dict[str, Any]:
+def flatten_config(config: EngineConfig, world_size: int) -> dict[str, Any]:
     """Return what a configuration asks of an engine, by dotted key (see ``Engine.resolved``).
 
     ``parallelism.dp_shard`` is a number of ranks also where it is -1.
@@ -375,16 +375,20 @@ def near_matches(name: str, known: Sequence[str], *, listed: bool = False) -> st
     return f"known: {', '.join(sorted(known)) or 'none'}"
 
 
+def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a value that is not one of the choices."""
+    if value not in choices:
+        raise ConfigError(
+            key,
+            f"expected one of {', '.join(choices)}, got {value!r}",
+            remedy=near_matches(str(value), choices, listed=True),
+        )
+
+
 def _check_choices(section: str, part: object) -> None:
     for name, hint in get_type_hints(type(part)).items():
-        value = getattr(part, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            remedy = near_matches(str(value), get_args(hint), listed=True)
-            raise ConfigError(
-                f"{section}.{name}",
-                f"expected one of {', '.join(get_args(hint))}, got {value!r}",
-                remedy=remedy,
-            )
+        if get_origin(hint) is Literal:
+            check_choice(f"{section}.{name}", getattr(part, name), get_args(hint))
 
 
 # The parts are: true if it is wrong, then the key and the texts what, why and remedy of the error.

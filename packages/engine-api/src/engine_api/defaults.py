@@ -78,7 +78,7 @@ class EngineDefaults(ABC):
 
     # --- hooks ------------------------------------------------------------------------------------
 
-    def _chosen(self) -> Mapping[str, Any]:
+    def _choices(self) -> Mapping[str, Any]:
         """Return, for ``resolved``, what the engine chose itself, or can tell of what it built."""
         return {}
 

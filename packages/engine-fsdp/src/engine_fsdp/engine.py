@@ -125,7 +125,7 @@ class FSDPEngine(BaseEngine):
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
 
-    def _chosen(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, Any]:
         lm: Any = self.module.lm
         # torch keeps a block's compiled call under this name and has no public one.
         compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001

@@ -146,7 +146,7 @@ class MegatronEngine(BaseEngine):
                 remedy="turn it on",
             )
 
-    def _chosen(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, Any]:
         return {"model.attention": "sdpa" if self.shape.spec == "local" else "transformer engine"}
 
     def _build_groups(self, timeout: timedelta) -> None:
@@ -315,7 +315,10 @@ class MegatronEngine(BaseEngine):
     # --- state ---------------------------------------------------------------------------------
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """See ``BaseEngine.state_shards``, which all ranks call together."""
+        """Return the state as boxes (see ``BaseEngine.state_shards``).
+
+        All ranks call it together.
+        """
         return checkpoint.state_of(self.table, self.masters, self.optimizer)
 
     def _optimizer_fields(self) -> Collection[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -10,16 +10,6 @@ from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 
 QUANTIZATIONS = ("none", "fp8")
-
-
-def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for a value that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(
-            key,
-            f"expected one of {', '.join(choices)}, got {value!r}",
-            remedy=near_matches(value, choices, listed=True),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

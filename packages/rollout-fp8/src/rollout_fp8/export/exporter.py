@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine_api.capabilities import Capability
-from engine_api.config import LoraConfig, ModelSource
+from engine_api.config import LoraConfig, ModelSource, check_choice
 from engine_api.contract import Engine
 from engine_api.devices import device_of
 from engine_api.errors import RolloutError, UnsupportedCapability
@@ -28,7 +28,7 @@ from rollout_fp8.fp8.quantize import ScalePolicy
 from rollout_fp8.install.adapter import Adapter
 from rollout_fp8.kernels.cast import FLOATS
 from rollout_fp8.model import architecture_of
-from rollout_fp8.options import QUANTIZATIONS, Options, check_choice
+from rollout_fp8.options import QUANTIZATIONS, Options
 from rollout_fp8.phases import Phases
 from rollout_fp8.ranks import of_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan

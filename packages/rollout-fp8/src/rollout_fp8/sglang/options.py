@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from engine_api.config import ModelSource
+from engine_api.config import ModelSource, check_choice
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.model import config_of
-from rollout_fp8.options import QUANTIZATIONS, Options, check_choice
+from rollout_fp8.options import QUANTIZATIONS, Options
 
 WHERE = "rollout 'sglang'"
 # Imported by SGLang in its schedulers.

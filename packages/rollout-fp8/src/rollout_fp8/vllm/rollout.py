@@ -13,7 +13,7 @@ import torch
 
 from engine_api.codec import register
 from engine_api.comm import GroupComm
-from engine_api.config import LoraConfig, ModelSource
+from engine_api.config import LoraConfig, ModelSource, check_choice
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.requests import check_version
@@ -26,7 +26,7 @@ from rollout_fp8.install.adapter import ExpectedAdapter
 from rollout_fp8.install.adapter_session import AdapterParts, AdapterSession
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of, config_of
-from rollout_fp8.options import QUANTIZATIONS, VllmOptions, check_choice
+from rollout_fp8.options import QUANTIZATIONS, VllmOptions
 from rollout_fp8.seeds import seeds
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream

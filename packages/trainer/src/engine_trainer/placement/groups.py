@@ -67,7 +67,10 @@ class EngineGroup(Protocol):
         ...
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``Engine.resolved``; empty for an engine of an older contract, which cannot tell."""
+        """Return what the engine does of what was asked (see ``Engine.resolved``).
+
+        It is empty for an engine of a contract before 1.3, which cannot tell.
+        """
         ...
 
     def infer(

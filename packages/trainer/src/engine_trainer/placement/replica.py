@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
-from engine_api.config import EngineConfig, LoraConfig, near_matches
+from engine_api.config import EngineConfig, LoraConfig, check_choice
 from engine_api.errors import ConfigError
 from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry, RolloutRegistry
@@ -122,12 +122,7 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
     """
     compute = engine_config.precision.compute
     dtype = section.options.get("dtype", "bfloat16" if compute == "float8" else compute)
-    if dtype not in DTYPES:
-        raise ConfigError(
-            "rollout.options.dtype",
-            f"expected one of {', '.join(DTYPES)}, got {dtype!r}",
-            remedy=near_matches(str(dtype), tuple(DTYPES), listed=True),
-        )
+    check_choice("rollout.options.dtype", dtype, tuple(DTYPES))
     return str(dtype)
 
 

@@ -58,7 +58,8 @@ class SpmdEngines:
         return self.engine.weight_version
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``EngineGroup``."""
+        """Return what the engine does of what was asked (see ``EngineGroup``)."""
+        # An engine of a contract before 1.3 has no such member.
         tell = getattr(self.engine, "resolved", None)
         return {} if tell is None else tell()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_api.config import ModelSource, near_matches
+from engine_api.config import ModelSource, check_choice
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_config import require_memory, unbuildable
@@ -59,12 +59,7 @@ class LocalRollout:
         batch_size: int = 64,
         dtype: str = "float32",
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ConfigError(
-                "rollout.options.dtype",
-                f"expected one of {', '.join(_DTYPES)}, got {dtype!r}",
-                remedy=near_matches(str(dtype), tuple(_DTYPES), listed=True),
-            )
+        check_choice("rollout.options.dtype", dtype, tuple(_DTYPES))
         if batch_size < 1:
             raise ConfigError(
                 "rollout.batch_size",

@@ -47,7 +47,7 @@ class RayEngines:
         return self._version
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``EngineGroup``."""
+        """Return what the engine does of what was asked (see ``EngineGroup``)."""
         found: Mapping[str, Any] = self.call_all("resolved")[0]
         return found
 

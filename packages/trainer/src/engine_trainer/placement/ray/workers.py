@@ -154,7 +154,7 @@ class EngineWorker(Worker):
         return self._engines[number].load_checkpoint(directory)
 
     def resolved(self, number: int) -> dict[str, Any]:
-        """See ``EngineGroup.resolved``."""
+        """Return what the engine does of what was asked (see ``EngineGroup.resolved``)."""
         return dict(self._engines[number].resolved())
 
     def save_hf(self, number: int, directory: Path, dtype: torch.dtype) -> None:
