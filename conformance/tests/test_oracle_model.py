@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from engine_conformance.cases import models
+from engine_conformance.cases._case import LM
 from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
 from engine_conformance.oracle import (
     UnsupportedModel,
@@ -27,42 +29,35 @@ from float64 import Float64Everywhere
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4}
-# A context of 8 tokens: the document of 11 is beyond it.
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn-by-hand": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 8.0,
-        "beta_slow": 0.5,
-        "truncate": False,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 10,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + i / 4 for i in range(8)],
-        "factor": 4.0,
-    },
-    "longrope-short": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0 + i / 8 for i in range(8)],
-        "long_factor": [9.0] * 8,
-        "attention_factor": 1.3,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 10,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i / 4 for i in range(8)],
+    "attention_factor": 1.3,
+}
+# The models of the cases, by table and name.
+REQUESTS = {
+    f"{table}: {name}": request
+    for table, requests in {
+        "rope": models.ROPES,
+        "windows": models.WINDOWS,
+        "caps": models.CAPS,
+        "shapes": models.SHAPES,
+        "dropout": models.DROPOUTS[LM],
+        "files": models.FILES,
+    }.items()
+    for name, request in requests.items()
 }
 # Both sides are float64; what is left is the order of sums.
 TIGHT = {"rtol": 0.0, "atol": 1e-9}
@@ -96,16 +91,8 @@ def test_logits_equal_transformers(checkpoint: Any, ids: Tensor, family: str, ti
         {"family": "qwen3", "num_kv_heads": 1, "head_dim": 32, "rope_theta": 1e6},
         {"family": "qwen2", "old_config_keys": True, "rope_theta": 5e4},
         {"family": "qwen3", "shards": 3, "num_layers": 3},
-        *({"family": "llama", "max_position": 8, "rope": rope} for rope in ROPES.values()),
-        {"family": "qwen2", "old_config_keys": True, "rope": {"type": "linear", "factor": 2.0}},
-        {"family": "llama", "keys": {"attention_bias": True, "mlp_bias": True}},
-        {"family": "qwen3", "keys": {"attention_bias": True}},
-        {"family": "mistral", "keys": {"sliding_window": 4}},
-        {"family": "qwen2", "keys": WINDOWED | {"max_window_layers": 1}},
-        {
-            "family": "qwen3",
-            "keys": WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]},
-        },
+        {"family": "llama", "rope": YARN},
+        {"family": "llama", "rope": LONGROPE},
         {"family": "qwen3_moe", "keys": WINDOWED},
         {"family": "gemma2", "keys": {"sliding_window": 4, "query_pre_attn_scalar": 24}},
         {
@@ -113,7 +100,6 @@ def test_logits_equal_transformers(checkpoint: Any, ids: Tensor, family: str, ti
             "keys": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5},
         },
         {"family": "gemma2", "keys": {"final_logit_softcapping": None, "attention_bias": True}},
-        {"family": "qwen3", "stored": "bfloat16"},
     ],
     ids=[
         "moe-not-normed",
@@ -121,22 +107,27 @@ def test_logits_equal_transformers(checkpoint: Any, ids: Tensor, family: str, ti
         "mqa-wide",
         "old-keys",
         "sharded",
-        *ROPES,
-        "linear-old-keys",
-        "all-biases",
-        "attention-biases",
-        "window",
-        "window-above-a-layer",
-        "window-by-layer-types",
+        "yarn-by-hand",
+        "longrope-by-hand",
         "window-moe",
         "gemma-window",
         "gemma-tight-caps",
         "gemma-no-cap",
-        "bfloat16-files",
     ],
 )
 def test_variants_equal_transformers(checkpoint: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:
     folder = checkpoint(**kwargs)
+    torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
+
+
+@pytest.mark.parametrize("length", [11, 24])
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+def test_models_of_the_cases_equal_transformers(
+    checkpoint: Any, request_: models.ModelRequest, length: int
+) -> None:
+    assert 11 < models.CONTEXT < 24, "one document is within the context, and one beyond it"
+    ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
+    folder = checkpoint(**request_.model)
     torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
 
 
