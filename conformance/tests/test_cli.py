@@ -196,7 +196,7 @@ def test_a_descriptor_of_families_that_the_suite_does_not_know_cannot_run(
     cli: Cli, install: Install
 ) -> None:
     install("odd_plugin", DESCRIPTOR.replace('"1.0",', '"1.3", families=("gpt2",),'))
-    told = ("declares the model families gpt2", "the suite computes llama", "nothing to compare")
+    told = ("one of the model families llama", "got one that declares gpt2", "`families`")
     ends(cli("run", "odd", "--world", "1"), 3, *told)
 
 
@@ -299,7 +299,7 @@ def read(path: Path, text: str) -> list[object]:
         ("[[deviation]\n", "Expected"),
         ("[deviations]\n", "only [[deviation]] tables"),
         ("deviation = 3\n", "only [[deviation]] tables"),
-        ("deviation = [3]\n", "no table"),
+        ("deviation = [3]\n", "expected a table, got 3"),
         ("[[deviation]]\n" + GOOD.replace("bf16 router", ""), "lacks reason"),
         ("[[deviation]]\n" + GOOD.replace("issue", "link"), "lacks issue"),
         ("[[deviation]]\n" + GOOD + "dtypes = ['float32']\n", "unknown keys ['dtypes']"),
