@@ -17,7 +17,7 @@ from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, build_options
 from engine_api.contract import Adapter
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
@@ -35,6 +35,7 @@ from engine_fsdp.attention import choose_kernel
 from engine_fsdp.model import (
     BuiltModel,
     Kind,
+    ModelClasses,
     PackedModel,
     blocks_of,
     build_model,
@@ -42,7 +43,7 @@ from engine_fsdp.model import (
     pack_inputs,
 )
 from engine_fsdp.optimizer import clip, move_state
-from engine_fsdp.options import fsdp_options
+from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import (
     Layout,
     build_layout,
@@ -63,9 +64,15 @@ class FSDPEngine(BaseEngine):
 
     kind: ClassVar[Kind]
 
+    options_class: ClassVar[type[FSDPOptions]] = FSDPOptions
+    """Class of ``EngineConfig.options``, which an engine with more options derives."""
+
+    classes: ClassVar[ModelClasses] = ModelClasses()
+    """Classes that the model is built of, in which an engine on another library's derives."""
+
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
-        self.options = fsdp_options(config.options)
+        self.options: FSDPOptions = build_options(config.options, self.options_class)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -93,7 +100,7 @@ class FSDPEngine(BaseEngine):
         layout = self.layout
         models: list[BuiltModel] = []
         # A folder may be damaged, or absent, on one machine only.
-        together(self.comm, lambda: models.append(build_model(config, self.kind, layout.ulysses)))
+        together(self.comm, lambda: models.append(self.build_model()))
         (built,) = models
         lm = built.lm
         self.folder = built.folder
@@ -124,6 +131,13 @@ class FSDPEngine(BaseEngine):
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
+
+    def build_model(self) -> BuiltModel:
+        """Build the model on this rank, without sharding it.
+
+        A derived engine may prepare its library here. An error on one rank is raised on all.
+        """
+        return build_model(self.config, self.kind, self.layout.ulysses, self.classes)
 
     def _choices(self) -> dict[str, Any]:
         lm: Any = self.module.lm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_config import read_hf_config, require_memory, unbuildable
@@ -171,33 +171,82 @@ class BuiltModel:
     files: WeightFiles | None
 
 
-def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
-    """Build the transformers model of ``config.model`` without sharding it.
+class ModelClasses:
+    """The classes that models are built of, which are transformers' own.
+
+    An engine on another library's classes for the same families derives from this class, and names
+    an instance as ``FSDPEngine.classes``. The other classes must be ``PreTrainedModel``s that hold
+    transformers' parameters under transformers' names, and take their attention function from
+    ``AttentionInterface`` by ``config._attn_implementation``, with every further argument of the
+    forward pass (``engine_fsdp.attention.packed_attention`` finds the documents there).
+    """
+
+    def find(self, hf_config: Any, kind: Kind) -> Any:
+        """Return the class of a model, or None where the library has none of its own for it."""
+        # No public name tells it without building.
+        return auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001
+
+    def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
+        """Raise ``ConfigError`` for a model that the library does not have.
+
+        Args:
+            hf_config: config.json as it is in the folder.
+            kind: kind of the model.
+            source: the section of the configuration that names the folder.
+        """
+        if self.find(hf_config, kind) is None and not source.trust_remote_code:
+            raise ConfigError(
+                "model.path",
+                f"transformers has no {kind} of type {hf_config.model_type!r}",
+                remedy="give a causal language model",
+            )
+
+    def make(
+        self, hf_config: Any, kind: Kind, *, dtype: torch.dtype, trust_remote_code: bool
+    ) -> Any:
+        """Make a model with random weights on torch's default device, ``attention.NAME`` in it."""
+        return auto_class(kind).from_config(
+            hf_config,
+            attn_implementation=attention.NAME,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
+        """Return the saved tensors of each parameter of a model that ``make`` made, in order."""
+        del kind
+        return pieces_of(lm)
+
+
+def build_model(
+    config: EngineConfig, kind: Kind, ulysses: int, classes: ModelClasses
+) -> BuiltModel:
+    """Build the model of ``config.model`` without sharding it.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
         UnsupportedCapability: the engine would compute this kind of model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = _hf_config(folder, config, kind)
+    hf_config = _hf_config(folder, config, kind, classes)
     _refuse_unknown_head(hf_config)
     _refuse_other_layers(hf_config)
-    _refuse_other_attention(hf_config, kind)
+    _refuse_other_attention(classes.find(hf_config, kind))
     if config.optimizer is not None:
         refuse_noise(hf_config, where=WHERE)
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
-    lm = _from_config(hf_config, config, kind, folder, torch.device("meta"))
+    lm = _from_config(hf_config, config, kind, folder, torch.device("meta"), classes)
     if random:
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
-        lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"))
+        lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"), classes)
     _refuse_biased_head(lm, kind)
     _refuse_saved_buffers(lm)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    pieces = pieces_of(lm)
+    pieces = classes.pieces(lm, kind)
     files = None if random else WeightFiles(folder)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
@@ -205,20 +254,25 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
 
 
 def _from_config(
-    hf_config: Any, config: EngineConfig, kind: Kind, folder: str, device: torch.device
+    hf_config: Any,
+    config: EngineConfig,
+    kind: Kind,
+    folder: str,
+    device: torch.device,
+    classes: ModelClasses,
 ) -> Any:
     """Build the model on a device, with random weights of the configuration's seed.
 
     Raises:
-        ConfigError: transformers cannot build the model from its configuration.
+        ConfigError: the library cannot build the model from its configuration.
     """
     with torch.random.fork_rng(devices=[]), device:
         # The CPU's generator alone is seeded, so that no device is reseeded.
         torch.default_generator.manual_seed(config.seed)
         try:
-            return _auto_class(kind).from_config(
+            return classes.make(
                 hf_config,
-                attn_implementation=attention.NAME,
+                kind,
                 dtype=DTYPES[config.precision.master],
                 trust_remote_code=config.model.trust_remote_code,
             )
@@ -228,14 +282,14 @@ def _from_config(
             raise unbuildable(hf_config, folder, error) from error
 
 
-def _auto_class(kind: Kind) -> Any:
+def auto_class(kind: Kind) -> Any:
     """Return the transformers class that builds this kind of model."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
 
 
-def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
+def _hf_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
     """Read config.json, check that the model is of this kind, and apply the overrides."""
     hf_config = read_hf_config(
         folder,
@@ -249,13 +303,7 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
             why="they would be read without their scales",
             remedy="use the bf16 release of the model",
         )
-    known = _auto_class(kind)._model_mapping  # noqa: SLF001 - no public name tells it without building
-    if type(hf_config) not in known and not config.model.trust_remote_code:
-        raise ConfigError(
-            "model.path",
-            f"transformers has no {kind} of type {hf_config.model_type!r}",
-            remedy="give a causal language model",
-        )
+    classes.check(hf_config, kind, config.model)
     override(hf_config, config.model.config_overrides)
     if kind == "value_model":
         hf_config.num_labels = 1
@@ -296,10 +344,11 @@ def _refuse_other_layers(hf_config: Any) -> None:
         )
 
 
-def _refuse_other_attention(hf_config: Any, kind: Kind) -> None:
-    """Raise ``UnsupportedCapability`` for a family whose attention cannot be replaced."""
-    # None for a model whose folder brings its own code.
-    cls = _auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - no public name
+def _refuse_other_attention(cls: Any) -> None:
+    """Raise ``UnsupportedCapability`` for a family whose attention cannot be replaced.
+
+    ``cls`` is its class, or None for a model whose folder brings its own code.
+    """
     if cls is not None and not cls._supports_attention_backend:
         raise UnsupportedCapability(
             "attention that cannot be replaced",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from engine_api.config import build_options, near_matches
+from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -59,9 +57,3 @@ class FSDPOptions:
                 f"expected at least 1 second, got {self.timeout_s}",
                 remedy="give a positive number of seconds",
             )
-
-
-def fsdp_options(options: Any) -> FSDPOptions:
-    """Return the options, given the configuration's value (None, a mapping or the dataclass)."""
-    result: FSDPOptions = build_options(options, FSDPOptions)
-    return result

@@ -1,0 +1,72 @@
+"""The engines on VeOmni's model classes, which are engine-fsdp's with these classes in them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from engine_fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from engine_fsdp.model import BuiltModel, ModelClasses
+from engine_fsdp.options import FSDPOptions
+from engine_veomni.library import Hold
+from engine_veomni.model import VeOmniClasses
+from engine_veomni.options import VeOmniOptions
+
+__all__ = ["VeOmniEngine", "VeOmniEngineWithLMHead", "VeOmniEngineWithValueHead"]
+
+
+class VeOmniEngine(FSDPEngine):
+    """The common part of the language-model and value-model engines."""
+
+    options_class: ClassVar[type[FSDPOptions]] = VeOmniOptions
+    classes: ClassVar[ModelClasses] = VeOmniClasses()
+
+    _hold: Hold | None = None
+
+    def _build(self) -> None:
+        try:
+            super()._build()
+        # Ctrl-C included: an engine that was not built holds nothing.
+        except BaseException:
+            self._let_go()
+            raise
+
+    def build_model(self) -> BuiltModel:
+        """Build the model of VeOmni's classes (see ``FSDPEngine.build_model``).
+
+        Raises:
+            ConfigError: another engine of this process has another layout or other kernels, or
+                VeOmni has no class or no kernel for this model.
+        """
+        self._hold = Hold(self.topology.sizes, self._kernels())
+        built = super().build_model()
+        self._hold.bind(type(built.lm))
+        return built
+
+    def _kernels(self) -> dict[str, str]:
+        assert isinstance(self.options, VeOmniOptions)
+        return dict(self.options.kernels())
+
+    def _choices(self) -> dict[str, Any]:
+        return {
+            **super()._choices(),
+            **{f"options.{name}": kernel for name, kernel in self._kernels().items()},
+        }
+
+    def _release(self) -> None:
+        try:
+            super()._release()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+
+class VeOmniEngineWithLMHead(VeOmniEngine, FSDPEngineWithLMHead):
+    """The engine for log-probs and entropy of a causal language model."""
+
+
+class VeOmniEngineWithValueHead(VeOmniEngine, FSDPEngineWithValueHead):
+    """The engine for a scalar per token, from a linear head on the last hidden states."""

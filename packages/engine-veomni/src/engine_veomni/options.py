@@ -1,0 +1,35 @@
+"""The options that this engine has in addition to engine-fsdp's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine_fsdp.options import FSDPOptions
+
+# The options that choose a kernel, which have VeOmni's names of the operators.
+KERNELS = ("rms_norm", "rotary_pos_emb", "swiglu_mlp")
+
+EAGER = "eager"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VeOmniOptions(FSDPOptions):
+    """The options of engine-veomni (``EngineConfig.options``)."""
+
+    rms_norm: str = EAGER
+    """VeOmni's kernel for RMSNorm.
+
+    ``eager`` computes in transformers' own order, ``liger_kernel`` needs the package liger-kernel
+    and a GPU, and ``npu`` an Ascend NPU.
+    """
+
+    rotary_pos_emb: str = EAGER
+    """VeOmni's kernel for rotary positions: ``eager``, ``liger_kernel`` or ``npu``."""
+
+    swiglu_mlp: str = EAGER
+    """VeOmni's kernel for gated dense layers: ``eager`` or ``liger_kernel``."""
+
+    def kernels(self) -> Mapping[str, str]:
+        """Return the chosen kernel of each operator."""
+        return {name: getattr(self, name) for name in KERNELS}

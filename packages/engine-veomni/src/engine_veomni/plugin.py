@@ -1,0 +1,68 @@
+"""The plug-in's descriptor and probe, whose loading imports neither torch nor VeOmni."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from engine_api.capabilities import Capability
+from engine_api.devices import probe_device
+from engine_api.plugin import EnginePlugin, ProbeResult, Row
+from engine_fsdp.plugin import PLUGIN as FSDP
+
+# VeOmni renames functions and moves modules from release to release, so each needs a run of the
+# conformance suite.
+TESTED_VERSION = "0.1.12"
+
+_INSTALL = "pip install 'engine-veomni[core]'"
+_BACKENDS = ("veomni",)
+_DEVICES = ("cuda", "cpu")
+_NPU = ("npu",)
+_KINDS = {"language_model": "LMHead", "value_model": "ValueHead"}
+
+
+def probe(device: str) -> ProbeResult:
+    """Return whether the tested VeOmni and torch are here and ``device`` can be used."""
+    if device not in (*_DEVICES, *_NPU):
+        return ProbeResult(ok=False, reason=f"no support for {device}", remedy="use cuda or cpu")
+    return missing() or probe_device(device)
+
+
+def missing() -> ProbeResult | None:
+    """Return the answer where VeOmni is absent or of an untested version, or None."""
+    try:
+        version = importlib.metadata.version("veomni")
+    except importlib.metadata.PackageNotFoundError:
+        return ProbeResult(ok=False, reason="veomni is not installed", remedy=_INSTALL)
+    if version != TESTED_VERSION:
+        return ProbeResult(
+            ok=False,
+            reason=f"expected veomni {TESTED_VERSION}, got {version}, which is not tested",
+            remedy=_INSTALL,
+        )
+    return None
+
+
+PLUGIN = EnginePlugin(
+    name="engine-veomni",
+    contract="1.3",
+    rows=tuple(
+        Row(
+            model_types=(kind,),
+            backends=_BACKENDS,
+            devices=devices,
+            target=f"engine_veomni.{module}:{prefix}EngineWith{head}",
+        )
+        for kind, head in _KINDS.items()
+        for devices, module, prefix in (
+            (_DEVICES, "engine", "VeOmni"),
+            (_NPU, "npu", "NPUVeOmni"),
+        )
+    ),
+    # No case has compared VeOmni's classes under torch.compile.
+    capabilities=FSDP.capabilities - {Capability.COMPILE},
+    options="engine_veomni.options:VeOmniOptions",
+    # VeOmni keeps its kernels and its parallel state in global variables.
+    one_layout=True,
+    variants=FSDP.variants,
+    probe=probe,
+)
