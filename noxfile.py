@@ -620,5 +620,6 @@ def newest(session: nox.Session) -> None:
     The packages' upper bounds follow from constraints/newest.txt, which this session installs.
     """
     editable = [part for folder in packages() for part in ("-e", CPU.with_extras(folder))]
-    session.install("-c", "constraints/newest.txt", *editable, *PYTEST)
+    overrides = ["--overrides", CPU.overrides] if CPU.overrides else []
+    session.install("-c", "constraints/newest.txt", *overrides, *editable, *PYTEST)
     side_by_side(session, unit_commands(session))

@@ -169,8 +169,9 @@ class FSDPEngine(BaseEngine):
         # run.
         if self.comm.rank == 0:
             log.warning(
-                "engine-fsdp takes documents of at most %d tokens of this model: beyond that "
+                "%s takes documents of at most %d tokens of this model: beyond that "
                 "its RoPE (%s) follows the longest document of a pack, and changes the others",
+                self.classes.engine,
                 limit.tokens,
                 limit.kind,
             )

@@ -23,8 +23,6 @@ from engine_fsdp import attention
 from engine_fsdp.head import chunked_log_probs
 from engine_fsdp.parallel import DTYPES, Layout, gather_tokens
 
-WHERE = "engine-fsdp"
-
 Kind = Literal["language_model", "value_model"]
 
 
@@ -181,6 +179,9 @@ class ModelClasses:
     forward pass (``engine_fsdp.attention.packed_attention`` finds the documents there).
     """
 
+    engine = "engine-fsdp"
+    """Name of the engine in errors about a model that it would compute wrongly."""
+
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
         # No public name tells it without building.
@@ -229,11 +230,11 @@ def build_model(
     """
     folder = fetch(config.model)
     hf_config = _hf_config(folder, config, kind, classes)
-    _refuse_unknown_head(hf_config)
-    _refuse_other_layers(hf_config)
-    _refuse_other_attention(classes.find(hf_config, kind))
+    _refuse_unknown_head(hf_config, classes.engine)
+    _refuse_other_layers(hf_config, classes.engine)
+    _refuse_other_attention(classes.find(hf_config, kind), classes.engine)
     if config.optimizer is not None:
-        refuse_noise(hf_config, where=WHERE)
+        refuse_noise(hf_config, where=classes.engine)
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
@@ -242,8 +243,8 @@ def build_model(
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
         lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"), classes)
-    _refuse_biased_head(lm, kind)
-    _refuse_saved_buffers(lm)
+    _refuse_biased_head(lm, kind, classes.engine)
+    _refuse_saved_buffers(lm, classes.engine)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     pieces = classes.pieces(lm, kind)
@@ -310,7 +311,7 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClas
     return hf_config
 
 
-def _refuse_unknown_head(hf_config: Any) -> None:
+def _refuse_unknown_head(hf_config: Any, engine: str) -> None:
     """Raise ``UnsupportedCapability`` for a head that caps or scales its logits.
 
     The chunked head computes h W^T, and would silently leave such a change out.
@@ -321,7 +322,7 @@ def _refuse_unknown_head(hf_config: Any) -> None:
         if value is not None and value != 1.0:
             raise UnsupportedCapability(
                 f"{key}={value}",
-                where="engine-fsdp",
+                where=engine,
                 why="its head computes plain h W^T",
                 remedy="use another backend for this model family",
             )
@@ -331,20 +332,20 @@ def _refuse_unknown_head(hf_config: Any) -> None:
 _LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
 
 
-def _refuse_other_layers(hf_config: Any) -> None:
+def _refuse_other_layers(hf_config: Any, engine: str) -> None:
     """Raise ``UnsupportedCapability`` for layers of a type not in ``_LAYERS``."""
     types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
     if other := sorted(set(types) - _LAYERS):
         raise UnsupportedCapability(
             f"layers of type {', '.join(other)}",
-            where="engine-fsdp",
+            where=engine,
             why="this engine's attention would leave that out, "
             "or they would mix tokens of different documents",
             remedy="use another backend for this model family",
         )
 
 
-def _refuse_other_attention(cls: Any) -> None:
+def _refuse_other_attention(cls: Any, engine: str) -> None:
     """Raise ``UnsupportedCapability`` for a family whose attention cannot be replaced.
 
     ``cls`` is its class, or None for a model whose folder brings its own code.
@@ -352,24 +353,24 @@ def _refuse_other_attention(cls: Any) -> None:
     if cls is not None and not cls._supports_attention_backend:
         raise UnsupportedCapability(
             "attention that cannot be replaced",
-            where=f"{WHERE} with {cls.__name__}",
+            where=f"{engine} with {cls.__name__}",
             why="transformers computes it in the family's own code, which ignores documents",
             remedy="use another backend for this model family",
         )
 
 
-def _refuse_biased_head(lm: Any, kind: Kind) -> None:
+def _refuse_biased_head(lm: Any, kind: Kind, engine: str) -> None:
     """Raise ``UnsupportedCapability`` for a head with a bias, which would be left out."""
     if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedCapability(
             "an output head with a bias",
-            where=f"engine-fsdp with {type(lm).__name__}",
+            where=f"{engine} with {type(lm).__name__}",
             why="its head computes plain h W^T",
             remedy="use another backend for this model family",
         )
 
 
-def _refuse_saved_buffers(lm: Any) -> None:
+def _refuse_saved_buffers(lm: Any, engine: str) -> None:
     """Raise ``UnsupportedCapability`` for saved tensors that are not parameters.
 
     Loading, exports and checkpoints handle parameters only. RoPE's frequencies, which some models
@@ -380,7 +381,7 @@ def _refuse_saved_buffers(lm: Any) -> None:
     if other := sorted(name for name in buffers if not name.endswith("inv_freq")):
         raise UnsupportedCapability(
             "saved tensors that are not parameters",
-            where=f"engine-fsdp with {type(lm).__name__}",
+            where=f"{engine} with {type(lm).__name__}",
             why=f"{other[0]} and the like would be neither read nor exported",
             remedy="use another backend for this model family",
         )

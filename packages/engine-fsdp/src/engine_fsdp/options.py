@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 

@@ -71,7 +71,7 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
         if difference:
             raise UnsupportedCapability(
                 "this model family",
-                where=f"engine-fsdp with {type(engine.module.lm).__name__}",
+                where=f"{engine.classes.engine} with {type(engine.module.lm).__name__}",
                 why=f"{name} by {difference} of documents {lengths}",
                 remedy="report the model; "
                 "options.verify_model: false skips this check at your own risk",

@@ -9,11 +9,12 @@ engine-fsdp's groups and attention take their place.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from engine_veomni.options import EAGER
 
 __all__ = ["Hold", "bind_kernels", "find_class", "known_families"]
 
+log = logging.getLogger("engine_veomni")
+
 _LOGGER = "veomni"
 _VERBOSITY = "VEOMNI_VERBOSITY"
 # transformers has methods of these names, which VeOmni replaces.
@@ -32,7 +35,10 @@ _LOGGER_METHODS = ("debug_once", "info_once", "warning_once")
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Undo what modules of VeOmni that are imported inside the block change outside of VeOmni."""
+    """Undo what modules of VeOmni that are imported inside the block change outside of VeOmni.
+
+    The text that they print goes to the log.
+    """
     hub: Any = transformers.integrations.hub_kernels
     loader = hub.load_and_register_attn_kernel
     methods = {name: vars(logging.Logger).get(name) for name in _LOGGER_METHODS}
@@ -41,9 +47,13 @@ def _contained() -> Iterator[None]:
     environment = os.environ.copy()
     # VeOmni reads this when it adds its handler, and then reports its settings at level INFO.
     os.environ.setdefault(_VERBOSITY, "WARNING")
+    printed = io.StringIO()
     try:
-        yield
+        with redirect_stdout(printed):
+            yield
     finally:
+        for line in printed.getvalue().splitlines():
+            log.debug("VeOmni printed: %s", line)
         os.environ.clear()
         os.environ.update(environment)
         hub.load_and_register_attn_kernel = loader
@@ -60,10 +70,9 @@ def _contained() -> Iterator[None]:
 def _registry() -> Any:
     """Return VeOmni's registry of model classes."""
     with _contained():
-        from veomni.models.loader import MODELING_REGISTRY
-
         # The registry is filled by the import of the families.
         import veomni.models  # noqa: F401
+        from veomni.models.loader import MODELING_REGISTRY
     return MODELING_REGISTRY
 
 
@@ -78,12 +87,24 @@ def find_class(model_type: str, head: str) -> Any:
     Args:
         model_type: ``model_type`` in config.json.
         head: the end of transformers' class name, such as ``ForCausalLM``.
+
+    Raises:
+        ConfigError: a package is not installed that VeOmni needs for this family.
     """
     registry = _registry()
     if model_type not in registry.valid_keys():
         return None
-    with _contained():
-        cls = registry[model_type](head)
+    try:
+        with _contained():
+            cls = registry[model_type](head)
+    except ImportError as error:
+        raise ConfigError(
+            "model.path",
+            f"VeOmni's classes of {model_type} cannot be imported",
+            why=str(error),
+            remedy=f"pip install {(error.name or 'the package').replace('_', '-')}, "
+            "or use backend fsdp2 for this model",
+        ) from error
     # Where a family has no such class, VeOmni returns another one of it.
     return cls if cls.__name__.endswith(head) else None
 

@@ -26,6 +26,8 @@ _HEADS: dict[Kind, str] = {
 class VeOmniClasses(ModelClasses):
     """The classes of VeOmni, which are transformers' with its replacements of some functions."""
 
+    engine = "engine-veomni"
+
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""
         return library.find_class(hf_config.model_type, _HEADS[kind])
@@ -74,7 +76,7 @@ class VeOmniClasses(ModelClasses):
             odd = sorted({name for name, _ in own.items() ^ theirs.items()})
             raise UnsupportedCapability(
                 f"the parameters of {type(lm).__name__}",
-                where="engine-veomni",
+                where=self.engine,
                 why=f"{odd[0]} is not as in transformers' class, whose saved names are known",
                 remedy="use backend fsdp2 for this model family",
             )
