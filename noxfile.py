@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import nox
@@ -33,6 +34,7 @@ from environments import (  # noqa: E402 - found through the line above
 )
 from matrix import (  # noqa: E402 - the same
     engine_devices,
+    is_quick,
     is_shimmed,
     load,
     rollout_arguments,
@@ -179,18 +181,20 @@ def conformance_commands() -> list[tuple[str, ...]]:
     """Return the conformance commands of every engine that the matrix calls tested on a CPU.
 
     Every case runs once on one and two ranks. Four ranks take as long as all the rest together:
-    only the cases that need four ranks run there. `certify` also repeats cases in each layout and
-    with each option, which `nightly` does as well.
+    only the cases that need four ranks run there. An engine whose matrix entry says so runs the
+    quick tier alone. `certify` also repeats cases in each layout and with each option, which
+    `nightly` does for every engine as well.
     """
     found = []
     for engine, device in engine_devices(load()):
-        if device == "cpu":
-            two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
-            # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
-            found += [
-                ("engine-conformance", *chosen, "--case", cases, "--quiet", "--patience", "10")
-                for chosen, cases in ((two, "*"), (four, LAYOUTS))
-            ]
+        if device != "cpu":
+            continue
+        two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
+        chosen = [(*two, "--case", "*"), (*four, "--case", LAYOUTS)]
+        if is_quick(load(), engine):
+            chosen = [(*two, "--tier", "quick")]
+        # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
+        found += [("engine-conformance", *one, "--quiet", "--patience", "10") for one in chosen]
     return found
 
 
@@ -587,7 +591,7 @@ def wheels(session: nox.Session) -> None:
         python = str(home / "bin" / "python")
         session.run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(home))
         (wheel,) = folder.glob(f"{name.replace('-', '_')}-*.whl")
-        wanted = ("-c", CONSTRAINTS, str(wheel))
+        wanted = (*CPU.arguments(), str(wheel))
         begin = time.monotonic()
         session.run("uv", "pip", "install", "--quiet", "--python", python, *wanted, env=found)
         seconds = time.monotonic() - begin
@@ -620,6 +624,6 @@ def newest(session: nox.Session) -> None:
     The packages' upper bounds follow from constraints/newest.txt, which this session installs.
     """
     editable = [part for folder in packages() for part in ("-e", CPU.with_extras(folder))]
-    overrides = ["--overrides", CPU.overrides] if CPU.overrides else []
-    session.install("-c", "constraints/newest.txt", *overrides, *editable, *PYTEST)
+    versions = replace(CPU, constraints="constraints/newest.txt").arguments()
+    session.install(*versions, *editable, *PYTEST)
     side_by_side(session, unit_commands(session))

@@ -178,6 +178,9 @@ def test_every_session_can_be_installed_on_its_host(name: str, answers: dict[str
     [
         ("conformance(engine='fsdp2', device='cpu')", "cpu"),
         ("conformance(engine='megatron', device='cpu')", "cpu_shimmed"),
+        ("conformance(engine='veomni', device='cpu')", "cpu_veomni"),
+        ("conformance(engine='veomni', device='cuda')", "h200_veomni"),
+        ("conformance(engine='veomni', device='npu')", "ascend_veomni"),
         ("conformance(engine='fsdp2', device='cuda')", "h200"),
         ("conformance(engine='fsdp2', device='npu')", "ascend"),
         ("conformance(engine='mindspeed_megatron', device='npu')", "ascend_megatron"),

