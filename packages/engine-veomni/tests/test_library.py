@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Give VeOmni's registry a kernel of RMSNorm that runs on a CPU, and list its calls."""
-    library.known_families()
+    library.list_families()
     from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 
     calls: list[str] = []

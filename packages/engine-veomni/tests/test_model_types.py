@@ -78,7 +78,7 @@ def test_every_family_of_language_models_is_taken_or_refused_here() -> None:
         # Its classes need liger-kernel.
         "seed_oss",
     }
-    assert set(library.known_families()) == TAKEN | (set(REFUSED) - {"mistral"}) | others
+    assert set(library.list_families()) == TAKEN | (set(REFUSED) - {"mistral"}) | others
 
 
 def test_a_folder_with_its_own_code_is_refused_where_the_code_was_asked_for(

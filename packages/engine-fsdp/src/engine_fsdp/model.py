@@ -213,7 +213,7 @@ class ModelClasses:
             trust_remote_code=trust_remote_code,
         )
 
-    def pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
+    def list_pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
         """Return the saved tensors of each parameter of a model that ``make`` made, in order."""
         del kind
         return pieces_of(lm)
@@ -247,7 +247,7 @@ def build_model(
     _refuse_saved_buffers(lm, classes.engine)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    pieces = classes.pieces(lm, kind)
+    pieces = classes.list_pieces(lm, kind)
     files = None if random else WeightFiles(folder)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})

@@ -37,19 +37,19 @@ class VeOmniEngine(FSDPEngine):
             ConfigError: another engine of this process has another layout or other kernels, or
                 VeOmni has no class or no kernel for this model.
         """
-        self._hold = Hold(self.topology.sizes, self._kernels())
+        self._hold = Hold(self.topology.sizes, self._list_kernels())
         built = super().build_model()
         self._hold.bind(type(built.lm))
         return built
 
-    def _kernels(self) -> dict[str, str]:
+    def _list_kernels(self) -> dict[str, str]:
         assert isinstance(self.options, VeOmniOptions)
-        return dict(self.options.kernels())
+        return dict(self.options.list_kernels())
 
     def _choices(self) -> dict[str, Any]:
         return {
             **super()._choices(),
-            **{f"options.{name}": kernel for name, kernel in self._kernels().items()},
+            **{f"options.{name}": kernel for name, kernel in self._list_kernels().items()},
         }
 
     def _release(self) -> None:

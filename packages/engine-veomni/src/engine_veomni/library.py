@@ -23,7 +23,7 @@ import transformers.integrations.hub_kernels
 from engine_api.errors import ConfigError
 from engine_veomni.options import EAGER
 
-__all__ = ["Hold", "bind_kernels", "find_class", "known_families"]
+__all__ = ["Hold", "bind_kernels", "find_class", "list_families"]
 
 log = logging.getLogger("engine_veomni")
 
@@ -34,7 +34,7 @@ _LOGGER_METHODS = ("debug_once", "info_once", "warning_once")
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
+def _contain_changes() -> Iterator[None]:
     """Undo what modules of VeOmni that are imported inside the block change outside of VeOmni.
 
     The text that they print goes to the log.
@@ -67,18 +67,18 @@ def _contained() -> Iterator[None]:
             root.setLevel(logging.NOTSET)
 
 
-def _registry() -> Any:
+def _load_registry() -> Any:
     """Return VeOmni's registry of model classes."""
-    with _contained():
+    with _contain_changes():
         # The registry is filled by the import of the families.
         import veomni.models  # noqa: F401
         from veomni.models.loader import MODELING_REGISTRY
     return MODELING_REGISTRY
 
 
-def known_families() -> list[str]:
+def list_families() -> list[str]:
     """Return the model types of which VeOmni has classes, in alphabetical order."""
-    return sorted(_registry().valid_keys())
+    return sorted(_load_registry().valid_keys())
 
 
 def find_class(model_type: str, head: str) -> Any:
@@ -91,11 +91,11 @@ def find_class(model_type: str, head: str) -> Any:
     Raises:
         ConfigError: a package is not installed that VeOmni needs for this family.
     """
-    registry = _registry()
+    registry = _load_registry()
     if model_type not in registry.valid_keys():
         return None
     try:
-        with _contained():
+        with _contain_changes():
             cls = registry[model_type](head)
     except ImportError as error:
         raise ConfigError(
@@ -109,7 +109,7 @@ def find_class(model_type: str, head: str) -> Any:
     return cls if cls.__name__.endswith(head) else None
 
 
-def _slots(module: Any) -> dict[str, Any]:
+def _find_slots(module: Any) -> dict[str, Any]:
     """Return the kernel slots of a module of models, by the name of the operator."""
     from veomni.ops.dispatch import OpSlot
 
@@ -122,14 +122,14 @@ def bind_kernels(cls: Any, kernels: Mapping[str, str]) -> None:
     Raises:
         ConfigError: VeOmni has no such kernel for the family, or it cannot run here.
     """
-    slots = _slots(sys.modules[cls.__module__])
+    slots = _find_slots(sys.modules[cls.__module__])
     for operator, kernel in kernels.items():
         slot = slots.get(operator)
         if slot is None:
             _refuse_without_slot(cls, operator, kernel)
             continue
         try:
-            with _contained():
+            with _contain_changes():
                 slot.bind(kernel)
         # For an unknown name, a device that is absent, and a package that is not installed.
         except (KeyError, RuntimeError, ImportError) as error:
@@ -186,8 +186,8 @@ class Hold:
             )
             raise ConfigError(
                 key,
-                f"expected those of another engine of this process, {_in_words(expected)}, "
-                f"got {_in_words(got)}",
+                f"expected those of another engine of this process, {_format_settings(expected)}, "
+                f"got {_format_settings(got)}",
                 why="VeOmni keeps its layout and its kernels in global variables",
                 remedy="give both engines the same, close the other one first, "
                 "or give each a process",
@@ -218,6 +218,6 @@ class Hold:
             Hold._bound.clear()
 
 
-def _in_words(values: Mapping[str, Any]) -> str:
+def _format_settings(values: Mapping[str, Any]) -> str:
     """Return settings as text."""
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -38,7 +38,7 @@ class VeOmniClasses(ModelClasses):
             raise ConfigError(
                 "model.path",
                 f"VeOmni has no {kind} of type {hf_config.model_type!r}",
-                why=f"its families are {', '.join(library.known_families())}",
+                why=f"its families are {', '.join(library.list_families())}",
                 remedy="use backend fsdp2 for this model",
             )
         if source.trust_remote_code and getattr(hf_config, "auto_map", None):
@@ -59,7 +59,7 @@ class VeOmniClasses(ModelClasses):
             hf_config, attn_implementation=attention.NAME, dtype=dtype
         )
 
-    def pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
+    def list_pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
         """Return the saved tensors of each parameter, taken from transformers' class of the model.
 
         transformers knows the saved names of its own classes only.
@@ -71,7 +71,7 @@ class VeOmniClasses(ModelClasses):
             twin = super().make(
                 copy.deepcopy(lm.config), kind, dtype=lm.dtype, trust_remote_code=False
             )
-        own, theirs = _shapes(lm), _shapes(twin)
+        own, theirs = _list_shapes(lm), _list_shapes(twin)
         if own != theirs:
             odd = sorted({name for name, _ in own.items() ^ theirs.items()})
             raise UnsupportedCapability(
@@ -80,9 +80,9 @@ class VeOmniClasses(ModelClasses):
                 why=f"{odd[0]} is not as in transformers' class, whose saved names are known",
                 remedy="use backend fsdp2 for this model family",
             )
-        return super().pieces(twin, kind)
+        return super().list_pieces(twin, kind)
 
 
-def _shapes(lm: Any) -> dict[str, tuple[int, ...]]:
+def _list_shapes(lm: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by its name."""
     return {name: tuple(parameter.shape) for name, parameter in lm.named_parameters()}

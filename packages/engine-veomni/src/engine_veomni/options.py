@@ -30,6 +30,6 @@ class VeOmniOptions(FSDPOptions):
     swiglu_mlp: str = EAGER
     """VeOmni's kernel for gated dense layers: ``eager`` or ``liger_kernel``."""
 
-    def kernels(self) -> Mapping[str, str]:
+    def list_kernels(self) -> Mapping[str, str]:
         """Return the chosen kernel of each operator."""
         return {name: getattr(self, name) for name in KERNELS}

@@ -24,10 +24,10 @@ def probe(device: str) -> ProbeResult:
     """Return whether the tested VeOmni and torch are here and ``device`` can be used."""
     if device not in (*_DEVICES, *_NPU):
         return ProbeResult(ok=False, reason=f"no support for {device}", remedy="use cuda or cpu")
-    return missing() or probe_device(device)
+    return find_problem() or probe_device(device)
 
 
-def missing() -> ProbeResult | None:
+def find_problem() -> ProbeResult | None:
     """Return the answer where VeOmni is absent or of an untested version, or None."""
     try:
         version = importlib.metadata.version("veomni")
