@@ -115,6 +115,15 @@ class RouterGradientOfOwnPart(Model):
         return mix.detach() + (mix - mix.detach()) / self.layout.tensor
 
 
+@mutant("train.moe", group="moe", world=2)
+class ExpertsAveraged(LoopbackEngine):
+    """Experts' gradients are divided by the number of ranks, as no other weight's are."""
+
+    def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
+        total = super().reduce_gradient(weight, grad)
+        return total / self.topology.world_size if ".experts." in weight.name else total
+
+
 @mutant("lora.train", group="lora", world=2, layout={"tp": 2})
 class AdapterGradientOfOwnPart(LoopbackEngine):
     """The gradient of an adapter covers a tensor-parallel rank's own part only."""
