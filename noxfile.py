@@ -34,7 +34,6 @@ from environments import (  # noqa: E402 - found through the line above
 )
 from matrix import (  # noqa: E402 - the same
     engine_devices,
-    is_quick,
     is_shimmed,
     load,
     rollout_arguments,
@@ -177,24 +176,34 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
 
 
-def conformance_commands() -> list[tuple[str, ...]]:
+def conformance_commands(commit: str) -> list[tuple[str, ...]]:
     """Return the conformance commands of every engine that the matrix calls tested on a CPU.
 
-    Every case runs once on one and two ranks. Four ranks take as long as all the rest together:
-    only the cases that need four ranks run there. An engine whose matrix entry says so runs the
-    quick tier alone. `certify` also repeats cases in each layout and with each option, which
-    `nightly` does for every engine as well.
+    The hash of ``commit`` decides which engine has its turn, so that a run can be repeated. That
+    engine runs every case once on one and two ranks, and the cases that need four ranks
+    there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of all
+    engines, and repeats some in each layout and with each option, as `certify` does.
     """
+    engines = [engine for engine, device in engine_devices(load()) if device == "cpu"]
+    turn = engines[int(commit.removesuffix("-dirty"), 16) % len(engines)]
     found = []
-    for engine, device in engine_devices(load()):
-        if device != "cpu":
-            continue
-        two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
-        chosen = [(*two, "--case", "*"), (*four, "--case", LAYOUTS)]
-        if is_quick(load(), engine):
-            chosen = [(*two, "--tier", "quick")]
+    for engine in engines:
+        if engine == turn:
+            runs = [((1, 2), "--case", "*"), ((4,), "--case", LAYOUTS)]
+        else:
+            runs = [((2,), "--tier", "quick")]
         # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
-        found += [("engine-conformance", *one, "--quiet", "--patience", "10") for one in chosen]
+        found += [
+            (
+                "engine-conformance",
+                *run_arguments(load(), engine, "cpu", sizes),
+                *chosen,
+                "--quiet",
+                "--patience",
+                "10",
+            )
+            for sizes, *chosen in runs
+        ]
     return found
 
 
@@ -235,9 +244,8 @@ def tests(session: nox.Session) -> None:
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
     units = unit_commands(session)
-    side_by_side(
-        session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]]
-    )
+    suites = [] if session.posargs else conformance_commands(current_commit(session))
+    side_by_side(session, [*units[:2], *suites, *units[2:]])
     if not session.posargs:
         session.notify("dist")
         session.notify("site")

@@ -235,11 +235,6 @@ def run_arguments(
     ]
 
 
-def is_quick(matrix: Mapping[str, Any], backend: str) -> bool:
-    """Return whether `nox -s tests` runs the suite's quick tier alone for a backend."""
-    return engine_of(matrix, backend).get("tier") == "quick"
-
-
 def is_shimmed(matrix: dict[str, Any], backend: str, device: str) -> bool:
     """Return whether a backend runs on a device only with simulated CUDA."""
     found = [

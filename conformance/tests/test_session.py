@@ -49,7 +49,7 @@ def children() -> set[int]:
         # stalls, too.
         ("raises", "failed", "rank 1 raised", "10"),
         ("dies", "failed", "rank 1 died", "10"),
-        ("stalls", "timeout", "rank 1 stalled", "1"),
+        pytest.param("stalls", "timeout", "rank 1 stalled", "1", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(

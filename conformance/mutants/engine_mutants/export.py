@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -372,3 +373,42 @@ class ConfigOfOtherModel(LoopbackEngine):
         config = super().hf_config(tensors)
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
         return config
+
+
+@mutant("export.save_hf_tokenizer", group="save-hf")
+class FolderWithoutTokenizer(LoopbackEngine):
+    """``save_hf`` writes weights and ``config.json`` alone."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().write_folder(directory, tensors)
+        for file in directory.glob("tokenizer*"):
+            file.unlink()
+
+
+@mutant("export.save_hf_tokenizer", group="save-hf")
+class TokenizerOfTheTrainerReplaced(LoopbackEngine):
+    """``save_hf`` copies the model's tokenizer over the tokenizer that a trainer has saved."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().write_folder(directory, tensors)
+        for file in Path(self.config.model.path).glob("tokenizer*"):
+            shutil.copyfile(file, directory / file.name)
+
+
+@mutant("export.save_hf_tokenizer", group="save-hf")
+class FolderReplacedWhole(LoopbackEngine):
+    """``save_hf`` removes a folder of that name with all files in it before it writes."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        super().write_folder(directory, tensors)
+
+
+@mutant("export.save_hf_tokenizer", group="save-hf")
+class TokenizerCopiedAsText(LoopbackEngine):
+    """``save_hf`` copies the tokenizer's files as text, which changes their line ends."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().write_folder(directory, tensors)
+        for file in [*directory.glob("*.txt"), *directory.glob("*.jinja")]:
+            file.write_text(file.read_text())

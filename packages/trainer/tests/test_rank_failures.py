@@ -92,12 +92,16 @@ def ranks(world, folder, *arguments):
     [
         ("sft", 2, "killed"),
         ("sft", 3, "raises"),
-        ("sft", 2, "stopped"),
         ("rl", 2, "exits"),
         ("rl", 3, "killed"),
         *(
             pytest.param(task, 2, how, marks=pytest.mark.nightly)
-            for task, how in (("sft", "exits"), ("rl", "killed"), ("rl", "stopped"))
+            for task, how in (
+                ("sft", "exits"),
+                ("sft", "stopped"),
+                ("rl", "killed"),
+                ("rl", "stopped"),
+            )
         ),
     ],
 )

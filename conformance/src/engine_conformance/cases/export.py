@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
@@ -487,6 +488,69 @@ def save_hf_values(target: Target) -> float:
     assert_bitwise(read_safetensors(folder / "float32"), whole, name="save_hf")
     assert_bitwise(read_safetensors(folder / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
     return outputs_match(target, _written(folder / "float32"), call, outputs)
+
+
+# These files of a model's folder are read with its tokenizer. One of them has a name that only the
+# pattern of names covers, and one is in a second format for the same tokenizer.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def _content(name: str) -> bytes:
+    """Return the content of a file, which is JSON where its name says so."""
+    text = json.dumps({"file": name, "name": "é"}, ensure_ascii=False)
+    return (text if name.endswith(".json") else f"{name}\r\n\u00e9 without a last newline").encode()
+
+
+def write_twice(setup: Setup, folder: Path) -> None:
+    """Write a Hugging Face folder under a new name and over a folder with two files of its own."""
+    with opened(setup) as engine:
+        engine.save_hf(folder / "new")
+        engine.save_hf(folder / "over")
+
+
+@case(id="export.save_hf_tokenizer", since="1.3", requires=(Capability.SAVE_HF,), world=(1, 2))
+def save_hf_tokenizer(target: Target) -> None:
+    """The tokenizer of the model's folder MUST be in the folder of ``save_hf``, byte for byte.
+
+    A folder with that name keeps its own tokenizer and its other files: a trainer may have
+    saved a tokenizer with a chat template of its own.
+
+    If this fails: config.json and weights alone are written, files are read and written as
+    text, or the folder is replaced with everything in it.
+    """
+    scratch = target.scratch()
+    source = scratch / "model"
+    shutil.copytree(target.model(), source)
+    for name in COMPANIONS:
+        (source / name).write_bytes(_content(name))
+    (source / "notes.txt").write_text("not of the tokenizer")
+    own = {"tokenizer_config.json": b'{"file": "of the trainer"}', "README.md": b"of the user"}
+    (scratch / "over").mkdir()
+    for name, content in own.items():
+        (scratch / "over" / name).write_bytes(content)
+
+    target.run(write_twice, target.config(source), folder=scratch)
+
+    _holds(scratch / "new", {name: _content(name) for name in COMPANIONS})
+    _holds(scratch / "over", {name: _content(name) for name in COMPANIONS} | own)
+
+
+def _holds(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        where = f"{folder.name}/{name}"
+        must(path.is_file(), "save_hf", "the file is not in the folder", where=where)
+        must(path.read_bytes() == content, "save_hf", "the file has another content", where=where)
 
 
 def _written(folder: Path) -> OracleModel:

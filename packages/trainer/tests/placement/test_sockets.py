@@ -98,7 +98,8 @@ def test_of_a_run_under_torchrun_its_launcher_alone_listens_beyond(begin) -> Non
     assert beyond(found), "torch can confine it now: so should the run, and the page be changed"
 
 
-@pytest.mark.parametrize("rollouts", [None, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rollouts", [None, 1])
+@pytest.mark.nightly
 def test_a_run_on_a_ray_cluster_of_its_own_listens_on_loopback_alone(begin, rollouts) -> None:
     pytest.importorskip("ray")
     section = {**ON_RAY, "imports": [], "engines": 2, "rollouts": rollouts, "cpus_per_worker": 0.25}

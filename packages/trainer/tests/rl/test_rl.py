@@ -388,6 +388,7 @@ def test_shaped_rewards_by_hand(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_one(
     folder, tmp_path
 ):
@@ -437,6 +438,7 @@ def differ_by_rounding(one, two):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_two_ranks_that_correct_in_the_update_agree_with_one(folder, tmp_path):
     """Check weights from the update's own log-probs, in several micro-batches.
 

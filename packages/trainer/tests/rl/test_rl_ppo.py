@@ -533,14 +533,12 @@ def test_two_ranks_agree_with_one(sums_model, tmp_path):
     agree(tmp_path / "2", tmp_path / "1")
 
 
-OTHER_SIZES = [
-    ({}, {"ulysses": 2}),
-    pytest.param({"ulysses": 2}, {"ulysses": 1}, marks=pytest.mark.nightly),
-]
+OTHER_SIZES = [({}, {"ulysses": 2}), ({"ulysses": 2}, {"ulysses": 1})]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.parametrize(("policy", "critic"), OTHER_SIZES)
 def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(
     sums_model, tmp_path, policy, critic

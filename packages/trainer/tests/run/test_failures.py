@@ -252,6 +252,7 @@ def score(sample):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(4 * DEADLINE_S)
+@pytest.mark.nightly
 def test_a_reward_that_raises_on_one_of_two_ranks_costs_no_step(sums_model, tmp_path):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 

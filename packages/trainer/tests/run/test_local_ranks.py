@@ -122,6 +122,7 @@ def test_a_failure_is_said_once_and_is_the_status(begin, tmp_path):
     assert said.count("the judge is away") == 1, said
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_ends_the_others(begin, tmp_path):
     (tmp_path / "wait").touch()
     process = begin()

@@ -113,6 +113,7 @@ def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(
     assert result_of(tmp_path / "out") == alone
 
 
+@pytest.mark.nightly
 def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(
     sums_model, tmp_path, plan, alone
 ):
@@ -130,10 +131,12 @@ def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(
     assert result_of(tmp_path / "out") == alone
 
 
+@pytest.mark.nightly
 def test_a_worker_that_hangs_is_lost_within_the_deadline(sums_model, tmp_path, plan):
     plan.write_text(json.dumps([fault("engine-1", "generate_and_score", do="hang")]))
-    section = {"restarts": 0, "timeout_s": 60.0, "start_timeout_s": 300.0}
-    lost = r"(?s)engine-1 \(generate_and_score\).*no response within 60 s"
+    # On a busy machine the calls before it, which import torch, take a minute and more.
+    section = {"restarts": 0, "timeout_s": 240.0, "start_timeout_s": 300.0}
+    lost = r"(?s)engine-1 \(generate_and_score\).*no response within 240 s"
     with pytest.raises(WorkerLost, match=lost):
         train_on_ray(on_ray(sums_model, tmp_path / "out", ray=section))
     until(lambda: ray.available_resources().get("CPU", 0) >= 6)  # Ray counts with a delay

@@ -230,6 +230,7 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, tmp_path):
     from engine_trainer.rl.on_ray import train_on_ray
 
@@ -304,6 +305,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     from engine_trainer.rl.on_ray import train_on_ray
 

@@ -78,6 +78,7 @@ def test_a_cluster_of_its_own_goes_with_the_controller(sums_model, tmp_path, alo
     until(lambda: not left_of(str(plan)), missing=lambda: left_of(str(plan)))
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, monkeypatch, alone):
     plan = tmp_path / "plan.json"
     monkeypatch.setenv("RAY_FAULTS", str(plan))
@@ -105,6 +106,7 @@ def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, mo
     assert result_of(tmp_path / "out") == alone
 
 
+@pytest.mark.nightly
 def test_a_second_run_in_the_folder_is_refused_while_the_first_one_runs(sums_model, tmp_path):
     config = tree(sums_model, tmp_path / "out", run={"steps": 5000})
     first = start(config, tmp_path / "first.yaml")

@@ -40,6 +40,7 @@ def nodes(monkeypatch):
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_node_is_lost(nodes, sums_model, tmp_path):
     first = nodes.add_node(num_cpus=2)
     train_on_ray(on_ray(sums_model, tmp_path / "alone", run={"steps": 4}))
