@@ -249,7 +249,7 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("dist")
         session.notify("site")
-        session.notify("examples")
+        session.notify("examples", ["--tier", "quick"])
         session.notify("vllm")
 
 
@@ -455,28 +455,25 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Certify the engines of examples/ as an outsider would, from wheels in a fresh environment."""
+    """Certify the engines of examples/ as an outsider would, from wheels in a fresh environment.
+
+    After `--`: arguments of `engine-conformance run` in place of `--certify`.
+    """
     install_wheels(session, [API, SUITE, *EXAMPLES])
     names = [
         name
         for folder in EXAMPLES
         for name in project(folder)["entry-points"]["engine_api.engines"]
     ]
+    chosen = session.posargs or ["--certify"]
+    run = ("engine-conformance", "run")
+    always = ("--world", "1,2", "--patience", "10", "--quiet")
     # The session leaves the tree, so that nothing of the tree is on the path.
     with session.chdir(session.create_tmp()):
-        for name in names:
-            session.run(
-                "engine-conformance",
-                "run",
-                name,
-                "--world",
-                "1,2",
-                "--certify",
-                "--report",
-                name,
-                "--quiet",
-            )
-            session.run("engine-conformance", "verify", f"{name}/report.json")
+        side_by_side(session, [(*run, name, *always, "--report", name, *chosen) for name in names])
+        if "--certify" in chosen:
+            for name in names:
+                session.run("engine-conformance", "verify", f"{name}/report.json")
 
 
 @nox.session

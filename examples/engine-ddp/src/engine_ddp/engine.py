@@ -33,8 +33,11 @@ from engine_ddp.plugin import PLUGIN
 StateLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
-def add_over_ranks(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Add a bucket of gradients (``GradBucket``) over the ranks, where DDP would average it."""
+def add_over_ranks(
+    state: None,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage] - DDP checks this type
+) -> torch.futures.Future[Tensor]:
+    """Add a bucket of gradients over the ranks, where DDP would average it."""
     del state
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
