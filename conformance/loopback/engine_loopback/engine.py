@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
@@ -17,7 +16,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
-from engine_api.process_groups import ensure_process_group, world_and_rank
+from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_loopback import lora
@@ -47,7 +46,6 @@ class LoopbackEngine(ExportEngine):
                 f"unknown kernel {config.model.attention!r}",
                 remedy="auto or plain",
             )
-        self._owns_group = False
 
     # --- building ------------------------------------------------------------------------------
 
@@ -80,7 +78,7 @@ class LoopbackEngine(ExportEngine):
         return {"model.attention": "plain"}
 
     def _build_groups(self, timeout: timedelta) -> None:
-        self._owns_group = ensure_process_group(self.device_type, timeout)
+        self._use_process_group(timeout)
         cpu = self.device_type == "cpu"
         self.device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
         several = self.layout.world > 1
@@ -316,8 +314,6 @@ class LoopbackEngine(ExportEngine):
         self.comm.close()
         if self._save_comm is not self.comm:
             self._save_comm.close()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
 
     @property
     def _checkpoint_comm(self) -> Comm:

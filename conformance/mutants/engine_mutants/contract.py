@@ -12,10 +12,12 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -277,6 +279,51 @@ class DrawsFromTheProcess(LoopbackEngine):
         super().initialize()
         torch.set_rng_state(state)
         torch.rand(())
+
+
+# --- engines of one process -----------------------------------------------------------------------
+
+
+@mutant("contract.closed_first", group="core", world=2)
+class DestroysTheGroupOfOthers(LoopbackEngine):
+    """The engine that made the process group destroys it while another engine uses it."""
+
+    def _use_process_group(self, timeout: timedelta | None = None) -> None:
+        self._makes_group = not dist.is_initialized()
+        super()._use_process_group(timeout)
+
+    def _end_process_group(self) -> None:
+        self._process_group = None
+        if self._makes_group:
+            dist.destroy_process_group()
+
+
+@mutant("contract.closed_first", group="core")
+class GroupStays(LoopbackEngine):
+    """The process group that the engine made is never destroyed."""
+
+    def _end_process_group(self) -> None:
+        self._process_group = None
+
+
+@mutant("contract.closed_first", group="core")
+class SharedWeights(LoopbackEngine):
+    """Engines of one process share the weights of the first: the second trains them on."""
+
+    first: ClassVar[list[LoopbackEngine]] = []
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        if self.first:
+            for name, shared in self.first[0].weights.items():
+                own = self.weights[name].param
+                if own is not None and shared.param is not None:
+                    own.data = shared.param.data
+        self.first[:] = self.first or [self]
+
+    def _release(self) -> None:
+        self.first.clear()
+        super()._release()
 
 
 # --- things left behind ---------------------------------------------------------------------------

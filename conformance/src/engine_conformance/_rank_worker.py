@@ -39,6 +39,8 @@ class WorkerSpec:
     """Folder that holds the rendezvous file and the stack dumps."""
     group_timeout: float
     """Timeout of the process group's collectives in seconds."""
+    port: int | None = None
+    """Port of the store by which a launcher's ranks meet, or None if the worker makes the group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,12 +146,20 @@ def _join(spec: WorkerSpec) -> None:
         groups = stand_in.GROUPS
     else:
         groups = BACKENDS[spec.device]
-    file = str(Path(spec.folder) / "rendezvous")
-    store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     device = None
     if spec.device != "cpu" and not simulated:
         device = torch.device(spec.device, spec.rank)
         torch.get_device_module(spec.device).set_device(spec.rank)
+    if spec.port is not None:
+        # torchrun's variables: its ranks are clients of a store that the launcher serves.
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(spec.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        return
+    file = str(Path(spec.folder) / "rendezvous")
+    store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         groups,
         store=store,

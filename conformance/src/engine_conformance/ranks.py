@@ -117,6 +117,8 @@ class RankPool:
         deadline: default time limit of a call in seconds.
         group_timeout: seconds after which a collective gives up. Every deadline must be shorter, so
             that a stall is reported by the pool, with all stacks, and not by one rank's collective.
+        launched: start the ranks as torchrun does, with its variables and without a process group,
+            which the functions make and destroy.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -129,6 +131,7 @@ class RankPool:
         device: str = "cpu",
         deadline: float = 60.0,
         group_timeout: float = 900.0,
+        launched: bool = False,
     ) -> None:
         if world < 1 or device not in BACKENDS:
             raise ValueError(
@@ -138,6 +141,9 @@ class RankPool:
         self.device = device
         self._deadline = deadline
         self._group_timeout = group_timeout
+        self._launched = launched
+        # The launcher's store, which lives as long as the ranks.
+        self._store: Any = None
         self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
@@ -172,6 +178,10 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        if self._launched:
+            import torch.distributed as dist
+
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         for rank in range(self.world):
@@ -256,6 +266,7 @@ class RankPool:
             device=self.device,
             folder=str(self._folder),
             group_timeout=self._group_timeout,
+            port=self._store.port if self._launched else None,
         )
 
     def _check_deadline(self, deadline: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Parall
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.oracle.config import FAMILIES
-from engine_conformance.ranks import get_pool
+from engine_conformance.ranks import RankPool, get_pool
 from engine_conformance.tolerances import Quantity, Tolerance, tolerance
 
 if TYPE_CHECKING:
@@ -178,21 +179,30 @@ class Target:
         per_rank: Sequence[Mapping[str, Any]] | None = None,
         deadline: float = 120.0,
         fresh: bool = False,
+        launched: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(setup, **kwargs)`` on every rank and return the results by rank.
 
-        With ``fresh`` the ranks are new processes, in which no engine has lived before.
+        With ``fresh`` the ranks are new processes, in which no engine has lived before. With
+        ``launched`` they are new processes as torchrun starts them, so that the engine makes the
+        process group; otherwise the suite has made it.
 
         Raises:
             RankError: where a rank raised, died or stalled.
         """
         name = f"{function.__module__}:{function.__qualname__}"
-        pool = get_pool(self.world, self.device)
-        if fresh:
-            pool.close()
         limit = min(deadline * self.patience, LONGEST)
-        return pool.run(name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs)
+        pool = get_pool(self.world, self.device)
+        if fresh or (launched and self.device != "cpu"):
+            # Idle ranks would hold memory of the device.
+            pool.close()
+        with ExitStack() as stack:
+            if launched:
+                pool = stack.enter_context(RankPool(self.world, device=self.device, launched=True))
+            return pool.run(
+                name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs
+            )
 
     def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
         """Return the suite's tolerance in this target's precision."""

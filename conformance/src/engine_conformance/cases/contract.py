@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,17 @@ from engine_api.registry import EngineRegistry
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
-from engine_conformance.cases._ranks import caught, local_batch, opened, save, step, whole_weights
+from engine_conformance.cases._ranks import (
+    Trained,
+    caught,
+    local_batch,
+    opened,
+    save,
+    step,
+    summary,
+    train,
+    whole_weights,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
@@ -437,6 +448,48 @@ def leaves_nothing(target: Target) -> None:
     asked = {"latest", "asked-0", "asked-1"}
     asked |= {f"{kind}-{rank}" for kind in ("working", "temporary") for rank in range(target.world)}
     must(set(names) <= asked, "files", f"not asked for: {sorted(set(names) - asked)}")
+
+
+def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trained, bool]]:
+    """Train two engines, close the first, and train the second on; then close the second first.
+
+    Return the results of the engine that is left, and whether this rank has a process group after
+    both are closed, of the one order and the other.
+    """
+    found = list[tuple[Trained, bool]]()
+    for closed, left in ((0, 1), (1, 0)):
+        with ExitStack() as stack:
+            engines = [stack.enter_context(opened(setup)) for _ in range(2)]
+            before = [step(engine, setup, batches[0]) for engine in engines]
+            engines[closed].close()
+            after = step(engines[left], setup, batches[1])
+            trained = summary(engines[left], [before[left], after])
+        found.append((trained, dist.is_initialized()))
+    return found
+
+
+@case(id="contract.closed_first", since="1.3", model_types=TYPES, world=(1, 2))
+def closed_first(target: Target) -> None:
+    """An engine MUST work on when another engine of its process is closed, in whatever order.
+
+    The ranks are those of a launcher, so that the engines make the process group. Each
+    ends with the bits of an engine alone, the group is gone with the last one, and other
+    engines can be built after them.
+
+    If this fails: the engine that made the process group destroys it under the other one,
+    which then raises or waits for ranks that never come; the group stays; a group that is
+    made again meets the addresses of the former one in the launcher's store.
+    """
+    config = target.config(target.model())
+    batches = [documents(3, "uneven"), documents(4, "equal")]
+    alone = target.run(train, config, batches=batches)
+    ranks = target.run(outlive, config, launched=True, batches=batches)
+    for rank, (orders, want) in enumerate(zip(ranks, alone, strict=True)):
+        for (trained, stays), name in zip(orders, ("first", "second"), strict=True):
+            where = f"rank {rank}, the {name} engine is closed before the other one"
+            same = trained.digest == want.digest
+            must(same, "weights", "differ from those of an engine alone", where=where)
+            must(not stays, "process group", "is there after both are closed", where=where)
 
 
 # Draws of Python's, NumPy's and torch's generator.

@@ -4,7 +4,6 @@ A micro-batch is one padded forward pass.
 """
 
 import math
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -89,11 +88,8 @@ class DdpEngine(BaseEngine):
     def _build(self) -> None:
         if self.config.options:
             raise ConfigError("options", "this engine has no options", remedy="leave them out")
-        if self.device_type == "cuda" and "LOCAL_RANK" in os.environ:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group()
-        self.comm = TorchComm() if dist.is_initialized() else SingleComm()
+        self._use_process_group()
+        self.comm = TorchComm() if dist.get_world_size() > 1 else SingleComm()
         rank = self.comm.rank
         world = self.comm.world_size
         if self.config.parallelism.dp_shard not in (-1, world):
@@ -103,9 +99,8 @@ class DdpEngine(BaseEngine):
         )
         together(self.comm, self._build_model)
         self._begins_call = True
-        if dist.is_initialized():
-            self.module = DistributedDataParallel(self.module, broadcast_buffers=False)
-            self.module.register_comm_hook(None, add_over_ranks)
+        self.module = DistributedDataParallel(self.module, broadcast_buffers=False)
+        self.module.register_comm_hook(None, add_over_ranks)
         config = self.config.optimizer
         self.optimizer: Any = build_optimizer(config, self.weights.values()) if config else None
 
@@ -151,8 +146,7 @@ class DdpEngine(BaseEngine):
         if self._begins_call and self.topology.rank:
             self.model.zero_grad()
         self._begins_call = last
-        has_peers = isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync() if has_peers and not last else nullcontext():
+        with nullcontext() if last else self.module.no_sync():
             yield
 
     def forward_step(

@@ -4,7 +4,6 @@ Every rank holds the whole model, and gradients are added over the ranks before 
 """
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,12 +35,8 @@ class MinimalEngine(BaseEngine):
     def _build(self) -> None:
         if self.config.options:
             raise ConfigError("options", "this engine has no options", remedy="leave them out")
-        if self.device_type == "cuda" and "LOCAL_RANK" in os.environ:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Under torchrun. The group stays for the next engine.
-        if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group()
-        self.comm = TorchComm() if dist.is_initialized() else SingleComm()
+        self._use_process_group()
+        self.comm = TorchComm() if dist.get_world_size() > 1 else SingleComm()
         rank = self.comm.rank
         world = self.comm.world_size
         if self.config.parallelism.dp_shard not in (-1, world):
@@ -116,8 +111,7 @@ class MinimalEngine(BaseEngine):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             # This adds, because the loss was already divided by the denominator of all ranks.
-            if dist.is_initialized():
-                dist.all_reduce(param.grad)
+            dist.all_reduce(param.grad)
         return float(torch.nn.utils.clip_grad_norm_(self.weights.values(), max_norm or math.inf))
 
     def _apply_optimizer(self, lr: float) -> None:

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -38,10 +39,11 @@ from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
 from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
-from engine_api.heartbeat import watched
+from engine_api.heartbeat import TIMEOUT_S, watched
 from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
 from engine_api.prepare import MicroBatches, prepare
+from engine_api.process_groups import ProcessGroupUse
 from engine_api.results import (
     CheckpointHandle,
     CheckpointInfo,
@@ -119,14 +121,20 @@ class BaseEngine(EngineDefaults):
         It is called once.
         """
         self._expect("initialize", "created")
-        with watched("initialize"):
-            self._build()
+        try:
+            with watched("initialize"):
+                self._build()
+        # Ctrl-C included: an engine that was not built uses no process group.
+        except BaseException:
+            self._end_process_group()
+            raise
         # An engine that only infers draws nothing, and may be created in the middle of a run.
         if self.config.optimizer is not None:
             seed_all(self.config.seed, rank=self._seed_rank)
         # The number of data-parallel ranks is known only after _build.
         if self.topology.dp_size > 1 and Capability.DP not in self.capabilities:
             self._release()
+            self._end_process_group()
             raise unsupported(Capability.DP, self._name, self.capabilities)
         self._state = "ready"
 
@@ -328,8 +336,24 @@ class BaseEngine(EngineDefaults):
                 self._writer_pool.shutdown()
             if was_built:
                 self._release()
+                self._end_process_group()
 
     # --- shared steps -------------------------------------------------------------------------
+
+    _process_group: ProcessGroupUse | None = None
+
+    def _use_process_group(self, timeout: timedelta | None = None) -> None:
+        """Join the launcher's ranks, which `_build` does first (see ``ProcessGroupUse``).
+
+        `close` ends the use, and so does a `_build` that fails. ``timeout`` None is 10 minutes.
+        """
+        limit = timeout or timedelta(seconds=TIMEOUT_S)
+        self._process_group = ProcessGroupUse(self.device_type, limit)
+
+    def _end_process_group(self) -> None:
+        if self._process_group is not None:
+            self._process_group.end()
+            self._process_group = None
 
     _has_gradient = False
     # The error that the loss function raised on this rank in the current call.

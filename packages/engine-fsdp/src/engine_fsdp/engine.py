@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,7 +25,6 @@ from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer, state_fields
 from engine_api.prepare import MicroBatches
-from engine_api.process_groups import ensure_process_group
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -47,7 +45,6 @@ from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import (
     Layout,
     build_layout,
-    forget_meshes,
     limit_groups,
     reset_after_failure,
     shard_model,
@@ -80,7 +77,7 @@ class FSDPEngine(BaseEngine):
         config = self.config
         device = device_of(self.device_type)
         timeout = timedelta(seconds=self.options.timeout_s)
-        self._owns_group = ensure_process_group(self.device_type, device.group_timeout(timeout))
+        self._use_process_group(device.group_timeout(timeout))
         self.device = device.current()
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
         limit_groups(self.layout, self.device_type, self.options.timeout_s)
@@ -88,12 +85,17 @@ class FSDPEngine(BaseEngine):
         self.comm: Comm = TorchComm(timeout) if self.topology.world_size > 1 else SingleComm()
         asynchronous = config.checkpoint.async_save and self.topology.world_size > 1
         self._save_comm: Comm = TorchComm(timeout) if asynchronous else self.comm
-        self.kernel = choose_kernel(
-            config.model.attention, self.device_type, config.precision.compute
-        )
-        self._build_model()
-        params = [entry.param for entry in trainable(self.table)]
-        self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
+        try:
+            self.kernel = choose_kernel(
+                config.model.attention, self.device_type, config.precision.compute
+            )
+            self._build_model()
+            params = [entry.param for entry in trainable(self.table)]
+            self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
+        # Ctrl-C included: no groups are kept for an engine that was not built.
+        except BaseException:
+            self._close_groups()
+            raise
 
     def _build_model(self) -> None:
         config = self.config
@@ -351,17 +353,17 @@ class FSDPEngine(BaseEngine):
             # Without this PyTorch keeps the memory for this process, and no server can allocate it.
             device_of(self.device_type).empty_cache()
 
-    def _release(self) -> None:
+    def _close_groups(self) -> None:
         self.comm.close()
         if self._save_comm is not self.comm:
             self._save_comm.close()
+
+    def _release(self) -> None:
+        self._close_groups()
         self.optimizer = None
         self.table.clear()
         del self.module
         device_of(self.device_type).empty_cache()
-        if self._owns_group and dist.is_initialized():
-            forget_meshes()
-            dist.destroy_process_group()
 
 
 class FSDPEngineWithLMHead(FSDPEngine):

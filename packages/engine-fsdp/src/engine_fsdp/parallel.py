@@ -65,14 +65,12 @@ class Layout:
 _MESHES: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
-def forget_meshes() -> None:
-    """Forget the meshes, which is needed after the default process group is destroyed."""
-    _MESHES.clear()
-
-
 def _meshes(device_type: str, sizes: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh (replicate, dp, ulysses), and its last two dimensions flattened."""
     key = (dist.group.WORLD, device_type, sizes)
+    # The meshes of a default group that has been destroyed are of no use.
+    for stale in [one for one in _MESHES if one[0] is not dist.group.WORLD]:
+        del _MESHES[stale]
     if key not in _MESHES:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "dp", "ulysses"))
         # Flattening registers the dimension's name, so that HSDP can slice it together with

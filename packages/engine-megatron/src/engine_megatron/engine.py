@@ -150,9 +150,9 @@ class MegatronEngine(BaseEngine):
         return {"model.attention": "sdpa" if self.shape.spec == "local" else "transformer engine"}
 
     def _build_groups(self, timeout: timedelta) -> None:
-        ModelParallel.join(
-            self.layout, self.device_type, device_of(self.device_type).group_timeout(timeout)
-        )
+        limit = device_of(self.device_type).group_timeout(timeout)
+        self._use_process_group(limit)
+        ModelParallel.join(self.layout, limit)
         self._groups.callback(ModelParallel.leave)
         self.device = device_of(self.device_type).current()
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
-from engine_api.process_groups import ensure_process_group
 from engine_api.results import Topology
 from engine_megatron import te
 
@@ -186,8 +185,6 @@ class ModelParallel:
     """
 
     _users = 0
-    # Whether the default group was made here, and is destroyed with the last engine.
-    _owns_world = False
     # The sizes that the groups were made with.
     _sizes: ClassVar[dict[str, int]] = {}
     # The choice of attention kernels before the first engine, restored with the last.
@@ -219,14 +216,13 @@ class ModelParallel:
             )
 
     @classmethod
-    def join(cls, layout: Layout, device_type: str, timeout: timedelta) -> None:
-        """Make the groups, or share the existing ones.
+    def join(cls, layout: Layout, timeout: timedelta) -> None:
+        """Make the groups out of the default group, or share the existing ones.
 
         All ranks call it together, after `check`.
         """
         from megatron.core import parallel_state
 
-        cls._owns_world |= ensure_process_group(device_type, timeout)
         if not cls._users:
             try:
                 parallel_state.initialize_model_parallel(
@@ -268,9 +264,6 @@ class ModelParallel:
         parallel_state.destroy_model_parallel()
         for group in groups:
             dist.destroy_process_group(group)
-        if cls._owns_world:
-            dist.destroy_process_group()
-        cls._owns_world = False
 
 
 def wrap_chunks(chunks: nn.ModuleList, *, distributed_optimizer: bool) -> list[Any]:
