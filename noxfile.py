@@ -165,14 +165,16 @@ def check_docs(session: nox.Session) -> None:
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     """Return the test commands of the repository and of each package, the longest first.
 
-    The trainer's tests on Ray are a command of their own.
+    The trainer's tests are three commands, each of about the length of the others.
     """
     folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
     ]
     on_ray = f"{TRAINER}/tests/placement/ray"
-    found[:1] = [(on_ray,), (f"{TRAINER}/tests", f"--ignore={on_ray}")]
+    learning = [f"{TRAINER}/tests/{name}" for name in ("preferences", "rewards", "rl")]
+    rest = (f"{TRAINER}/tests", *(f"--ignore={folder}" for folder in (on_ray, *learning)))
+    found[:1] = [rest, (on_ray,), tuple(learning)]
     return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
 
 
@@ -245,7 +247,7 @@ def tests(session: nox.Session) -> None:
         check(session)
     units = unit_commands(session)
     suites = [] if session.posargs else conformance_commands(current_commit(session))
-    side_by_side(session, [*units[:2], *suites, *units[2:]])
+    side_by_side(session, [*units[:3], *suites, *units[3:]])
     if not session.posargs:
         session.notify("dist")
         session.notify("site")
