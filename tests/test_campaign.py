@@ -59,8 +59,8 @@ KNOWN = {
         "for group in self.optimizer.param_groups:",
         "for group in list((self.optimizer.param_groups))[:1]:",
     ): "survived",
-    # This runs on a GPU alone.
-    ("drop-call", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', "pass"): "not-executed",
+    # The cases give no layout.
+    ("drop-raise", 'raise ConfigError("parallelism.dp_shard"', "pass"): "not-executed",
     # A row of the descriptor must have devices.
     (
         "ignore-argument",
