@@ -145,7 +145,7 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
     left = sleepable()  # before anything is collected: vLLM's next engine looks only there
     gc.unfreeze()
-    gc.collect_export()
+    gc.collect()
     named = ("Qwen3", "RotaryEmbedding", "Attention")
     layers = [
         one
