@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -193,16 +192,15 @@ class Target:
         """
         name = f"{function.__module__}:{function.__qualname__}"
         limit = min(deadline * self.patience, LONGEST)
+        arguments = {"deadline": limit, "per_rank": per_rank, "setup": self.setup(config), **kwargs}
         pool = get_pool(self.world, self.device)
+        # Idle ranks would hold memory of an accelerator beside those of a launcher.
         if fresh or (launched and self.device != "cpu"):
-            # Idle ranks would hold memory of the device.
             pool.close()
-        with ExitStack() as stack:
-            if launched:
-                pool = stack.enter_context(RankPool(self.world, device=self.device, launched=True))
-            return pool.run(
-                name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs
-            )
+        if launched:
+            with RankPool(self.world, device=self.device, launched=True) as own:
+                return own.run(name, **arguments)
+        return pool.run(name, **arguments)
 
     def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
         """Return the suite's tolerance in this target's precision."""
