@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -417,6 +418,15 @@ class EnvironmentChanged(LoopbackEngine):
 
     def _build_model(self) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class VariableOfItsModule(LoopbackEngine):
+    """A module of the engine changes the environment when it is imported."""
+
+    def _build_model(self) -> None:
+        importlib.import_module("engine_mutants.own_variable")
         super()._build_model()
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import logging
 import os
 import random
-import signal
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +37,11 @@ from engine_conformance.cases._ranks import (
     summary,
     train,
     whole_weights,
+)
+from engine_conformance.cases._surroundings import (
+    ImportedVariables,
+    Surroundings,
+    read_surroundings,
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
@@ -75,12 +75,6 @@ _BELONGS = {
 # need not take them.
 _SINCE = {("get_per_tensor_param_shard", "adapter"): "1.1"}
 TYPES = (LM, VALUE)
-# Torch itself sets variables with these prefixes when it first compiles.
-_CACHES = (
-    "TORCHINDUCTOR_",
-    "_TORCHINDUCTOR_",
-    "TRITON_",
-)
 # Bytes of device memory that a life of an engine may leave behind.
 _LEAK = 1 << 20
 
@@ -270,113 +264,6 @@ def registry(target: Target) -> None:
     must(not silent, "trace", f"rejected without a reason: {silent}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """State of a rank's process apart from the engine."""
-
-    threads: tuple[str, ...]
-    """Threads that keep the process from ending."""
-    children: tuple[int, ...]
-    files: tuple[str, ...]
-    """Files in the working folder."""
-    group: int
-    """Identity of the default process group."""
-    groups: int
-    """Number of process groups."""
-    environment: tuple[tuple[str, str], ...]
-    switches: tuple[tuple[str, str], ...]
-    """Settings of torch and Python, by name."""
-    memory: int
-    """Bytes allocated on the device."""
-    daemons: int
-    """Number of threads that end with the process."""
-    descriptors: int
-    """Number of open files and sockets."""
-    temporary: int
-    """Number of entries in the folder for temporary files."""
-
-
-def _umask() -> int:
-    old = os.umask(0)
-    os.umask(old)
-    return old
-
-
-# Switches of the process by name, each with its reader.
-_SWITCHES: Mapping[str, Callable[[], Any]] = {
-    "default dtype": torch.get_default_dtype,
-    "default device": torch.get_default_device,
-    "gradients": torch.is_grad_enabled,
-    "inference mode": torch.is_inference_mode_enabled,
-    "anomaly detection": torch.is_anomaly_enabled,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "deterministic warnings": torch.is_deterministic_algorithms_warn_only_enabled,
-    "float32 matmul precision": torch.get_float32_matmul_precision,
-    "threads": torch.get_num_threads,
-    "autocast": lambda: [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-    "attention kernels": lambda: [
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    ],
-    "cuDNN": lambda: [
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-    ],
-    "TF32": lambda: [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
-    "reduced precision": lambda: [
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    ],
-    "signal handlers": lambda: [signal.getsignal(number) for number in signal.valid_signals()],
-    "hooks of errors": lambda: [sys.excepthook, threading.excepthook, sys.unraisablehook],
-    "level of the root logger": lambda: logging.getLogger().level,
-    "garbage collector": gc.isenabled,
-    "working folder": Path.cwd,
-    "file mode": _umask,
-}
-
-
-def _surroundings(device: str) -> Surroundings:
-    gc.collect()
-    group = dist.group.WORLD
-    return Surroundings(
-        threads=tuple(sorted(t.name for t in threading.enumerate() if not t.daemon)),
-        children=tuple(_children()),
-        files=tuple(sorted(str(path) for path in Path().rglob("*"))),
-        group=id(group) if dist.is_initialized() else 0,
-        # torch offers no public list of the groups.
-        groups=len(dist.distributed_c10d._world.pg_map),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        environment=tuple(
-            sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))
-        ),
-        switches=tuple((name, repr(read())) for name, read in _SWITCHES.items()),
-        memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
-        daemons=sum(thread.daemon for thread in threading.enumerate()),
-        descriptors=_count("/proc/self/fd"),
-        temporary=_count(tempfile.gettempdir()),
-    )
-
-
-def _count(folder: str) -> int:
-    return sum(1 for _ in Path(folder).glob("*"))
-
-
-def _children() -> list[int]:
-    """Return the ids of this process's children, where there is a /proc."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(entry.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
-        if parent == os.getpid():
-            found.append(int(entry.parent.name))
-    return sorted(found)
-
-
 def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
     """Return the surroundings before and after each of two engines' lives.
 
@@ -389,16 +276,19 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
     short.mkdir()
     os.chdir(own)
     tempfile.tempdir = str(short)
+    imported = ImportedVariables()
+    others = frozenset[str]()
     try:
-        seen = [_surroundings(setup.device)]
+        seen = [read_surroundings(setup.device, others)]
         for index in range(2):
             with opened(setup) as engine:
                 step(engine, setup, batch)
                 engine.infer_batch(local_batch(engine, batch, setup.device))
                 whole_weights(engine)
                 save(engine, folder / f"asked-{index}")
+            others = imported.set_by_others(type(engine))
             del engine
-            seen.append(_surroundings(setup.device))
+            seen.append(read_surroundings(setup.device, others))
         return seen
     finally:
         tempfile.tempdir = temporary
@@ -412,7 +302,8 @@ def leaves_nothing(target: Target) -> None:
     Switches of torch (dtype, device, determinism, TF32, attention kernels, threads) and
     of Python (signal handlers, hooks, umask) are as before. Process groups,
     daemon threads, descriptors, temporary files and memory of the device are compared
-    after a first life, which may fill caches, and a second one.
+    after a first life, which may fill caches, and a second one. Variables that a library
+    sets when it is imported, and the workers of torch's compiler, are not the engine's.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups
     pile up with each engine; the default process group is destroyed though the engine
@@ -440,7 +331,8 @@ def leaves_nothing(target: Target) -> None:
         for name in ("groups", "daemons", "descriptors", "temporary"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
-        changed = sorted({name for name, _ in {*before.environment} ^ {*after.environment}})
+        differing = {name for name, _ in {*before.environment} ^ {*after.environment}}
+        changed = sorted(differing - after.imported)
         must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)
         leak = after.memory - warm.memory
         must(leak <= _LEAK, "device memory", f"{leak} bytes more after a second life", where=where)
