@@ -69,7 +69,7 @@ def run(tmp_path: Path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

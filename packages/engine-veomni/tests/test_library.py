@@ -172,3 +172,25 @@ def test_a_family_whose_classes_need_another_package_names_it() -> None:
     with pytest.raises(ConfigError, match="seed_oss cannot be imported") as caught:
         library.find_class("seed_oss", "ForCausalLM")
     assert "pip install liger-kernel" in caught.value.remedy
+
+
+def test_an_unchanged_variable_is_not_touched_when_the_environment_is_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other threads read it meanwhile, and a library may have set it for good."""
+    before = os.environ.copy()
+    monkeypatch.setenv("VEOMNI_TEST_ADDED", "1")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    changed = list[str]()
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if listening and event in ("os.putenv", "os.unsetenv"):
+            changed.append(os.fsdecode(arguments[0]))
+
+    listening = [True]
+    sys.addaudithook(listen)
+    library._restore_environment(before)
+    # An audit hook stays until the process ends.
+    listening.clear()
+    assert dict(os.environ) == dict(before)
+    assert sorted(changed) == ["HOME", "VEOMNI_TEST_ADDED"]

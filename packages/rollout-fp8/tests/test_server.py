@@ -447,7 +447,7 @@ def test_connections_without_a_token_are_never_many(rollout) -> None:
     place = (rollout._server.host, rollout._server.port)
     with ExitStack() as stack:
         dialled = [
-            stack.enter_context(socket.create_connection(place, timeout=60))
+            stack.enter_context(socket.create_connection(place, timeout=600))
             for _ in range(MAX_UNPROVEN + 5)
         ]
         assert [one.recv(1) for one in dialled[:5]] == [b""] * 5

@@ -146,7 +146,7 @@ def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
     asked = (
         ray.remote(num_cpus=1)(executor_of).options(scheduling_strategy=inside).remote(str(model))
     )
-    assert ray.get(asked, timeout=200) == "mp"
+    assert ray.get(asked, timeout=600) == "mp"
     remove_placement_group(group)
 
 

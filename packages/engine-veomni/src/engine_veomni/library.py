@@ -54,8 +54,7 @@ def _contain_changes() -> Iterator[None]:
     finally:
         for line in printed.getvalue().splitlines():
             log.debug("VeOmni printed: %s", line)
-        os.environ.clear()
-        os.environ.update(environment)
+        _restore_environment(environment)
         hub.load_and_register_attn_kernel = loader
         for name, method in methods.items():
             if method is not None:
@@ -65,6 +64,18 @@ def _contain_changes() -> Iterator[None]:
             root.removeHandler(added)
             root.propagate = True
             root.setLevel(logging.NOTSET)
+
+
+def _restore_environment(before: Mapping[str, str]) -> None:
+    """Set the environment as it was, without a change to variables that are as they were.
+
+    Other threads may read them meanwhile.
+    """
+    for name in [name for name in os.environ if name not in before]:
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _load_registry() -> Any:

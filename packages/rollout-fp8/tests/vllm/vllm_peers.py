@@ -206,7 +206,7 @@ def background(model: str) -> dict[str, Any]:
         alone = rollout.generate([PROMPTS[0]], SAMPLED)
         running = rollout.submit(PROMPTS[1], LONG)
         quick = rollout.submit(PROMPTS[0], SAMPLED)
-        said["beside"] = (alone, quick.result(60), rollout.generate([PROMPTS[0]], GREEDY))
+        said["beside"] = (alone, quick.result(600), rollout.generate([PROMPTS[0]], GREEDY))
         said["sync"] = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
         said["sleep"] = error_of(rollout.sleep)
         said["running"] = not running.done()
@@ -445,7 +445,7 @@ def mixed(
     """Run each prompt with its own sampling, all at the same time and one after another."""
     with opened(model) as rollout:
         running = [rollout.submit(p, s) for p, s in zip(prompts, samplings, strict=True)]
-        together = [g.result(120)[0] for g in running]
+        together = [g.result(600)[0] for g in running]
         return together, [
             rollout.generate([p], s)[0] for p, s in zip(prompts, samplings, strict=True)
         ]

@@ -407,7 +407,7 @@ def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
         )
         for rank in range(2)
     ]
-    rows = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    rows = [json.loads(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks]
     assert [row[0] for row in rows] == ["RankFailure", "RewardError"]
     assert all("KeyError" in row[1] and "a completion" in row[1] for row in rows)
 
