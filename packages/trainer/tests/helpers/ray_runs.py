@@ -39,21 +39,21 @@ def local_cluster(cpus: int, faults: Path | None = None) -> Iterator[None]:
     """
     import ray
 
+    from engine_trainer.placement.ray.cluster import start_cluster
+
     with pytest.MonkeyPatch.context() as patch:
         let_workers_import_helpers(patch)
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         if faults is not None:
             patch.setenv("RAY_FAULTS", str(faults))
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        yield
-        ray.shutdown()
+        try:
+            start_cluster(
+                num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+            )
+            yield
+        finally:
+            ray.shutdown()
 
 
 def reshaped(source: Path, folder: Path, **shape) -> Path:

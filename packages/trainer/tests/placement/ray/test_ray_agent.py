@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ray_runs import let_workers_import_helpers, on_ray, result_of, tree
+from ray_runs import local_cluster, on_ray, result_of, tree
 
-ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = [
     pytest.mark.distributed,
@@ -32,23 +32,12 @@ def sevens(sample):
 def test_an_agent_and_an_own_reward_give_the_bits_of_one_process(sums_model, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    let_workers_import_helpers(monkeypatch)
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = {
         "agent": {"function": "own.py:add"},
         "reward": {"name": None, "function": "own.py:sevens", "workers": 1},
         "rollout": {"n": 8, "max_new_tokens": 8},
     }
     train_rl(from_tree(RLConfig, tree(sums_model, tmp_path / "alone", **own)))
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
+    with local_cluster(4):
         train_on_ray(on_ray(sums_model, tmp_path / "ray", **own, ray={"engines": 1}))
-    finally:
-        ray.shutdown()
     assert result_of(tmp_path / "ray") == result_of(tmp_path / "alone")

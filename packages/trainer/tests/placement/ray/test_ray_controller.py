@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ray_runs import ON_RAY, result_of, start, tree
+from ray_runs import ON_RAY, local_cluster, result_of, start, tree
 from waiting import DEADLINE_S, until
 
 ray = pytest.importorskip("ray", reason="the extra ray")
@@ -79,20 +79,10 @@ def test_a_cluster_of_its_own_goes_with_the_controller(sums_model, tmp_path, alo
 
 
 @pytest.mark.nightly
-def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, monkeypatch, alone):
+def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, alone):
     plan = tmp_path / "plan.json"
-    monkeypatch.setenv("RAY_FAULTS", str(plan))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        # One CPU: a worker that stayed would keep the next run from starting.
+    # One CPU: a worker that stayed would keep the next run from starting.
+    with local_cluster(1, plan):
         config = on_one_engine(
             sums_model, tmp_path / "out", address=ray.get_runtime_context().gcs_address
         )
@@ -101,8 +91,6 @@ def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, mo
         process = start(config, tmp_path / "run.yaml")
         text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
-    finally:
-        ray.shutdown()
     assert result_of(tmp_path / "out") == alone
 
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_runs import let_workers_import_helpers, on_ray, result_of
+from ray_runs import local_cluster, on_ray, result_of
 
-ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
 from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402 - behind importorskip
@@ -82,28 +82,15 @@ class Reaper(threading.Thread):
 
 
 @pytest.mark.nightly
-def test_random_kills(sums_model, tmp_path, monkeypatch):
-    let_workers_import_helpers(monkeypatch)
-    monkeypatch.setenv("RAY_FAULTS", str(tmp_path / "none"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        workers = {"engines": 2, "rollouts": 1, "restarts": KILLS}
+def test_random_kills(sums_model, tmp_path):
+    workers = {"engines": 2, "rollouts": 1, "restarts": KILLS}
+    with local_cluster(4, tmp_path / "none"):
         train_on_ray(on_ray(sums_model, tmp_path / "alone", ray=workers, run={"steps": STEPS}))
         reaper = Reaper(tmp_path / "out" / "checkpoints", str(tmp_path))
         reaper.start()
         train_on_ray(on_ray(sums_model, tmp_path / "out", ray=workers, run={"steps": STEPS}))
         reaper.done.set()
         reaper.join()
-    finally:
-        ray.shutdown()
     print(f"killed: {reaper.killed}")
     assert len(reaper.killed) == KILLS
     assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")

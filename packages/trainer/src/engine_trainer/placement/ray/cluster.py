@@ -62,30 +62,35 @@ def connected(section: RaySection, rollout: RolloutSection | None = None) -> Ite
             ray.shutdown()
 
 
-def _start(section: RaySection, **local: Any) -> None:
-    """Join the cluster, or start one, again where a busy machine took longer than Ray waits.
+def start_cluster(**arguments: Any) -> None:
+    """Start a cluster on this machine, again where a busy machine took longer than Ray waits.
 
     Ray gives a node of its own 30 seconds, which no setting changes. The processes of a start that
-    was too slow end with this one.
+    was too slow end with this one. ``arguments`` and errors are those of ``ray.init``.
     """
     for left in reversed(range(STARTS)):
         try:
-            if not section.address:
-                _keep_token_private()
-            ray.init(
-                address=section.address or "local",
-                logging_level=logging.ERROR,
-                log_to_driver=section.log_workers,
-                **local,
-            )
+            ray.init(address="local", **arguments)
             return
-        # Ray raises a bare Exception where a node does not start, and any error of its files and
-        # ports.
+        # Ray raises a bare Exception where a node does not start.
         except Exception as error:
-            is_slow = not section.address and "timed out during startup" in str(error)
-            if not (is_slow and left):
-                raise _not_connected(section, error) from error
+            if not left or "timed out during startup" not in str(error):
+                raise
             log.warning("Ray did not start within its 30 s on this busy machine: it is tried again")
+
+
+def _start(section: RaySection, **local: Any) -> None:
+    """Join the cluster, or start one."""
+    arguments = {"logging_level": logging.ERROR, "log_to_driver": section.log_workers, **local}
+    try:
+        if section.address:
+            ray.init(address=section.address, **arguments)
+        else:
+            _keep_token_private()
+            start_cluster(**arguments)
+    # Ray raises a bare Exception where a node does not start, and any error of its files and ports.
+    except Exception as error:
+        raise _not_connected(section, error) from error
 
 
 @contextlib.contextmanager
