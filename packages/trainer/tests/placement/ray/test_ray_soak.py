@@ -20,7 +20,7 @@ from ray_runs import local_cluster, on_ray, result_of
 pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
-from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402 - behind importorskip
+from engine_trainer.rl.on_ray import train_on_ray
 
 KILLS = int(os.environ.get("RAY_SOAK_KILLS", "3"))
 pytestmark = [
