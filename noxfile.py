@@ -290,6 +290,36 @@ def busy(session: nox.Session) -> None:
 
 
 @nox.session
+def seeds(session: nox.Session) -> None:
+    """Look for false alarms: run the suite on right engines, with batches of many seeds.
+
+    After `--`: `--quick 1-50` and `--full 1-5` (seeds of either tier), `--busy N` (2, loops beside
+    it) and `--engine NAMES` (all that run on a CPU). A seed that fails ends the session.
+    """
+    parser = argparse.ArgumentParser(prog="nox -s seeds --")
+    parser.add_argument("--quick", type=seed_range, default=range(1, 51), metavar="FIRST-LAST")
+    parser.add_argument("--full", type=seed_range, default=range(1, 6), metavar="FIRST-LAST")
+    parser.add_argument("--busy", type=int, default=2, metavar="N")
+    parser.add_argument("--engine", nargs="+")
+    arguments = parser.parse_args(session.posargs)
+    install(session, packages())
+    on_cpu = [engine for engine, device in engine_devices(load()) if device == "cpu"]
+    with busy_loops(arguments.busy):
+        for engine in arguments.engine or on_cpu:
+            for tier, chosen in (("quick", arguments.quick), ("full", arguments.full)):
+                for seed in chosen:
+                    run = run_arguments(load(), engine, "cpu", (1, 2))
+                    of_seed = ("--tier", tier, "--seed", str(seed), "--quiet", "--patience", "10")
+                    session.run("engine-conformance", *run, *of_seed, env={"OMP_NUM_THREADS": "1"})
+
+
+def seed_range(text: str) -> range:
+    """Return the seeds of a text such as ``1-50``, or ``0-0`` for one."""
+    first, last = map(int, text.split("-"))
+    return range(first, last + 1)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format alone."""
     session.install("-c", CONSTRAINTS, "ruff")
