@@ -102,6 +102,9 @@ def install(installer: str, python: str, wheels: Path) -> list[str]:
     constraints = str(ROOT / environment(load(), "cpu").constraints)
     wanted = ["--find-links", str(wheels), "-c", constraints, "enginehouse[gym]"]
     if installer == "uv":
+        # The option takes the place of the variable, which names the folder of torch's CPU wheel.
+        for given in filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")):
+            wanted += ["--find-links", given]
         return ["uv", "pip", "install", "--quiet", "--python", python, *wanted]
     return [python, "-m", "pip", "install", "--quiet", *wanted]
 
