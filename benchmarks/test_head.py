@@ -12,7 +12,7 @@ HEAD = """
 import resource, sys, time
 import torch
 import torch.nn.functional as F
-from engine_fsdp.head import chunked_log_probs
+from engine_torch.head import chunked_log_probs
 
 torch.set_num_threads(2)
 torch.manual_seed(0)

@@ -29,7 +29,7 @@ RUN if [ -n "${FIND_LINKS}" ]; then export UV_FIND_LINKS="${FIND_LINKS}"; \
     else export UV_TORCH_BACKEND=cpu; fi; \
     uv pip install -c constraints/cpu.txt \
     --overrides constraints/veomni-overrides.txt \
-    "./packages/engine-api[torch]" "./packages/engine-fsdp[lora]" \
+    "./packages/engine-api[torch]" "./packages/engine-torch[lora]" "./packages/engine-fsdp[lora]" \
     "./packages/trainer[fsdp,gym,math,ray]" "./conformance[verify]"
 
 RUN useradd --create-home --uid 10001 house \

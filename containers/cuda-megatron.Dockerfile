@@ -29,7 +29,7 @@ COPY conformance /opt/enginehouse/conformance
 COPY recipes /opt/enginehouse/recipes
 WORKDIR /opt/enginehouse
 RUN uv pip install -c constraints/cuda.txt \
-    "./packages/engine-api[torch]" "./packages/engine-fsdp[lora]" \
+    "./packages/engine-api[torch]" "./packages/engine-torch[lora]" "./packages/engine-fsdp[lora]" \
     "./packages/engine-megatron[core]" "./packages/trainer[fsdp,gym,math,ray]" \
     "./conformance[verify]" "ray[default]" pip setuptools wheel
 

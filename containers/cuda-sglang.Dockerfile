@@ -30,7 +30,7 @@ WORKDIR /opt/enginehouse
 # The overrides give transformers the version that SGLang asks for.
 RUN uv pip install -c constraints/cuda-sglang.txt \
     --overrides constraints/cuda-sglang-overrides.txt \
-    "./packages/engine-api[torch]" "./packages/engine-fsdp[lora]" \
+    "./packages/engine-api[torch]" "./packages/engine-torch[lora]" "./packages/engine-fsdp[lora]" \
     "./packages/trainer[fsdp,gym,math,ray]" "./packages/rollout-fp8[sglang]" \
     "./conformance[verify]" "ray[default]"
 

@@ -28,7 +28,7 @@ COPY conformance /opt/enginehouse/conformance
 COPY recipes /opt/enginehouse/recipes
 WORKDIR /opt/enginehouse
 RUN uv pip install -c constraints/cuda-vllm.txt \
-    "./packages/engine-api[torch]" "./packages/engine-fsdp[lora]" \
+    "./packages/engine-api[torch]" "./packages/engine-torch[lora]" "./packages/engine-fsdp[lora]" \
     "./packages/trainer[fsdp,gym,math,ray]" "./packages/rollout-fp8[vllm]" \
     "./conformance[verify]" "ray[default]"
 

@@ -27,11 +27,13 @@ ENGINE_FILES = (
 )
 API = ROOT / "packages/engine-api"
 ENGINES = [p for p in PACKAGES if is_engine(p)]
-# An engine that derives from another package's engine has only the files that differ.
+# The library of what engines over DTensor share.
+LIBRARY = ROOT / "packages/engine-torch"
+# An engine over the library, or over another package's engine, has only the files that differ.
 DERIVED = [
     p
     for p in ENGINES
-    if any(d.startswith(("engine-fsdp", "engine-megatron")) for d in project(p)["dependencies"])
+    if any(d.startswith(("engine-torch", "engine-megatron")) for d in project(p)["dependencies"])
 ]
 
 
@@ -76,7 +78,7 @@ def test_every_option_has_a_reader() -> None:
     read: set[str] = set()
     for path in (
         p
-        for package in (API, *ENGINES)
+        for package in (API, LIBRARY, *ENGINES)
         for p in package.glob("src/**/*.py")
         if p.name != "config.py"
     ):

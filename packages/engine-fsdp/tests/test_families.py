@@ -29,7 +29,7 @@ from engine_api import (
 )
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
-from engine_fsdp import model as model_module
+from engine_torch import model as model_module
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

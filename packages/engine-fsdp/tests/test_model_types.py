@@ -20,7 +20,7 @@ from tiny_models import (
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_fsdp import model as model_module
+from engine_torch import model as model_module
 
 # Largest difference in nats, for float32 sums in two orders.
 NEAR = 1e-4

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_fsdp.attention import build_packing, packed_attention
 from engine_npu import attention
 from engine_npu.device import FUSED
+from engine_torch.attention import build_packing, packed_attention
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,12 @@ from engine_api.errors import ConfigError, PluginLoadError, UnsupportedCapabilit
 from engine_api.optimizers import build_optimizer
 from engine_api.process_groups import ensure_process_group
 from engine_api.registry import Resolution
-from engine_fsdp.attention import choose_kernel
 from engine_megatron import te
 from engine_npu.device import Npu, load
 from engine_npu.engine import NPUFSDPEngineWithLMHead
 from engine_npu.options import MindSpeedOptions, mindspeed_options
 from engine_npu.plugin import FSDP, MEGATRON, MINDSPEED
+from engine_torch.attention import choose_kernel
 
 
 @pytest.fixture(autouse=True)

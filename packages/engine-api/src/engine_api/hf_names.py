@@ -33,44 +33,69 @@ class Piece:
     expert: int | None = None
     rows: tuple[int, int] = (0, 0)
 
-    def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return the piece as a view of ``tensor``, a range of the parameter's rows.
+    def view(self, tensor: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
+        """Return the piece as a view of ``tensor``, a box of the parameter.
 
-        ``tensor`` has the rows ``[first, first + len(tensor))`` of dimension 0. The result has a
+        The box begins at ``offset`` (empty: at the parameter's first element). The result has a
         zero in its shape where ``tensor`` holds nothing of the piece.
         """
         if self.expert is None:
             return tensor
-        if not first <= self.expert < first + tensor.shape[0]:
+        start = tuple(offset) or (0,) * tensor.dim()
+        if not self.is_in(start, tensor.shape):
             return tensor.new_empty((0, *self.shape[1:]))
-        return tensor[self.expert - first, self.rows[0] : self.rows[1]]
+        rows = _overlap(self.rows, start[1], tensor.shape[1])
+        return tensor[self.expert - start[0], rows.start - start[1] : rows.stop - start[1]]
 
-    def spec(self, first: int, count: int, replica: int) -> ShardSpec:
+    def spec(self, offset: Sequence[int], shape: Sequence[int], replica: int) -> ShardSpec:
         """Return the box of ``view`` in the saved tensor.
 
-        The rank holds the rows ``[first, first + count)`` of the parameter.
+        The rank holds the box of the parameter that begins at ``offset`` and has this shape.
         """
-        if self.expert is not None:
-            is_local = first <= self.expert < first + count
-            if is_local:
-                return ShardSpec.whole(self.shape, replica)
+        if self.expert is None:
+            return ShardSpec(
+                global_shape=self.shape, offset=tuple(offset), shape=tuple(shape), replica=replica
+            )
+        if not self.is_in(offset, shape):
             return ShardSpec.nothing(self.shape)
-        offset = (first, *(0 for _ in self.shape[1:])) if self.shape else ()
-        shape = (count, *self.shape[1:]) if self.shape else ()
-        return ShardSpec(global_shape=self.shape, offset=offset, shape=shape, replica=replica)
+        rows = _overlap(self.rows, offset[1], shape[1])
+        return ShardSpec(
+            global_shape=self.shape,
+            offset=(rows.start - self.rows[0], *offset[2:]),
+            shape=(len(rows), *shape[2:]),
+            replica=replica,
+        )
+
+    def is_in(self, offset: Sequence[int], shape: Sequence[int]) -> bool:
+        """Return whether a box of the parameter has rows of this piece."""
+        if self.expert is None:
+            return True
+        has_expert = offset[0] <= self.expert < offset[0] + shape[0]
+        return has_expert and len(_overlap(self.rows, offset[1], shape[1])) > 0
 
 
-def views(pieces: Sequence[Piece], tensor: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
-    """Return ``Piece.view(tensor, first)`` of each piece.
+def _overlap(rows: tuple[int, int], first: int, count: int) -> range:
+    """Return the rows of a parameter that are in ``rows`` and in ``[first, first + count)``."""
+    return range(max(rows[0], first), min(rows[1], first + count))
+
+
+def views(
+    pieces: Sequence[Piece], tensor: torch.Tensor, offset: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """Return ``Piece.view(tensor, offset)`` of each piece.
 
     The views of all experts are made at once, because a model has thousands of them.
     """
-    kinds = {piece.rows for piece in pieces if piece.expert is not None}
-    experts = {rows: tensor[:, rows[0] : rows[1]].unbind() for rows in kinds}
+    start = tuple(offset) or (0,) * tensor.dim()
+    experts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+    for kind in {piece.rows for piece in pieces if piece.expert is not None}:
+        rows = _overlap(kind, start[1], tensor.shape[1])
+        if rows:
+            experts[kind] = tensor[:, rows.start - start[1] : rows.stop - start[1]].unbind()
     return [
-        piece.view(tensor, first)
-        if piece.expert is None or not first <= piece.expert < first + tensor.shape[0]
-        else experts[piece.rows][piece.expert - first]
+        piece.view(tensor, start)
+        if piece.expert is None or not piece.is_in(start, tensor.shape)
+        else experts[piece.rows][piece.expert - start[0]]
         for piece in pieces
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -28,9 +29,13 @@ from engine_api.prepare import MicroBatches
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from engine_fsdp import checkpoint, export, lora
-from engine_fsdp.attention import choose_kernel
-from engine_fsdp.model import (
+from engine_fsdp.options import FSDPOptions
+from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
+from engine_torch import checkpoint, export, lora
+from engine_torch.attention import choose_kernel
+from engine_torch.fsdp_modules import reset_after_failure
+from engine_torch.inputs import pack_inputs
+from engine_torch.model import (
     BuiltModel,
     Kind,
     ModelClasses,
@@ -38,19 +43,18 @@ from engine_fsdp.model import (
     blocks_of,
     build_model,
     document_limit,
-    pack_inputs,
 )
-from engine_fsdp.optimizer import clip, move_state
-from engine_fsdp.options import FSDPOptions
-from engine_fsdp.parallel import (
-    Layout,
-    build_layout,
-    limit_groups,
-    reset_after_failure,
-    shard_model,
-)
-from engine_fsdp.verify import verify_model
-from engine_fsdp.weights import ShardedParam, fill, log, parameter_table, trainable
+from engine_torch.optimizer import clip, move_state
+from engine_torch.verify import verify_model
+from engine_torch.weights import ShardedParam, fill, parameter_table, trainable
+
+log = logging.getLogger("engine_fsdp")
+
+
+class FSDPModelClasses(ModelClasses):
+    """transformers' own classes."""
+
+    engine = "engine-fsdp"
 
 
 class FSDPEngine(BaseEngine):
@@ -64,7 +68,7 @@ class FSDPEngine(BaseEngine):
     options_class: ClassVar[type[FSDPOptions]] = FSDPOptions
     """Class of ``EngineConfig.options``, which an engine with more options derives."""
 
-    classes: ClassVar[ModelClasses] = ModelClasses()
+    classes: ClassVar[ModelClasses] = FSDPModelClasses()
     """Classes that the model is built of, in which an engine on another library's derives."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
@@ -123,13 +127,13 @@ class FSDPEngine(BaseEngine):
             self._materialize(lm, home)
         elif not isinstance(self.module, FSDPModule):
             self.module.to(home)
-        self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
+        self.table: list[ShardedParam] = parameter_table(lm, built.pieces)
         if files is not None:
             # A file may be damaged on one machine only.
             together(self.comm, lambda: fill(self.table, files, config.seed))
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
-            verify_model(self, [5, 8])
+            verify_model(self, [5, 8], name=self.classes.engine, reshard=self._reshard)
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
@@ -209,7 +213,9 @@ class FSDPEngine(BaseEngine):
         """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
         inputs = pack_inputs(
             batch,
-            layout=self.layout,
+            group=self.layout.ulysses_group,
+            parts=self.layout.ulysses,
+            part=self.layout.ulysses_rank,
             kernel=self.kernel,
             device=self.device,
             multiple=self.config.memory.pad_to_multiple,
@@ -284,7 +290,13 @@ class FSDPEngine(BaseEngine):
         check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
         tensors = export.export_whole(
-            self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device
+            self.table,
+            self.layout.shard_group,
+            self.config.lora,
+            dtype,
+            adapter,
+            bucket_bytes,
+            self.device,
         )
         return watched_each(self._call_name("get_per_tensor_param"), tensors)
 
@@ -298,7 +310,8 @@ class FSDPEngine(BaseEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self._check_adapter(adapter)
-        return export.export_shards(self.table, self.layout, self.config.lora, dtype, adapter)
+        group = self.layout.shard_group
+        return export.export_shards(self.table, group, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """Save the weights as a Hugging Face folder (see ``Engine.save_hf``)."""
@@ -319,7 +332,7 @@ class FSDPEngine(BaseEngine):
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """Return this rank's training state as boxes (see ``BaseEngine.state_shards``)."""
-        return checkpoint.state_of(self.table, self.optimizer, self.layout)
+        return checkpoint.state_of(self.table, self.optimizer, self.topology.rank)
 
     def _optimizer_fields(self) -> Collection[str]:
         return () if self.optimizer is None else state_fields(self.optimizer)
@@ -327,7 +340,7 @@ class FSDPEngine(BaseEngine):
     def _state_layout(
         self, entries: Mapping[str, Entry]
     ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        return checkpoint.layout_of(self.table, self.optimizer, entries, self.layout)
+        return checkpoint.layout_of(self.table, self.optimizer, entries)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.optimizer, tensors)

@@ -1,4 +1,4 @@
-"""Device mesh, ``fully_shard``, and collectives of Ulysses sequence parallelism."""
+"""Device mesh, and ``fully_shard`` over it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,8 +22,8 @@ from engine_api.config import EngineConfig, Parallelism
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from engine_torch.fsdp_modules import sum_gradients
+from engine_torch.model import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +47,6 @@ class Layout:
 
     shard_group: Any
     """Process group of the ranks that share one copy of the weights."""
-
-    shard_rank: int
-    """This rank's index in the shard group."""
-
-    shard_size: int
-    """Number of ranks in the shard group."""
-
-    replica: int
-    """Index of the copy of the weights that this rank belongs to."""
 
 
 # Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
@@ -110,9 +100,6 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         ulysses=ulysses,
         ulysses_rank=sp,
         shard_group=flat.get_group(),
-        shard_rank=flat.get_local_rank(),
-        shard_size=shard,
-        replica=replica,
     )
 
 
@@ -177,11 +164,7 @@ def shard_model(
     # The root's inputs are ids, and per-token values that must stay float32.
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the global denominator, so ranks only add.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(root)
     _prefetch(blocks, prefetch)
 
 
@@ -195,92 +178,3 @@ def _prefetch(blocks: list[nn.Module], count: int) -> None:
         assert isinstance(block, FSDPModule)
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
         block.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])  # type: ignore[arg-type]
-
-
-def reset_after_failure(root: nn.Module) -> None:
-    """Bring FSDP back to its state between iterations, after an exception interrupted one."""
-    if not isinstance(root, FSDPModule):
-        return
-    # torch 2.13 and later have this method.
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            # Gradients kept between micro-batches must go too. reset_iter_state leaves them, and
-            # torch has no public name for them.
-            group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
-            for param in group.fsdp_params if group is not None else ():
-                param.unsharded_accumulated_grad = None
-                # Gradients in the dtype of the reduction are kept here instead.
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None  # noqa: SLF001
-
-
-class _AllToAll(torch.autograd.Function):
-    """The exchange that scatters one dimension over the group and gathers another.
-
-    Its gradient is the inverse exchange.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
-        ctx.group = group
-        ctx.scatter = scatter
-        ctx.gather = gather
-        return _all_to_all(x, group, scatter, gather)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.gather, ctx.scatter), None, None, None
-
-
-def _all_to_all(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
-    """Scatter dimension ``scatter`` over the group and gather dimension ``gather``."""
-    size = dist.get_world_size(group)
-    send = torch.stack(x.chunk(size, dim=scatter)).contiguous()
-    receive = torch.empty_like(send)
-    dist.all_to_all_single(receive, send, group=group)
-    return torch.cat(receive.unbind(0), dim=gather)
-
-
-def heads_to_sequence(x: Tensor, group: Any) -> Tensor:
-    """Exchange ``[1, H, T/n, d]``, this rank's tokens, for ``[1, H/n, T, d]``, this rank's heads.
-
-    This is the exchange of DeepSpeed-Ulysses (arXiv:2309.14509).
-    """
-    result: Tensor = _AllToAll.apply(x, group, 1, 2)  # type: ignore[no-untyped-call]
-    return result
-
-
-def sequence_to_heads(x: Tensor, group: Any) -> Tensor:
-    """Exchange ``[1, H/n, T, d]`` for ``[1, H, T/n, d]``, which inverts ``heads_to_sequence``."""
-    result: Tensor = _AllToAll.apply(x, group, 2, 1)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _GatherTokens(torch.autograd.Function):
-    """The all-gather of ``[T/n]`` to ``[T]`` over the group.
-
-    Every rank computes the same loss on the whole, so the gradient is this rank's slice, counted
-    once.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        size = dist.get_world_size(ctx.group)
-        rank = dist.get_rank(ctx.group)
-        return grads[0].chunk(size)[rank].contiguous(), None
-
-
-def gather_tokens(x: Tensor, group: Any) -> Tensor:
-    """Gather values ``[T/n]`` of this rank's tokens to ``[T]`` of all tokens, with gradient."""
-    result: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
-    return result

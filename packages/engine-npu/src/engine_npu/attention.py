@@ -1,4 +1,4 @@
-"""CANN's fused attention over packed documents, as a kernel of engine-fsdp's attention function.
+"""CANN's fused attention over packed documents, as a kernel of engine-torch's attention function.
 
 ``torch_npu.npu_fusion_attention`` in the layout TND ([tokens, heads, width]) takes the ends of the
 documents, and no token attends to another document. It supports grouped heads, and has a gradient.
@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine_fsdp.attention import Packing, register_kernel
 from engine_npu.device import FUSED, load
+from engine_torch.attention import Packing, register_kernel
 
 __all__ = ["fused_attention", "register"]
 

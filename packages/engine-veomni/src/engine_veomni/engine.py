@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from engine_fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from engine_fsdp.model import BuiltModel, ModelClasses
 from engine_fsdp.options import FSDPOptions
+from engine_torch.model import BuiltModel, ModelClasses
 from engine_veomni.library import Hold
 from engine_veomni.model import VeOmniClasses
 from engine_veomni.options import VeOmniOptions

@@ -10,8 +10,8 @@ import torch
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_names import Piece
-from engine_fsdp import attention
-from engine_fsdp.model import Kind, ModelClasses
+from engine_torch import attention
+from engine_torch.model import Kind, ModelClasses
 from engine_veomni import library
 
 __all__ = ["VeOmniClasses"]

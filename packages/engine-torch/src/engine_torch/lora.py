@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
-from engine_fsdp.weights import ShardedParam
+from engine_torch.weights import ShardedParam
 
 
 def inject(lm: nn.Module, lora: LoraConfig) -> None:
@@ -27,7 +27,7 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            "lora", "peft is not installed", remedy="pip install 'engine-fsdp[lora]'"
+            "lora", "peft is not installed", remedy="pip install 'engine-torch[lora]'"
         ) from error
     targets = lora.target_modules
     if not isinstance(targets, str):
@@ -83,7 +83,7 @@ def initialize(table: list[ShardedParam], seed: int) -> None:
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(entry.name.encode()))
         whole = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-        local.copy_(whole[entry.first : entry.first + local.shape[0]])
+        local.copy_(whole[entry.box.slices])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ A token attends to itself and to earlier tokens of its own document. Kernels (``
 - ``sdpa``: PyTorch's scaled-dot-product attention, on any device. It runs the documents as a causal
   batch with padding, or the whole pack under a block mask, whichever is less work.
 - ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), on CUDA in half precision.
-- ``cudnn``: cuDNN document by document (``engine_fsdp.cudnn``), on CUDA of compute capability 9 or
+- ``cudnn``: cuDNN document by document (``engine_torch.cudnn``), on CUDA of compute capability 9 or
   more in half precision.
 - ``auto``: for each micro-batch, cudnn where the documents are long enough to pay for it, else
   varlen. On the CPU and in float32, sdpa. A plug-in may register its device's own kernel
@@ -29,10 +29,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_fsdp.cudnn import cudnn_packed
-from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
+from engine_torch.cudnn import cudnn_packed
+from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
 
-NAME = "engine_fsdp_packed"
+NAME = "engine_torch_packed"
 KERNELS = ("sdpa", "varlen", "cudnn")
 
 # Below these lengths cuDNN's launches and plans cost more than its kernels gain

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine_api.errors import ConfigError
-from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
 from engine_api.optimizers import has_scalars_on_device, loaded_dtypes
 from engine_api.weights import ShardSpec
-from engine_fsdp.parallel import Layout
-from engine_fsdp.weights import ShardedParam, local_of, trainable
+from engine_torch.boxes import local_of
+from engine_torch.weights import ShardedParam, trainable
 
 State = dict[str, tuple[Tensor, ShardSpec]]
 BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
@@ -36,9 +35,12 @@ def clip(table: list[ShardedParam], max_norm: float | None) -> float:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, table: list[ShardedParam], layout: Layout
+    optimizer: torch.optim.Optimizer, table: list[ShardedParam], rank: int
 ) -> State:
     """Return the optimizer's state as boxes of live memory, by key ``optim.<name>.<field>``.
+
+    ``rank`` is this process's among all that write the checkpoint, each of which has a copy of a
+    step count.
 
     Raises:
         ConfigError: a part of the state is neither a scalar tensor nor a tensor of its parameter's
@@ -60,26 +62,20 @@ def optimizer_state(
                     f"its weight has {tuple(entry.param.shape)}",
                     remedy="this optimizer cannot be saved; use adamw",
                 )
-            for piece in entry.pieces:
-                boxes[f"optim.{piece.name}.{field}"] = _box(value, entry, piece, layout)
+            if value.dim() == 0:
+                copy = (local_of(value), ShardSpec.whole((), replica=rank))
+                boxes |= {f"optim.{piece.name}.{field}": copy for piece in entry.pieces}
+                continue
+            parts = entry.views(local_of(value))
+            for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
+                boxes[f"optim.{piece.name}.{field}"] = (part, spec)
     return boxes
-
-
-def _box(
-    value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout
-) -> tuple[Tensor, ShardSpec]:
-    """Return a piece's part of an optimizer state tensor, with its box."""
-    if value.dim() == 0:
-        return local_of(value), ShardSpec.whole((), replica=layout.topology.rank)
-    local = local_of(value)
-    return piece.view(local, entry.first), piece.spec(entry.first, local.shape[0], layout.replica)
 
 
 def state_layout(
     optimizer: torch.optim.Optimizer,
     table: list[ShardedParam],
     entries: Mapping[str, Entry],
-    layout: Layout,
 ) -> BoxLayout:
     """Return the boxes and dtypes of a checkpoint's optimizer state that this rank needs, by key.
 
@@ -89,16 +85,18 @@ def state_layout(
     Raises:
         CheckpointMismatch: the state is that of another optimizer.
     """
-    pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
+    specs = {
+        piece.name: (entry, spec)
+        for entry in trainable(table)
+        for piece, spec in zip(entry.pieces, entry.specs(), strict=True)
+    }
     kinds = {entry.param.dtype for entry in trainable(table)}
     own = {dtype: loaded_dtypes(optimizer, dtype, entries) for dtype in kinds}
     wanted: BoxLayout = {}
     for key, saved in entries.items():
         name, _, field = key.removeprefix("optim.").rpartition(".")
-        if key.startswith("optim.") and name in pieces:
-            entry, piece = pieces[name]
-            rows = entry.local.shape[0] if piece.shape else 0
-            spec = piece.spec(entry.first, rows, layout.replica)
+        if key.startswith("optim.") and name in specs:
+            entry, spec = specs[name]
             if not saved.shape:
                 spec = ShardSpec.whole(())
             wanted[key] = (spec, own[entry.param.dtype][field])
@@ -121,7 +119,7 @@ def install_state(
                 continue
             if field not in state:
                 state[field] = torch.zeros_like(entry.param, dtype=value.dtype, requires_grad=False)
-            piece.view(local_of(state[field]), entry.first).copy_(value)
+            piece.view(local_of(state[field]), entry.box.offset).copy_(value)
 
 
 def _scalar_device(optimizer: torch.optim.Optimizer, param: Tensor) -> torch.device:

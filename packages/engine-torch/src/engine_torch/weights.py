@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine_api.hf_folder import WeightFiles
-from engine_api.hf_names import Piece
+from engine_api.hf_names import Piece, views
 from engine_api.weights import ShardSpec
-from engine_fsdp.parallel import Layout
+from engine_torch.boxes import Box, box_of, is_sharded_by_rows, local_of, replica_of
 
-log = logging.getLogger("engine_fsdp")
+log = logging.getLogger("engine_torch")
 
 
 @dataclass(kw_only=True)
 class ShardedParam:
-    """One parameter of the model, sharded by rows over the layout's shard group."""
+    """One parameter of the model, of which this rank holds a box."""
 
     name: str
-    """Name under the wrapped model, with adapters' prefixes."""
+    """Name in the model, with adapters' prefixes."""
 
     pieces: list[Piece]
     """Saved tensors that the parameter consists of."""
@@ -32,8 +30,11 @@ class ShardedParam:
     param: nn.Parameter
     """The parameter itself."""
 
-    first: int
-    """Index of this rank's first row."""
+    box: Box
+    """The part of the parameter that this rank holds."""
+
+    replica: int = 0
+    """Number of this rank's copy of the box."""
 
     adapter: bool = False
     """True for a parameter of a low-rank adapter."""
@@ -45,46 +46,51 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """The rows of this rank, in live memory."""
+        """The elements of this rank, in live memory."""
         return local_of(self.param)
 
-    def specs(self, replica: int) -> list[ShardSpec]:
+    @property
+    def by_rows(self) -> bool:
+        """True if one dimension of the mesh cuts the parameter, and cuts it by rows."""
+        return is_sharded_by_rows(self.param)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank holds all of the parameter."""
+        return self.box.shape == tuple(self.param.shape)
+
+    def specs(self) -> list[ShardSpec]:
         """Return the box of this rank's part of each piece, computed once."""
         if self._specs is None:
-            count = self.local.shape[0] if self.param.dim() else 0
-            self._specs = [piece.spec(self.first, count, replica) for piece in self.pieces]
+            offset, shape = self.box.offset, self.box.shape
+            self._specs = [piece.spec(offset, shape, self.replica) for piece in self.pieces]
         return self._specs
 
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor (live memory), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def first_row(rows: int, layout: Layout) -> int:
-    """Return this rank's first row, for chunks of ``ceil(rows / ranks)`` as in ``torch.chunk``."""
-    return min(layout.shard_rank * math.ceil(rows / layout.shard_size), rows)
+    def views(self, local: Tensor) -> list[Tensor]:
+        """Return each piece's part of ``local``, a tensor of this rank's elements."""
+        return views(self.pieces, local, self.box.offset)
 
 
-def parameter_table(
-    root: nn.Module, pieces: dict[str, list[Piece]], layout: Layout
-) -> list[ShardedParam]:
-    """Return every parameter under ``root.lm`` in the model's order, with tied parameters once."""
+def parameter_table(lm: nn.Module, pieces: dict[str, list[Piece]]) -> list[ShardedParam]:
+    """Return every parameter in the model's order, with tied parameters once.
+
+    Args:
+        lm: the model after sharding, with adapters if it has any.
+        pieces: saved tensors by parameter name, without an adapter's or wrapper's prefix.
+    """
     table: list[ShardedParam] = []
-    for full_name, param in root.named_parameters():
-        name = full_name.removeprefix("lm.")
+    for name, param in lm.named_parameters():
         plain = name.replace(".base_layer.", ".").replace(".default.", ".")
         adapter = ".lora_" in name
-        shape = tuple(param.shape)
         peft_name = f"base_model.model.{plain}"
-        own = [Piece(name=peft_name, shape=shape)] if adapter else pieces[plain]
-        first = first_row(shape[0], layout) if shape else 0
+        own = [Piece(name=peft_name, shape=tuple(param.shape))] if adapter else pieces[plain]
         table.append(
             ShardedParam(
                 name=name,
                 pieces=own,
                 param=param,
-                first=first,
+                box=box_of(param),
+                replica=replica_of(param),
                 adapter=adapter,
                 trainable=param.requires_grad,
             )
@@ -98,14 +104,12 @@ def fill(table: list[ShardedParam], files: WeightFiles, seed: int) -> None:
     A value head that is in no file is drawn from the seed.
     """
     for entry in (e for e in table if not e.adapter):
-        rows = entry.local.shape[0] if entry.param.dim() else 0
-        for piece in entry.pieces:
+        targets = entry.views(entry.local.detach())
+        for piece, target, spec in zip(entry.pieces, targets, entry.specs(), strict=True):
             if piece.name not in files:
                 _draw_head(entry, seed)
-                continue
-            target = piece.view(entry.local.detach(), entry.first)
-            if target.numel():
-                target.copy_(files.read(piece.name, piece.spec(entry.first, rows, 0).slices))
+            elif target.numel():
+                target.copy_(files.read(piece.name, spec.slices))
 
 
 def _draw_head(entry: ShardedParam, seed: int) -> None:
@@ -120,8 +124,7 @@ def _draw_head(entry: ShardedParam, seed: int) -> None:
         whole = torch.zeros(shape)
     else:
         whole = torch.randn(shape, generator=generator) * 0.02
-    rows = entry.local.shape[0]
-    entry.local.detach().copy_(whole[entry.first : entry.first + rows])
+    entry.local.detach().copy_(whole[entry.box.slices])
 
 
 def trainable(table: list[ShardedParam]) -> Iterator[ShardedParam]:

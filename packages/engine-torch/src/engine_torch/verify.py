@@ -8,6 +8,7 @@ noise in training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_fsdp import attention
+from engine_torch import attention
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
 # to about 1e-5.
@@ -26,12 +27,17 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 _AVERAGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
-def verify_model(engine: Any, lengths: list[int]) -> None:
+def verify_model(
+    engine: Any, lengths: list[int], *, name: str, reshard: Callable[[], None]
+) -> None:
     """Check packed outputs against the model's own, and training against inference.
 
     Args:
-        engine: the engine, with its model loaded.
+        engine: the engine, whose ``module`` is a ``PackedModel`` with its weights loaded, and whose
+            ``table`` has its parameters.
         lengths: tokens of each random document that is compared.
+        name: name of the engine in errors.
+        reshard: frees the gathered weights that a forward pass leaves behind.
 
     Raises:
         UnsupportedCapability: the outputs differ by more than rounding.
@@ -60,10 +66,10 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
             why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             remedy="check the sizes in config.json, or use another backend for this model family",
         ) from error
-    engine._reshard()  # noqa: SLF001 - this module is a part of the engine
+    reshard()
     _check_finite(engine, want)
     compute = engine.config.precision.compute
-    for name, found, expected in (
+    for what, found, expected in (
         ("packed outputs differ from the model's own", got, want),
         ("outputs in training mode differ from those in inference", trained, got),
     ):
@@ -71,8 +77,8 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
         if difference:
             raise UnsupportedCapability(
                 "this model family",
-                where=f"{engine.classes.engine} with {type(engine.module.lm).__name__}",
-                why=f"{name} by {difference} of documents {lengths}",
+                where=f"{name} with {type(engine.module.lm).__name__}",
+                why=f"{what} by {difference} of documents {lengths}",
                 remedy="report the model; "
                 "options.verify_model: false skips this check at your own risk",
             )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
@@ -19,78 +18,13 @@ from engine_api.hf_names import Piece, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.results import TokenOutputs
-from engine_fsdp import attention
-from engine_fsdp.head import chunked_log_probs
-from engine_fsdp.parallel import DTYPES, Layout, gather_tokens
+from engine_torch import attention
+from engine_torch.head import chunked_log_probs
+from engine_torch.inputs import PackedInputs
 
 Kind = Literal["language_model", "value_model"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedInputs:
-    """One micro-batch on the device, padded to what the engine needs.
-
-    T is the number of tokens, T' that with padding, and n the Ulysses size. Tensors of T'/n tokens
-    hold this rank's slice.
-
-    Attributes:
-        input_ids: ``[1, T'/n]`` int64.
-        position_ids: ``[1, T'/n]`` int64, each token's position in its document.
-        targets: ``[T'/n]`` int64, the token that follows each token.
-        first: ``[T']`` bool, true at the first token of each document.
-        packing: the documents, for attention.
-        size: T.
-        coefficients: ``[T'/n]`` float32, the loss's derivative by the log-prob of each target up to
-            a factor, or None where it is not known.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    targets: Tensor
-    first: Tensor
-    packing: attention.Packing
-    size: int
-    coefficients: Tensor | None = None
-
-
-def pack_inputs(
-    batch: Batch,
-    *,
-    layout: Layout,
-    kernel: str,
-    multiple: int,
-    device: torch.device,
-    coefficients: Tensor | None = None,
-) -> PackedInputs:
-    """Pad a batch to a multiple of ``multiple`` and of the Ulysses size, and move it to the device.
-
-    The padding is a document of its own at the end. An empty batch becomes one document of padding.
-    """
-    step = multiple * layout.ulysses
-    padding = -batch.num_tokens % step if batch.num_tokens else step
-    lengths = list(batch.lengths)
-    if padding:
-        lengths.append(padding)
-    ids = torch.cat([batch.input_ids.cpu(), torch.zeros(padding, dtype=torch.int64)])
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
-    mine = torch.arange(len(ids)).chunk(layout.ulysses)[layout.ulysses_rank]
-    if coefficients is not None:
-        coefficients = _shift_to_targets(coefficients, padding, mine).to(device)
-    return PackedInputs(
-        input_ids=ids[mine][None].to(device, non_blocking=True),
-        position_ids=positions[mine][None].to(device, non_blocking=True),
-        targets=ids.roll(-1)[mine].to(device, non_blocking=True),
-        first=(positions == 0).to(device, non_blocking=True),
-        packing=attention.build_packing(lengths, kernel, device, layout.ulysses_group),
-        size=batch.num_tokens,
-        coefficients=coefficients,
-    )
-
-
-def _shift_to_targets(values: Tensor, padding: int, mine: Tensor) -> Tensor:
-    """Return values ``[T]`` of tokens as float32 ``[T'/n]`` of targets, zero at padding."""
-    return torch.cat([values.cpu().float(), torch.zeros(padding)]).roll(-1)[mine]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""torch's dtypes by their names in the configuration."""
 
 
 class PackedModel(nn.Module):
@@ -124,7 +58,7 @@ class PackedModel(nn.Module):
         ).last_hidden_state[0]
         if self.kind == "value_model":
             values = self.lm.score(hidden).squeeze(-1).float()
-            return (self._align(values, inputs),)
+            return (inputs.align(values, self.group),)
         log_probs, entropy = chunked_log_probs(
             hidden,
             self.lm.get_output_embeddings().weight,
@@ -134,7 +68,7 @@ class PackedModel(nn.Module):
             entropy="entropy" in needs,
             coefficients=inputs.coefficients,
         )
-        return tuple(self._align(x, inputs) for x in (log_probs, entropy) if x is not None)
+        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
 
     def outputs(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float
@@ -143,12 +77,6 @@ class PackedModel(nn.Module):
         parts = self(inputs, needs, temperature)
         names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
         return TokenOutputs(**dict(zip(names, parts, strict=False)))
-
-    def _align(self, per_target: Tensor, inputs: PackedInputs) -> Tensor:
-        """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
-        whole = per_target if self.group is None else gather_tokens(per_target, self.group)
-        # A copy, because FSDP registers its backward hook on the output, which a view would lose.
-        return whole.roll(1).masked_fill(inputs.first, 0.0)[: inputs.size].clone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +100,15 @@ class BuiltModel:
 class ModelClasses:
     """The classes that models are built of, which are transformers' own.
 
-    An engine on another library's classes for the same families derives from this class, and names
-    an instance as ``FSDPEngine.classes``. The other classes must be ``PreTrainedModel``s that hold
-    transformers' parameters under transformers' names, and take their attention function from
-    ``AttentionInterface`` by ``config._attn_implementation``, with every further argument of the
-    forward pass (``engine_fsdp.attention.packed_attention`` finds the documents there).
+    An engine derives from this class to name itself, or to take another library's classes of the
+    same families, and passes an instance to ``build_model``. The other classes must be
+    ``PreTrainedModel``s that hold transformers' parameters under transformers' names, and take
+    their attention function from ``AttentionInterface`` by ``config._attn_implementation``, with
+    every further argument of the forward pass (``engine_torch.attention.packed_attention`` finds
+    the documents there).
     """
 
-    engine = "engine-fsdp"
+    engine: ClassVar[str]
     """Name of the engine in errors about a model that it would compute wrongly."""
 
     def find(self, hf_config: Any, kind: Kind) -> Any:

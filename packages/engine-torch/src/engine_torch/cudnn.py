@@ -62,7 +62,7 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
     return whole.contiguous()
 
 
-@torch.library.custom_op("engine_fsdp::cudnn_packed", mutates_args=())
+@torch.library.custom_op("engine_torch::cudnn_packed", mutates_args=())
 def cudnn_packed(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Te
     return out, sums
 
 
-@torch.library.custom_op("engine_fsdp::cudnn_packed_backward", mutates_args=())
+@torch.library.custom_op("engine_torch::cudnn_packed_backward", mutates_args=())
 def _backward_op(
     grad: Tensor,
     q: Tensor,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from engine_api.manifest import Entry
-from engine_fsdp.optimizer import BoxLayout, State, install_state, optimizer_state, state_layout
-from engine_fsdp.parallel import Layout
-from engine_fsdp.weights import ShardedParam
+from engine_torch.optimizer import BoxLayout, State, install_state, optimizer_state, state_layout
+from engine_torch.weights import ShardedParam
 
 
 def model_key(entry: ShardedParam, name: str) -> str:
@@ -25,36 +24,39 @@ def model_key(entry: ShardedParam, name: str) -> str:
 
 
 def state_of(
-    table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, layout: Layout
+    table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, rank: int
 ) -> State:
-    """Return this rank's weights and optimizer state as boxes of live memory, by canonical key."""
+    """Return this rank's weights and optimizer state as boxes of live memory, by canonical key.
+
+    ``rank`` is this process's among all that write the checkpoint.
+    """
     boxes: State = {}
     for entry in table:
-        local = entry.local.detach()
-        for piece in entry.pieces:
-            rows = local.shape[0] if piece.shape else 0
-            spec = piece.spec(entry.first, rows, layout.replica)
-            boxes[model_key(entry, piece.name)] = (piece.view(local, entry.first), spec)
+        parts = entry.views(entry.local.detach())
+        for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
+            boxes[model_key(entry, piece.name)] = (part, spec)
     if optimizer is None:
         return boxes
-    return boxes | optimizer_state(optimizer, table, layout)
+    return boxes | optimizer_state(optimizer, table, rank)
 
 
 def layout_of(
     table: list[ShardedParam],
     optimizer: torch.optim.Optimizer | None,
     entries: Mapping[str, Entry],
-    layout: Layout,
 ) -> BoxLayout:
     """Return the boxes and dtypes that this rank needs from a checkpoint, by canonical key.
 
     An engine without an optimizer leaves the checkpoint's optimizer state unread.
     """
-    weights = state_of(table, None, layout)
-    wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in weights.items()}
+    wanted = {
+        model_key(entry, piece.name): (spec, entry.param.dtype)
+        for entry in table
+        for piece, spec in zip(entry.pieces, entry.specs(), strict=True)
+    }
     if optimizer is None:
         return wanted
-    return wanted | state_layout(optimizer, table, entries, layout)
+    return wanted | state_layout(optimizer, table, entries)
 
 
 def install(
@@ -64,8 +66,8 @@ def install(
 ) -> None:
     """Copy loaded boxes into the live weights, and replace the optimizer's state."""
     for entry in table:
-        for piece in entry.pieces:
-            live = piece.view(entry.local.detach(), entry.first)
+        parts = entry.views(entry.local.detach())
+        for piece, live in zip(entry.pieces, parts, strict=True):
             live.copy_(tensors[model_key(entry, piece.name)])
     if optimizer is not None:
         install_state(optimizer, table, tensors)

@@ -6,36 +6,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine_api.config import LoraConfig
 from engine_api.contract import Adapter
-from engine_api.hf_names import views
+from engine_api.errors import UnsupportedCapability
 from engine_api.process_groups import all_gather
 from engine_api.weights import ShardExport, WeightExport, buckets
-from engine_fsdp import lora as adapters
-from engine_fsdp.parallel import Layout
-from engine_fsdp.weights import ShardedParam
+from engine_torch import lora as adapters
+from engine_torch.weights import ShardedParam
 
 
 def export_shards(
     table: list[ShardedParam],
-    layout: Layout,
+    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
 ) -> ShardExport:
-    """Yield (name, shard, spec) in the model's order, with one shard in memory at a time."""
-    rows_of = _row_reader(table, layout, lora, dtype, adapter)
+    """Yield (name, shard, spec) in the model's order, with one shard in memory at a time.
+
+    ``group`` has the ranks that share one copy of the weights.
+    """
+    local_values = _value_reader(table, group, lora, dtype, adapter)
     for entry in _exported(table, adapter):
-        parts = views(entry.pieces, rows_of(entry), entry.first)
-        for piece, part, spec in zip(entry.pieces, parts, entry.specs(layout.replica), strict=True):
+        parts = entry.views(local_values(entry))
+        for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
             yield piece.name, part, spec
 
 
 def export_whole(
     table: list[ShardedParam],
-    layout: Layout,
+    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
@@ -44,9 +48,10 @@ def export_whole(
 ) -> WeightExport:
     """Yield (name, whole tensor) in the model's order, gathered in buckets.
 
-    A bucket has at most ``bucket_bytes``, unless a single parameter has more.
+    A bucket has at most ``bucket_bytes``, unless a single parameter has more. A parameter that is
+    not sharded by rows is gathered alone, by torch.
     """
-    rows_of = _row_reader(table, layout, lora, dtype, adapter)
+    local_values = _value_reader(table, group, lora, dtype, adapter)
 
     def dtype_of(entry: ShardedParam) -> torch.dtype:
         return dtype or entry.param.dtype
@@ -55,9 +60,9 @@ def export_whole(
         _exported(table, adapter),
         bucket_bytes,
         size_of=lambda entry: entry.param.numel() * dtype_of(entry).itemsize,
-        kind_of=dtype_of,
+        kind_of=lambda entry: (dtype_of(entry), entry.by_rows),
     ):
-        yield from _gather([(entry, rows_of(entry)) for entry in bucket], layout, device)
+        yield from _gather([(entry, local_values(entry)) for entry in bucket], group, device)
 
 
 def _exported(table: list[ShardedParam], adapter: Adapter) -> list[ShardedParam]:
@@ -65,66 +70,95 @@ def _exported(table: list[ShardedParam], adapter: Adapter) -> list[ShardedParam]
     return [entry for entry in table if entry.adapter == (adapter == "only")]
 
 
-def _row_reader(
+def _value_reader(
     table: list[ShardedParam],
-    layout: Layout,
+    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
 ) -> Callable[[ShardedParam], Tensor]:
-    """Return a function of this rank's rows of a parameter, cast, and merged where requested.
+    """Return a function of this rank's part of a parameter, cast, and merged where requested.
 
     Adapters are gathered here, so that no collective runs between two tensors of an export.
     """
     deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
-    whole = _gather_by_name([a for a, _, _ in deltas.values()], layout)
+    by_name = {entry.name: entry for entry in table}
+    for name, (a, b, _) in deltas.items():
+        _refuse_other_boxes([by_name[name], a, b])
+    whole = _gather_by_name([a for a, _, _ in deltas.values()], group)
 
-    def rows_of(entry: ShardedParam) -> Tensor:
-        rows = entry.local.detach()
+    def local_values(entry: ShardedParam) -> Tensor:
+        local = entry.local.detach()
         if entry.name in deltas:
             a, b, scale = deltas[entry.name]
-            rows = adapters.merged_rows(rows, whole[a.name], b.local.detach(), scale)
-        return rows if dtype is None else rows.to(dtype)
+            local = adapters.merged_rows(local, whole[a.name], b.local.detach(), scale)
+        return local if dtype is None else local.to(dtype)
 
-    return rows_of
+    return local_values
 
 
-def _gather_by_name(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:
+def _refuse_other_boxes(entries: list[ShardedParam]) -> None:
+    """Raise ``UnsupportedCapability`` for a weight and its adapter that cannot merge by rows."""
+    if not (all(entry.by_rows for entry in entries) or all(entry.is_whole for entry in entries)):
+        raise UnsupportedCapability(
+            "a merged export of an adapter",
+            where=entries[0].name,
+            why="it is merged by rows, and the parameter or its adapter is not sharded by rows",
+            remedy="export the adapter alone, or use a layout that shards weights by rows",
+        )
+
+
+def _gather_by_name(entries: list[ShardedParam], group: Any) -> dict[str, Tensor]:
     """Return whole parameters of one piece each, by parameter name."""
     if not entries:
         return {}
     rows = [(entry, entry.local.detach()) for entry in entries]
-    gathered = _gather(rows, layout, rows[0][1].device)
+    gathered = _gather(rows, group, rows[0][1].device)
     return {entry.name: tensor for entry, (_, tensor) in zip(entries, gathered, strict=True)}
 
 
 def _gather(
-    bucket: list[tuple[ShardedParam, Tensor]], layout: Layout, device: torch.device
+    bucket: list[tuple[ShardedParam, Tensor]], group: Any, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the bucket's (name, whole tensor) pairs after one all-gather.
 
     Every rank's part is padded to the size of the first rank's.
     """
-    if layout.shard_size == 1:
+    if not bucket[0][0].by_rows:
+        for entry, local in bucket:
+            yield from _split(entry, _gather_alone(entry, local).to(device))
+        return
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
         for entry, rows in bucket:
             yield from _split(entry, rows.to(device))
         return
-    pads = [_padded_rows(entry, layout) for entry, _ in bucket]
+    pads = [-(-entry.param.shape[0] // ranks) for entry, _ in bucket]
     sizes = [pad * _row_size(entry) for pad, (entry, _) in zip(pads, bucket, strict=True)]
     send = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=device)
     for part, (_, rows) in zip(send.split(sizes), bucket, strict=True):
         part[: rows.numel()].copy_(rows.reshape(-1))
-    receive = send.new_empty(layout.shard_size, send.numel())
-    all_gather(receive.view(-1), send, layout.shard_group)
+    receive = send.new_empty(ranks, send.numel())
+    all_gather(receive.view(-1), send, group)
     for part, (entry, _) in zip(receive.split(sizes, dim=1), bucket, strict=True):
         whole = part.reshape(-1)[: entry.param.numel()].view(entry.param.shape)
         yield from _split(entry, whole)
 
 
-def _padded_rows(entry: ShardedParam, layout: Layout) -> int:
-    """Return the number of rows of the first rank's part, which is the largest."""
-    rows = entry.param.shape[0]
-    return -(-rows // layout.shard_size)
+def _gather_alone(entry: ShardedParam, local: Tensor) -> Tensor:
+    """Return the whole parameter, given this rank's part of it in any dtype."""
+    param: Any = entry.param
+    if not isinstance(param, DTensor):
+        return local
+    sharded = DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return sharded.full_tensor()
 
 
 def _row_size(entry: ShardedParam) -> int:

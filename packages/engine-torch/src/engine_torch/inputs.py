@@ -1,0 +1,101 @@
+"""The inputs of one micro-batch: documents packed, padded, and divided over the Ulysses ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_api.batch import Batch
+from engine_torch.attention import Packing, build_packing
+from engine_torch.ulysses import gather_tokens
+
+__all__ = ["PackedInputs", "pack_inputs"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedInputs:
+    """One micro-batch on the device, padded to what the engine needs.
+
+    T is the number of tokens, T' that with padding, and n the Ulysses size. Tensors of T'/n tokens
+    hold this rank's slice.
+
+    Attributes:
+        input_ids: ``[1, T'/n]`` int64.
+        position_ids: ``[1, T'/n]`` int64, each token's position in its document.
+        targets: ``[T'/n]`` int64, the token that follows each token.
+        first: ``[T']`` bool, true at the first token of each document.
+        packing: the documents, for attention.
+        size: T.
+        coefficients: ``[T'/n]`` float32, the loss's derivative by the log-prob of each target up to
+            a factor, or None where it is not known.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    first: Tensor
+    packing: Packing
+    size: int
+    coefficients: Tensor | None = None
+
+    def align(self, per_target: Tensor, group: Any) -> Tensor:
+        """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
+        whole = per_target if group is None else gather_tokens(per_target, group)
+        # A copy, because FSDP registers its backward hook on the output, which a view would lose.
+        return whole.roll(1).masked_fill(self.first, 0.0)[: self.size].clone()
+
+
+def pack_inputs(
+    batch: Batch,
+    *,
+    group: Any,
+    parts: int,
+    part: int,
+    kernel: str,
+    multiple: int,
+    device: torch.device,
+    coefficients: Tensor | None = None,
+) -> PackedInputs:
+    """Pad a batch to a multiple of ``multiple`` and of ``parts``, and move it to the device.
+
+    The padding is a document of its own at the end. An empty batch becomes one document of padding.
+
+    Args:
+        batch: the documents, the same on every rank of the Ulysses group.
+        group: process group of Ulysses, or None without sequence parallelism.
+        parts: number of ranks in the Ulysses group.
+        part: this rank's index in the Ulysses group.
+        kernel: name of the kernel of attention (``engine_torch.attention.choose_kernel``).
+        multiple: number of tokens of which each part is a multiple.
+        device: device of the tensors.
+        coefficients: ``[T]`` the loss's derivative by the log-prob of each token up to a factor, or
+            None where it is not known.
+    """
+    step = multiple * parts
+    padding = -batch.num_tokens % step if batch.num_tokens else step
+    lengths = list(batch.lengths)
+    if padding:
+        lengths.append(padding)
+    ids = torch.cat([batch.input_ids.cpu(), torch.zeros(padding, dtype=torch.int64)])
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
+    mine = torch.arange(len(ids)).chunk(parts)[part]
+    if coefficients is not None:
+        coefficients = _shift_to_targets(coefficients, padding, mine).to(device)
+    return PackedInputs(
+        input_ids=ids[mine][None].to(device, non_blocking=True),
+        position_ids=positions[mine][None].to(device, non_blocking=True),
+        targets=ids.roll(-1)[mine].to(device, non_blocking=True),
+        first=(positions == 0).to(device, non_blocking=True),
+        packing=build_packing(lengths, kernel, device, group),
+        size=batch.num_tokens,
+        coefficients=coefficients,
+    )
+
+
+def _shift_to_targets(values: Tensor, padding: int, mine: Tensor) -> Tensor:
+    """Return values ``[T]`` of tokens as float32 ``[T'/n]`` of targets, zero at padding."""
+    return torch.cat([values.cpu().float(), torch.zeros(padding)]).roll(-1)[mine]

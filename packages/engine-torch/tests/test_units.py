@@ -1,0 +1,184 @@
+"""The chunked head and attention over packs, without an engine."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_torch.attention import build_packing, check_heads, choose_kernel, packed_attention
+from engine_torch.head import chunked_log_probs
+
+TOKENS = 13
+HIDDEN = 6
+VOCABULARY = 17
+
+
+def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plain_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 5, TOKENS, 100])
+def test_chunked_head_equals_autograd(chunk: int, temperature: float) -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, temperature=temperature, chunk=chunk, entropy=True
+    )
+    assert entropy is not None
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    want = plain_head(exact_hidden, exact_weight, targets, temperature)
+    for got, exact in zip((log_probs, entropy), want, strict=True):
+        torch.testing.assert_close(got.double(), exact, atol=3e-6, rtol=0)
+    a = torch.linspace(-1, 2, TOKENS)
+    b = torch.linspace(1, -0.5, TOKENS)
+    (log_probs @ a + entropy @ b).backward()
+    (want[0] @ a.double() + want[1] @ b.double()).backward()
+    for got, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert got is not None
+        assert exact is not None
+        torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=0)
+
+
+def test_chunked_head_without_entropy_and_with_a_frozen_weight() -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    weight.requires_grad_(requires_grad=False)
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, temperature=1.0, chunk=4, entropy=False
+    )
+    assert entropy is None
+    log_probs.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    plain_head(exact, weight.double(), targets, 1.0)[0].sum().backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=2e-5, rtol=0)
+    assert weight.grad is None
+
+
+def test_chunked_head_of_no_tokens() -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    log_probs, _ = chunked_log_probs(
+        hidden[:0], weight, targets[:0], temperature=1.0, chunk=4, entropy=True
+    )
+    log_probs.sum().backward()
+    assert log_probs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+HEADS = 4
+KV_HEADS = 2
+WIDTH = 8
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """Compute attention ``[1, T, H, d]`` token by token."""
+    out = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=q.dtype)
+    start = 0
+    for length in lengths:
+        for t in range(start, start + length):
+            first = start if window is None else max(start, t - window + 1)
+            for h in range(HEADS):
+                kv = h // (HEADS // KV_HEADS)
+                scores = k[0, kv, first : t + 1] @ q[0, h, t] / math.sqrt(WIDTH)
+                out[t, h] = scores.softmax(0) @ v[0, kv, first : t + 1]
+        start += length
+    return out[None]
+
+
+# A long document among short ones takes the block mask, documents of equal length the causal batch.
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[9, 1, 1, 2], [5, 5, 4], [7], [1]], ids=str)
+def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, h, sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
+        for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    packing = build_packing(lengths, "sdpa", torch.device("cpu"))
+    out, weights = packed_attention(
+        torch.nn.Identity(), q, k, v, None, packing=packing, sliding_window=window
+    )
+    assert weights is None
+    torch.testing.assert_close(out, brute_force(q, k, v, lengths, window))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}],
+    ids=lambda e: next(iter(e)),
+)
+def test_attention_refuses_what_it_would_leave_out(extra: dict[str, Any]) -> None:
+    x = torch.zeros(1, HEADS, 4, WIDTH)
+    packing = build_packing([4], "sdpa", torch.device("cpu"))
+    with pytest.raises(UnsupportedCapability) as caught:
+        packed_attention(torch.nn.Identity(), x, x, x, None, packing=packing, **extra)
+    assert next(iter(extra)) in str(caught.value)
+
+
+def test_attention_needs_a_packing() -> None:
+    x = torch.zeros(1, HEADS, 4, WIDTH)
+    with pytest.raises(UnsupportedCapability):
+        packed_attention(torch.nn.Identity(), x, x, x, None)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "fits"),
+    [
+        (8, 2, 1, True),
+        (8, 2, 2, True),
+        (8, 2, 4, True),
+        (8, 8, 8, True),
+        (8, 4, 3, False),
+        (6, 4, 6, False),
+        (8, 2, 16, False),
+    ],
+)
+def test_heads_are_split_over_ranks_or_refused(
+    heads: int, kv_heads: int, ranks: int, fits: bool
+) -> None:
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    if fits:
+        check_heads(config, ranks)
+        return
+    with pytest.raises(ConfigError, match="cannot be split"):
+        check_heads(config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kernel"),
+    [
+        ([512, 512], "cudnn"),
+        ([511, 511], "varlen"),
+        ([4096, 4000], "varlen"),
+        ([9000, 8000], "cudnn"),
+        ([20000, 3, 5], "varlen"),
+    ],
+)
+def test_plans_are_made_for_lengths_that_come_again_or_are_long(lengths, kernel):
+    assert build_packing(lengths, "auto", torch.device("cpu")).kernel == kernel
+
+
+def test_kernels_are_chosen_or_refused_by_name() -> None:
+    assert choose_kernel("auto", "cpu", "bfloat16") == "sdpa"
+    with pytest.raises(ConfigError, match="unknown kernel"):
+        choose_kernel("flash", "cpu", "float32")
+    with pytest.raises(ConfigError, match="varlen"):
+        choose_kernel("varlen", "cpu", "float32")
