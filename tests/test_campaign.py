@@ -125,7 +125,7 @@ def test_statements_that_share_nothing_are_not_swapped(mutate) -> None:
 
 
 def test_the_same_seed_gives_the_same_list_whose_prefixes_have_every_operator(mutate) -> None:
-    folder = ROOT / "packages/engine-fsdp/src/engine_fsdp"
+    folder = ROOT / "packages/engine-torch/src/engine_torch"
     found = mutate.sites((folder / "head.py").read_text(), "head.py", {})
     first, again, other = (mutate.sampled(found, seed) for seed in (7, 7, 8))
 

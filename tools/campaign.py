@@ -80,7 +80,10 @@ ENGINES = {
     one.backend: one
     for one in (
         EngineUnderChange(
-            backend="fsdp2", source="packages/engine-fsdp/src", package="engine_fsdp"
+            backend="fsdp2",
+            source="packages/engine-fsdp/src",
+            package="engine_fsdp",
+            libraries={"engine_torch": "packages/engine-torch/src"},
         ),
         EngineUnderChange(
             backend="loopback", source="conformance/loopback", package="engine_loopback"
@@ -210,11 +213,12 @@ class Campaign:
 
         def look(_: Connection) -> None:
             before = set(sys.modules)
-            package = importlib.import_module(self.engine.package)
-            for module in pkgutil.walk_packages(package.__path__, f"{self.engine.package}."):
-                # An optional package may be absent.
-                with suppress(ImportError):
-                    importlib.import_module(module.name)
+            for name in self.engine.folders:
+                package = importlib.import_module(name)
+                for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+                    # An optional package may be absent.
+                    with suppress(ImportError):
+                        importlib.import_module(module.name)
             names = [name for name in sys.modules if name not in before]
             listing.write_text(json.dumps(names))
 
@@ -292,7 +296,7 @@ class Campaign:
                 outcome = run_case(item.case, item.target)
             return CaseFacts(seconds=outcome.seconds, status=outcome.status)
         close_pools()
-        tracer = Tracer(self._lanes.copies[0].folder / self.engine.package, path)
+        tracer = Tracer(self._lanes.copies[0].folder, path)
         with launched_by(Forking(cpu_s=3600, tracer=tracer)):
             outcome = run_case(item.case, patient(item, AT_LEAST_S).target)
             close_pools()
@@ -319,7 +323,7 @@ class Campaign:
 
         def work(_task: str, copy: PackageCopy) -> Callable[[Connection], None]:
             def look(_pipe: Connection) -> None:
-                Tracer(copy.folder / self.engine.package, path).start()
+                Tracer(copy.folder, path).start()
                 self.items(stage)
 
             return look

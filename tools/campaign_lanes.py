@@ -53,29 +53,33 @@ class EngineUnderChange:
         backend: its name in the registry.
         source: the folder that its package is in, below the root of the repository.
         package: the name of its package.
+        libraries: names of the packages that are changed as parts of it, with the folder of each.
         shim: whether it needs a simulated CUDA.
     """
 
     backend: str
     source: str
     package: str
+    libraries: Mapping[str, str] = field(default_factory=dict[str, str])
     shim: bool = False
 
     @property
-    def folder(self) -> Path:
-        """The folder of the package."""
-        return ROOT / self.source / self.package
+    def folders(self) -> dict[str, Path]:
+        """The folders of its package and libraries, by package."""
+        sources = {self.package: self.source, **self.libraries}
+        return {package: ROOT / source / package for package, source in sources.items()}
 
     def files(self) -> dict[str, str]:
-        """Return the texts of its modules, by path below ``source``."""
+        """Return the texts of its modules, by path with the package's name."""
         return {
-            str(path.relative_to(self.folder.parent)): path.read_text()
-            for path in sorted(self.folder.rglob("*.py"))
+            str(path.relative_to(folder.parent)): path.read_text()
+            for folder in self.folders.values()
+            for path in sorted(folder.rglob("*.py"))
         }
 
     def is_module(self, name: str) -> bool:
-        """Return whether a module belongs to the package."""
-        return name == self.package or name.startswith(f"{self.package}.")
+        """Return whether a module belongs to the package or its libraries."""
+        return name.partition(".")[0] in self.folders
 
 
 class ForkedRank:
@@ -167,11 +171,11 @@ def limit(cpu_s: int) -> None:
 
 
 class Tracer:
-    """A record of the lines of a package that this process and its ranks execute."""
+    """A record of the lines of a folder's packages that this process and its ranks execute."""
 
     def __init__(self, folder: Path, into: Path) -> None:
         self._prefix = f"{folder}{os.sep}"
-        self._cut = len(str(folder.parent)) + 1
+        self._cut = len(self._prefix)
         self._left: dict[Any, set[int]] = {}
         self.descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -214,13 +218,14 @@ def executed_lines(path: Path) -> dict[str, list[int]]:
 
 
 class PackageCopy:
-    """A copy of an engine's package, of which one file can be changed."""
+    """A copy of an engine's package and libraries, of which one file can be changed."""
 
     def __init__(self, engine: EngineUnderChange, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(engine.folder, folder / engine.package, ignore=ignored)
+        for package, source in engine.folders.items():
+            shutil.copytree(source, folder / package, ignore=ignored)
         compileall.compile_dir(folder, quiet=1)
 
     @contextmanager
