@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_names import Piece
-from engine_torch.boxes import box_of
+from engine_torch.boxes import find_box
 from engine_torch.checkpoint import install, layout_of, state_of
 from engine_torch.export import export_shards, export_whole
 from engine_torch.weights import ShardedParam, parameter_table
@@ -138,7 +138,7 @@ def refuse_two_boxes(mesh: DeviceMesh) -> None:
         local, mesh, [_StridedShard(0, split_factor=2), Replicate()], run_check=False
     )
     with pytest.raises(UnsupportedCapability, match="one box in each rank"):
-        box_of(odd)
+        find_box(odd)
 
 
 def main(folder: Path) -> None:

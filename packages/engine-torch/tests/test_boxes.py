@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_api.weights import assemble
-from engine_torch.boxes import box_of, is_sharded_by_rows, replica_of
+from engine_torch.boxes import find_box, find_replica, is_sharded_by_rows
 
 PEERS = Path(__file__).with_name("boxes_peers.py")
 RANKS = 4
@@ -19,11 +19,11 @@ RANKS = 4
 
 def test_a_plain_tensor_is_one_box() -> None:
     whole = torch.arange(6.0).reshape(2, 3)
-    box = box_of(whole)
+    box = find_box(whole)
     assert torch.equal(whole[box.slices], whole)
-    assert replica_of(whole) == 0
+    assert find_replica(whole) == 0
     assert not is_sharded_by_rows(whole)
-    assert box_of(torch.tensor(1.0)).shape == ()
+    assert find_box(torch.tensor(1.0)).shape == ()
 
 
 @pytest.mark.distributed

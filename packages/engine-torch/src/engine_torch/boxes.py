@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine_api.errors import UnsupportedCapability
 
-__all__ = ["Box", "box_of", "is_sharded_by_rows", "local_of", "replica_of"]
+__all__ = ["Box", "find_box", "find_replica", "is_sharded_by_rows", "local_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: Tensor) -> Box:
+def find_box(tensor: Tensor) -> Box:
     """Return the box that this rank holds, which is all of a tensor that is no DTensor.
 
     Raises:
@@ -64,19 +64,21 @@ def _holds_one_range(tensor: DTensor) -> bool:
     for index, placement in enumerate(tensor.placements):
         factor = getattr(placement, "split_factor", 1)
         later = zip(sizes[index + 1 :], tensor.placements[index + 1 :], strict=True)
-        ranks = [size for size, other in later if _dimension(other) == _dimension(placement)]
+        ranks = [
+            size for size, other in later if _get_dimension(other) == _get_dimension(placement)
+        ]
         if factor not in (1, math.prod(ranks)):
             return False
     return True
 
 
-def _dimension(placement: Any) -> int | None:
+def _get_dimension(placement: Any) -> int | None:
     """Return the dimension of the tensor that a placement cuts, or None."""
     dimension: int | None = getattr(placement, "dim", None)
     return dimension
 
 
-def replica_of(tensor: Tensor) -> int:
+def find_replica(tensor: Tensor) -> int:
     """Return the number of this rank's copy, among the ranks that hold the same box."""
     if not isinstance(tensor, DTensor):
         return 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece, views
 from engine_api.weights import ShardSpec
-from engine_torch.boxes import Box, box_of, is_sharded_by_rows, local_of, replica_of
+from engine_torch.boxes import Box, find_box, find_replica, is_sharded_by_rows, local_of
 
 log = logging.getLogger("engine_torch")
 
@@ -89,8 +89,8 @@ def parameter_table(lm: nn.Module, pieces: dict[str, list[Piece]]) -> list[Shard
                 name=name,
                 pieces=own,
                 param=param,
-                box=box_of(param),
-                replica=replica_of(param),
+                box=find_box(param),
+                replica=find_replica(param),
                 adapter=adapter,
                 trainable=param.requires_grad,
             )
