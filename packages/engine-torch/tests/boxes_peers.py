@@ -28,7 +28,7 @@ from engine_api.hf_names import Piece
 from engine_torch.boxes import find_box
 from engine_torch.checkpoint import install, layout_of, state_of
 from engine_torch.export import export_shards, export_whole
-from engine_torch.weights import ShardedParam, parameter_table
+from engine_torch.weights import parameter_table
 
 EXPERTS = (3, 10, 5)
 # Sizes that two and four do not divide, some smaller than the mesh.
@@ -93,17 +93,16 @@ def make_tensor_parallel(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Tensor]
 def check(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Any]:
     """Return this rank's boxes, after comparing exports and loaded boxes with the whole tensors."""
     table = parameter_table(model, pieces_of(whole))
-    group = _rows_group(table)
     saved = {piece.name: piece.view(whole[e.name]) for e in table for piece in e.pieces}
     boxes = {
         name: (part.clone(), spec)
-        for name, part, spec in export_shards(table, group, None, None, "merged")
+        for name, part, spec in export_shards(table, None, None, "merged")
     }
     for name, (part, spec) in boxes.items():
         assert torch.equal(saved[name][spec.slices], part), (name, spec)
     cpu = torch.device("cpu")
     for dtype in (None, torch.bfloat16):
-        exported = dict(export_whole(table, group, None, dtype, "merged", 64, cpu))
+        exported = dict(export_whole(table, None, dtype, "merged", 64, cpu))
         assert exported.keys() == saved.keys()
         for name, tensor in exported.items():
             assert torch.equal(tensor, saved[name] if dtype is None else saved[name].to(dtype)), (
@@ -120,13 +119,6 @@ def check(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Any]:
     install(table, None, before)
     assert all(torch.equal(state_of(table, None, rank)[k][0], part) for k, part in before.items())
     return {"whole": saved, "boxes": boxes}
-
-
-def _rows_group(table: list[ShardedParam]) -> Any:
-    """Return the group of the mesh dimension that cuts rows, or of one rank where none does."""
-    param: Any = table[0].param
-    cuts = [i for i, placement in enumerate(param.placements) if not placement.is_replicate()]
-    return param.device_mesh.get_group(cuts[-1] if cuts else 0)
 
 
 def refuse_two_boxes(mesh: DeviceMesh) -> None:

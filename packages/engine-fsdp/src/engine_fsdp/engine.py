@@ -291,7 +291,6 @@ class FSDPEngine(BaseEngine):
         self._check_adapter(adapter)
         tensors = export.export_whole(
             self.table,
-            self.layout.shard_group,
             self.config.lora,
             dtype,
             adapter,
@@ -310,8 +309,7 @@ class FSDPEngine(BaseEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self._check_adapter(adapter)
-        group = self.layout.shard_group
-        return export.export_shards(self.table, group, self.config.lora, dtype, adapter)
+        return export.export_shards(self.table, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """Save the weights as a Hugging Face folder (see ``Engine.save_hf``)."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine_api.errors import UnsupportedCapability
 
-__all__ = ["Box", "find_box", "find_replica", "is_sharded_by_rows", "local_of"]
+__all__ = ["Box", "find_box", "find_replica", "find_row_group", "is_replicated", "local_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +91,21 @@ def find_replica(tensor: Tensor) -> int:
     return index
 
 
-def is_sharded_by_rows(tensor: Tensor) -> bool:
-    """Return whether one dimension of the mesh cuts the tensor, and cuts it by rows."""
+def find_row_group(tensor: Tensor) -> Any:
+    """Return the process group that shares the rows of a tensor, or None.
+
+    It is None for a tensor that ranks hold whole, and for one that is cut in another dimension or
+    over several dimensions of the mesh.
+    """
     if not isinstance(tensor, DTensor):
-        return False
-    cuts = [one for one in tensor.placements if not one.is_replicate()]
+        return None
+    cuts = [(i, one) for i, one in enumerate(tensor.placements) if not one.is_replicate()]
     # A strided placement is no Shard, but may be of a class that is derived from it.
-    return len(cuts) == 1 and type(cuts[0]) is Shard and cuts[0].dim == 0
+    if len(cuts) != 1 or type(cuts[0][1]) is not Shard or cuts[0][1].dim != 0:
+        return None
+    return tensor.device_mesh.get_group(cuts[0][0])
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Return whether every rank holds all of a tensor."""
+    return not isinstance(tensor, DTensor) or all(one.is_replicate() for one in tensor.placements)

@@ -16,21 +16,18 @@ from engine_api.errors import UnsupportedCapability
 from engine_api.process_groups import all_gather
 from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_torch import lora as adapters
+from engine_torch.boxes import is_replicated
 from engine_torch.weights import ShardedParam
 
 
 def export_shards(
     table: list[ShardedParam],
-    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
 ) -> ShardExport:
-    """Yield (name, shard, spec) in the model's order, with one shard in memory at a time.
-
-    ``group`` has the ranks that share one copy of the weights.
-    """
-    local_values = _value_reader(table, group, lora, dtype, adapter)
+    """Yield (name, shard, spec) in the model's order, with one shard in memory at a time."""
+    local_values = _value_reader(table, lora, dtype, adapter)
     for entry in _exported(table, adapter):
         parts = entry.views(local_values(entry))
         for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
@@ -39,7 +36,6 @@ def export_shards(
 
 def export_whole(
     table: list[ShardedParam],
-    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
@@ -51,7 +47,7 @@ def export_whole(
     A bucket has at most ``bucket_bytes``, unless a single parameter has more. A parameter that is
     not sharded by rows is gathered alone, by torch.
     """
-    local_values = _value_reader(table, group, lora, dtype, adapter)
+    local_values = _value_reader(table, lora, dtype, adapter)
 
     def dtype_of(entry: ShardedParam) -> torch.dtype:
         return dtype or entry.param.dtype
@@ -60,9 +56,9 @@ def export_whole(
         _exported(table, adapter),
         bucket_bytes,
         size_of=lambda entry: entry.param.numel() * dtype_of(entry).itemsize,
-        kind_of=lambda entry: (dtype_of(entry), entry.by_rows),
+        kind_of=lambda entry: (dtype_of(entry), entry.row_group),
     ):
-        yield from _gather([(entry, local_values(entry)) for entry in bucket], group, device)
+        yield from _gather([(entry, local_values(entry)) for entry in bucket], device)
 
 
 def _exported(table: list[ShardedParam], adapter: Adapter) -> list[ShardedParam]:
@@ -72,7 +68,6 @@ def _exported(table: list[ShardedParam], adapter: Adapter) -> list[ShardedParam]
 
 def _value_reader(
     table: list[ShardedParam],
-    group: Any,
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     adapter: Adapter,
@@ -85,7 +80,7 @@ def _value_reader(
     by_name = {entry.name: entry for entry in table}
     for name, (a, b, _) in deltas.items():
         _refuse_other_boxes([by_name[name], a, b])
-    whole = _gather_by_name([a for a, _, _ in deltas.values()], group)
+    whole = _gather_by_name([a for a, _, _ in deltas.values()])
 
     def local_values(entry: ShardedParam) -> Tensor:
         local = entry.local.detach()
@@ -99,34 +94,40 @@ def _value_reader(
 
 def _refuse_other_boxes(entries: list[ShardedParam]) -> None:
     """Raise ``UnsupportedCapability`` for a weight and its adapter that cannot merge by rows."""
-    if not (all(entry.by_rows for entry in entries) or all(entry.is_whole for entry in entries)):
+    groups = {entry.row_group for entry in entries}
+    if len(groups) > 1 or not (groups - {None} or all(is_replicated(e.param) for e in entries)):
         raise UnsupportedCapability(
             "a merged export of an adapter",
             where=entries[0].name,
-            why="it is merged by rows, and the parameter or its adapter is not sharded by rows",
+            why="the weight and the adapter are not sharded by the same rows",
             remedy="export the adapter alone, or use a layout that shards weights by rows",
         )
 
 
-def _gather_by_name(entries: list[ShardedParam], group: Any) -> dict[str, Tensor]:
+def _gather_by_name(entries: list[ShardedParam]) -> dict[str, Tensor]:
     """Return whole parameters of one piece each, by parameter name."""
     if not entries:
         return {}
-    rows = [(entry, entry.local.detach()) for entry in entries]
-    gathered = _gather(rows, group, rows[0][1].device)
-    return {entry.name: tensor for entry, (_, tensor) in zip(entries, gathered, strict=True)}
+    device = entries[0].local.device
+    found: dict[str, Tensor] = {}
+    for group in dict.fromkeys(entry.row_group for entry in entries):
+        own = [entry for entry in entries if entry.row_group == group]
+        gathered = _gather([(entry, entry.local.detach()) for entry in own], device)
+        found |= {entry.name: tensor for entry, (_, tensor) in zip(own, gathered, strict=True)}
+    return found
 
 
 def _gather(
-    bucket: list[tuple[ShardedParam, Tensor]], group: Any, device: torch.device
+    bucket: list[tuple[ShardedParam, Tensor]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the bucket's (name, whole tensor) pairs after one all-gather.
+    """Yield the bucket's (name, whole tensor) pairs, gathered from ranks that share their rows.
 
-    Every rank's part is padded to the size of the first rank's.
+    It is one all-gather, for which every rank's part is padded to the size of the first rank's.
     """
-    if not bucket[0][0].by_rows:
+    group = bucket[0][0].row_group
+    if group is None:
         for entry, local in bucket:
-            yield from _split(entry, _gather_alone(entry, local).to(device))
+            yield from _split(entry, _gather_alone(entry, local.to(device)))
         return
     ranks = dist.get_world_size(group)
     if ranks == 1:

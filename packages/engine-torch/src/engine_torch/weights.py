@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece, views
 from engine_api.weights import ShardSpec
-from engine_torch.boxes import Box, find_box, find_replica, is_sharded_by_rows, local_of
+from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
 log = logging.getLogger("engine_torch")
 
@@ -50,14 +51,9 @@ class ShardedParam:
         return local_of(self.param)
 
     @property
-    def by_rows(self) -> bool:
-        """True if one dimension of the mesh cuts the parameter, and cuts it by rows."""
-        return is_sharded_by_rows(self.param)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank holds all of the parameter."""
-        return self.box.shape == tuple(self.param.shape)
+    def row_group(self) -> Any:
+        """The process group that shares the parameter's rows, or None (see ``find_row_group``)."""
+        return find_row_group(self.param)
 
     def specs(self) -> list[ShardSpec]:
         """Return the box of this rank's part of each piece, computed once."""
