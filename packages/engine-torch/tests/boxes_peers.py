@@ -23,12 +23,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from engine_api.config import LoraConfig
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_names import Piece
 from engine_torch.boxes import find_box
 from engine_torch.checkpoint import install, layout_of, state_of
 from engine_torch.export import export_shards, export_whole
-from engine_torch.weights import parameter_table
+from engine_torch.weights import ShardedParam, parameter_table
 
 EXPERTS = (3, 10, 5)
 # Sizes that two and four do not divide, some smaller than the mesh.
@@ -129,8 +130,38 @@ def refuse_two_boxes(mesh: DeviceMesh) -> None:
     odd = DTensor.from_local(
         local, mesh, [_StridedShard(0, split_factor=2), Replicate()], run_check=False
     )
-    with pytest.raises(UnsupportedCapability, match="one box in each rank"):
+    with pytest.raises(UnsupportedCapability, match="one box of it in each rank"):
         find_box(odd)
+
+
+def check_adapters(mesh: DeviceMesh) -> None:
+    """Check that an adapter is merged where ranks share rows, and that others are refused."""
+    names = ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")
+    base, a, b = names
+    whole = {base: values_of(base, (7, 5)), a: values_of(a, (2, 5)), b: values_of(b, (7, 2))}
+    lora = LoraConfig(rank=2, alpha=3.0)
+
+    def table(placements: list[Any]) -> list[ShardedParam]:
+        model = nn.Module()
+        layer = model.layer = nn.Module()
+        for name, tensor in whole.items():
+            *path, leaf = name.split(".")
+            owner: nn.Module = layer
+            for part in path:
+                owner.add_module(
+                    part, owner.get_submodule(part) if hasattr(owner, part) else nn.Module()
+                )
+                owner = owner.get_submodule(part)
+            setattr(owner, leaf, nn.Parameter(distribute_tensor(tensor, mesh, placements)))
+        return parameter_table(model, {"layer.weight": [Piece(name="w", shape=(7, 5))]})
+
+    want = whole[base] + 1.5 * whole[b] @ whole[a]
+    cpu = torch.device("cpu")
+    for placements in (PLACEMENTS["rows"], PLACEMENTS["copies"]):
+        found = dict(export_whole(table(placements), lora, None, "merged", 64, cpu))
+        torch.testing.assert_close(found, {"w": want})
+    with pytest.raises(UnsupportedCapability, match="not sharded by the same rows"):
+        next(export_shards(table([Replicate(), Shard(1)]), lora, None, "merged"))
 
 
 def main(folder: Path) -> None:
@@ -145,6 +176,7 @@ def main(folder: Path) -> None:
     }
     found["tensor-parallel"] = check(*make_tensor_parallel(mesh))
     refuse_two_boxes(mesh)
+    check_adapters(mesh)
     torch.save(found, folder / f"rank-{dist.get_rank()}")
     dist.destroy_process_group()
 

@@ -48,7 +48,7 @@ def find_box(tensor: Tensor) -> Box:
         raise UnsupportedCapability(
             f"placements {tensor.placements} on a mesh {tuple(tensor.device_mesh.shape)}",
             where=f"a tensor of shape {tuple(tensor.shape)}",
-            why=f"expected one box in each rank, got {local} elements in other places",
+            why=f"expected one box of it in each rank, got elements {local} of several places",
             remedy="choose sizes of the layout that divide the tensor's",
         )
     return found[0]
