@@ -19,7 +19,14 @@ from matrix import ROOT, replace_section, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TITLE = "# Benchmarks\n\nEach table says how it was made. Times are medians over rounds.\n"
-VERSIONS = ("torch", "transformers", "engine-api", "engine-fsdp", "engine-trainer")
+VERSIONS = (
+    "torch",
+    "transformers",
+    "engine-api",
+    "engine-torch",
+    "engine-fsdp",
+    "engine-trainer",
+)
 
 
 def render(result: dict[str, Any], command: str) -> str:

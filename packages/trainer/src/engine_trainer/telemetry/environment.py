@@ -35,6 +35,7 @@ PACKAGES = (
     "enginehouse",
     "engine-trainer",
     "engine-api",
+    "engine-torch",
     "torch",
     "transformers",
     "numpy",
