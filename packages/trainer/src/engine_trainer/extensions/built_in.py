@@ -1,0 +1,69 @@
+"""The losses and advantages that a configuration can name: the built-in ones, and their groups.
+
+The functions are in ``engine_trainer.algorithms``. Their traits stand here, because a configuration
+is checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+from engine_trainer.extensions.registry import BuiltIn, FunctionRegistry
+from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
+
+LOSS_GROUP = "engine_trainer.losses"
+ADVANTAGE_GROUP = "engine_trainer.advantages"
+_LOSSES = "engine_trainer.algorithms.policy_losses"
+_ADVANTAGES = "engine_trainer.algorithms.advantages"
+_CLIPS = ("clip_low", "clip_high")
+_TOKEN = LossTraits(only_advantages=True, slope="token")
+_SEQUENCE = LossTraits(
+    only_advantages=True,
+    whole_sequences=True,
+    aggregation="seq-mean-token-mean",
+    slope="sequence",
+)
+
+LOSSES = FunctionRegistry(
+    kind="loss",
+    key="algorithm.loss",
+    group=LOSS_GROUP,
+    argument="tokens",
+    defaults=LossTraits(),
+    built_in={
+        "ppo": BuiltIn(target=f"{_LOSSES}:ppo", traits=_TOKEN, reads=(*_CLIPS, "dual_clip")),
+        "gspo": BuiltIn(target=f"{_LOSSES}:gspo_sequence", traits=_SEQUENCE, reads=_CLIPS),
+        "gspo_token": BuiltIn(
+            target=f"{_LOSSES}:gspo_token",
+            traits=LossTraits(
+                only_advantages=True, aggregation="seq-mean-token-mean", slope="token"
+            ),
+            reads=_CLIPS,
+        ),
+        "cispo": BuiltIn(target=f"{_LOSSES}:cispo_loss", traits=_TOKEN, reads=_CLIPS),
+    },
+)
+
+ADVANTAGES = FunctionRegistry(
+    kind="advantage",
+    key="algorithm.advantage",
+    group=ADVANTAGE_GROUP,
+    argument="inputs",
+    defaults=AdvantageTraits(),
+    built_in={
+        "grpo": BuiltIn(target=f"{_ADVANTAGES}:grpo", traits=AdvantageTraits()),
+        "dr_grpo": BuiltIn(target=f"{_ADVANTAGES}:dr_grpo", traits=AdvantageTraits()),
+        "rloo": BuiltIn(target=f"{_ADVANTAGES}:rloo", traits=AdvantageTraits()),
+        "reinforce_pp": BuiltIn(
+            target=f"{_ADVANTAGES}:reinforce_pp",
+            traits=AdvantageTraits(level="token", whiten=True),
+            reads=("gamma",),
+        ),
+        "reinforce_pp_baseline": BuiltIn(
+            target=f"{_ADVANTAGES}:dr_grpo", traits=AdvantageTraits(whiten=True)
+        ),
+        "gae": BuiltIn(
+            target=f"{_ADVANTAGES}:gae_advantage",
+            traits=AdvantageTraits(level="token", whiten=True, critic=True),
+            reads=("gamma", "lam"),
+        ),
+    },
+)
