@@ -54,6 +54,7 @@ API, FSDP, TRAINER, SUITE = (
 )
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")
+OWN_LOSS = "examples/own-loss"
 # These tools write a page from its source, and compare the two with --check.
 GENERATORS = (
     "matrix",
@@ -166,7 +167,7 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
     The trainer's tests are three commands, each of about the length of the others.
     """
-    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES])
+    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES, OWN_LOSS])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
     ]
@@ -241,7 +242,7 @@ def tests(session: nox.Session) -> None:
 
     These are lint, types, imports, generated pages, every test, the conformance suite and the site.
     """
-    install(session, [*packages(), *EXAMPLES], *TOOLS)
+    install(session, [*packages(), *EXAMPLES, OWN_LOSS], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
     units = unit_commands(session)

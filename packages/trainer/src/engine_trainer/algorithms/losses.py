@@ -342,11 +342,9 @@ def _check_output(output: object, kind: str) -> None:
     try:
         check_loss_output(output)
     except ConfigError as error:
-        shape = getattr(getattr(output, "loss", output), "shape", None)
-        got = error.what if shape is None else f"{error.what} with the shape {tuple(shape)}"
         raise ConfigError(
             "algorithm.loss",
-            f"{kind} returned no sum over tokens ({error.field}: {got})",
+            f"{kind} returned no sum over tokens ({error.field}: {error.what})",
             why=error.why,
             remedy="return LossOutput(loss=(tokens.weight * x).sum(), metrics={name: sum, …})",
         ) from error

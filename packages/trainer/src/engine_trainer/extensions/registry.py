@@ -104,7 +104,19 @@ class FunctionRegistry(Generic[Traits]):
         self.check(name)
         if name in self.built_in:
             return self.built_in[name].traits
-        return getattr(self.function(name), TRAITS, self._defaults)
+        return self.traits_of(self.function(name))
+
+    def traits_of(self, function: Callable[..., Any]) -> Traits:
+        """Return the traits that a function's decorator has given it, or the defaults."""
+        traits = getattr(function, TRAITS, self._defaults)
+        if not isinstance(traits, type(self._defaults)):
+            raise ConfigError(
+                self.key,
+                f"{getattr(function, '__name__', function)!s:.100} is not for a {self.kind}",
+                why=f"its decorator gave it {type(traits).__name__}",
+                remedy="name it under the key that it is made for",
+            )
+        return traits
 
     def reads(self, name: str, option: str) -> bool:
         """Return whether a function has a parameter of the name ``option``."""

@@ -11,12 +11,15 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
+from engine_api.errors import ConfigError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
+from engine_trainer.algorithms.checks import loss_findings
 from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.inputs import Completions
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.extensions.built_in import LOSSES
 from engine_trainer.extensions.functions import absolute_target
 from engine_trainer.placement.groups import Trained, run_together
 from engine_trainer.placement.replica import Group, ScoredCompletion
@@ -397,6 +400,23 @@ def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str,
         shard, corrected = apply(shard, given, section)
         sums |= corrected
     return shard, {name: float(value) for name, value in sums.items()}, largest_of(given)
+
+
+def check_own_loss(algorithm: AlgorithmSection) -> None:
+    """Raise ``ConfigError`` for a loss that is no sum over tokens, before a model is loaded.
+
+    The built-in losses are known to be sums. Any other is computed on a few drawn numbers.
+    """
+    if algorithm.loss in LOSSES.built_in:
+        return
+    loss = policy_loss(algorithm)
+    for finding in loss_findings(loss.policy_term, loss.traits, quick=True):
+        raise ConfigError(
+            "algorithm.loss",
+            f"{algorithm.loss}: {finding.what}",
+            why=finding.why,
+            remedy=f"{finding.remedy}; engine_trainer.testing.check_loss finds it in a test",
+        )
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
