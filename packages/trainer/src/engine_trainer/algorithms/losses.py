@@ -220,7 +220,7 @@ class PolicyLoss:
         weight = batch.loss_weight
         log_ratio = tokens.log_ratio
         loss = result.loss
-        metrics = cast("dict[str, torch.Tensor]", dict(result.metrics))
+        metrics = {name: _detached(value) for name, value in result.metrics.items()}
         metrics |= {
             "tokens": tokens.mask.sum(),
             "weight": weight.sum(),
@@ -272,7 +272,7 @@ class PolicyLoss:
         log_probs: torch.Tensor,
         log_ratio: torch.Tensor,
         batch: Batch,
-        metrics: dict[str, torch.Tensor],
+        metrics: dict[str, torch.Tensor | float],
     ) -> torch.Tensor | float:
         if self.kl_coef == 0:
             return 0.0
@@ -291,13 +291,20 @@ class PolicyLoss:
         return self.kl_coef * (weight * kl).sum()
 
     def _entropy(
-        self, entropy: torch.Tensor | None, weight: torch.Tensor, metrics: dict[str, torch.Tensor]
+        self,
+        entropy: torch.Tensor | None,
+        weight: torch.Tensor,
+        metrics: dict[str, torch.Tensor | float],
     ) -> torch.Tensor | float:
         if entropy is None:
             return 0.0
         entropy = where_counted(entropy, weight)
         metrics["entropy"] = entropy.detach().sum()
         return -self.entropy_coef * (weight * entropy).sum() if self.entropy_coef else 0.0
+
+
+def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
+    return value if isinstance(value, int | float) else value.detach()
 
 
 def _old_kl(log_ratio: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
