@@ -114,7 +114,7 @@ def test_options_of_a_built_in_loss_and_advantage(file):
     ("name", "error", "said"),
     [
         ("pop", ConfigError, "did you mean ppo"),
-        ("zzz", ConfigError, "cispo, gspo, gspo_token, mine"),
+        ("zzz", ConfigError, "cispo, .*gspo, gspo_token, mine, .*ppo"),
         ("losses.py", ConfigError, "expected file.py:function.*\n.*\n.*losses.py:my_loss"),
         ("losses.py:", ConfigError, "path/to/file.py:name"),
         ("absent.py:mine", ConfigError, "there is no file"),

@@ -7,15 +7,13 @@ advantage of a completion is given to each of its tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from engine_api.errors import ConfigError
 from engine_trainer.algorithms.inputs import Completions, CreditTokens
+from engine_trainer.algorithms.packed import document_of
 from engine_trainer.algorithms.returns import gae, returns_to_go
 from engine_trainer.extensions.built_in import ADVANTAGES
-
-if TYPE_CHECKING:
-    import torch
 
 EPS = 1e-6
 """Keeps a division by a standard deviation finite; a reward difference of its order is none."""
@@ -69,6 +67,80 @@ def rloo(completions: Completions) -> torch.Tensor:
     rewards = _comparable(completions.rewards)
     n = rewards.shape[-1]
     return _without_flat(rewards, n / (n - 1) * (rewards - rewards.mean(-1, keepdim=True)))
+
+
+def grpo_batch(completions: Completions, *, eps: float = EPS) -> torch.Tensor:
+    """Return (r - m) / (s + eps) with s the standard deviation over all rewards of the step.
+
+    arXiv:2508.08221, section 4.1 (TRL's ``scale_rewards="batch"``): a group in which rewards hardly
+    differ is not blown up. s with Bessel's correction.
+    """
+    rewards = _comparable(completions.rewards)
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    return _without_flat(rewards, centred / (rewards.std() + eps))
+
+
+def gdpo(completions: Completions, *, eps: float = EPS) -> torch.Tensor:
+    """Return the sum of each reward's own group advantage, normalized over the step.
+
+    Group reward-decoupled normalization, arXiv:2601.05242 (TRL's ``normalize_then_sum``): A_k =
+    (r_k - m_k) / (s_k + eps) within the group for each reward k, A = Σ_k weight_k A_k, and the
+    result (A - mean) / (std + eps) over all completions of the step, with Bessel's correction.
+
+    What is added to the total alone (the overlong penalty, a KL in the reward) counts as one more
+    reward with the weight 1.
+    """
+    total = _comparable(completions.rewards)
+    objectives = [(completions.weights.get(n, 1.0), r) for n, r in completions.parts.items()]
+    rest = total - sum(weight * reward.double() for weight, reward in objectives)
+    # A rest of the order of rounding is none.
+    if not objectives or float(rest.abs().max()) > 1e-9 * max(1.0, float(total.abs().max())):
+        objectives.append((1.0, rest))
+    summed = total.new_zeros(total.shape)
+    for weight, reward in objectives:
+        own = reward.double()
+        centred = (own - own.mean(-1, keepdim=True)) / (own.std(-1, keepdim=True) + eps)
+        summed = summed + weight * centred.masked_fill(is_flat(own)[:, None], 0.0)
+    return ((summed - summed.mean()) / (summed.std() + eps)).float()
+
+
+def optimal_token_baseline(tokens: CreditTokens, *, zero_tail: bool = True) -> torch.Tensor:
+    """Return G_t - B_t, with the optimal baseline of each position within the group.
+
+    arXiv:2602.07078: B_t = Σ_i G_t W_t / Σ_i W_t over the completions i of the prompt that have a
+    t-th token, with G_t the reward from t on and W_t = Σ_{j≤t} w_j the energy of the gradient so
+    far. The paper's proxy of a token's energy is w = 1 - 2 π(y) + Σ_v π(v)². An engine reports no
+    Σ π², so its estimate from the one sampled token takes its place: E_y π(y) = Σ π². Then w = 1 -
+    π(y), of the same expectation and never negative.
+
+    ``zero_tail``: where a single completion of the group is left, its baseline is 0, as in verl,
+    not its own G_t, with which those tokens would learn nothing.
+    """
+    assert tokens.old_log_probs is not None
+    at = (tokens.mask > 0).nonzero()[:, 0]
+    document = document_of(tokens.cu_seqlens)[at]
+    counts = torch.bincount(document, minlength=len(tokens.group))
+    position = torch.arange(len(at)) - (counts.cumsum(0) - counts)[document]
+    # One number for each document and position, 0 where a document has no such token.
+    shape = (len(tokens.group), int(counts.max()) if len(counts) else 0)
+    gain, energy, alive = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    gain[document, position] = returns_to_go(tokens.rewards, tokens.mask, tokens.cu_seqlens)[at]
+    energy[document, position] = 1 - tokens.old_log_probs[at].double().exp()
+    alive[document, position] = 1.0
+    energy = energy.cumsum(1) * alive
+    _, group = tokens.group.unique(return_inverse=True)
+    size = (int(group.max()) + 1 if len(group) else 0, shape[1])
+
+    def over_group(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(size).index_add(0, group, values)[group]
+
+    total = over_group(energy)
+    baseline = over_group(gain * energy) / total.where(total > 0, 1.0)
+    if zero_tail:
+        baseline = baseline.masked_fill(over_group(alive) < 2, 0.0)
+    found = torch.zeros(tokens.mask.shape, dtype=torch.float64)
+    found[at] = (gain - baseline)[document, position]
+    return found
 
 
 def reinforce_pp(tokens: CreditTokens, *, gamma: float = 1.0) -> torch.Tensor:

@@ -9,7 +9,7 @@ ratio is taken against), when there is a KL term ``ref_log_probs``, and with a r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engine_api.arguments import check_loss_output
@@ -20,7 +20,7 @@ from engine_api.losses import Aggregation, where_counted
 from engine_api.results import LossOutput, TokenOutputs
 from engine_trainer.algorithms.inputs import PolicyTokens
 from engine_trainer.algorithms.packed import document_of, sum_by_document
-from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, exp_ratio
+from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, exp_ratio, keeps_sequence
 from engine_trainer.extensions.built_in import LOSSES
 from engine_trainer.extensions.traits import LossTraits
 
@@ -138,6 +138,9 @@ class PolicyLoss:
             gradient is that of the log-probs: ``old_log_probs`` is not read, and need not have been
             computed.
         corrected: c is the field ``correction``; else it is 1.
+        sequence_mask: mean log-ratio of sampler to policy in nats above which a completion with a
+            negative advantage has no policy term (see ``surrogates.keeps_sequence``); the sampler's
+            log-probs are ``rollout_log_probs`` where the batch has them. None: no mask.
         denominator, version: what the loss gets under these names.
 
     Metrics (sums over tokens with weight): those of the loss, ``tokens``, ``weight``,
@@ -161,6 +164,7 @@ class PolicyLoss:
     entropy: bool = False
     on_policy: bool = False
     corrected: bool = False
+    sequence_mask: float | None = None
     denominator: float | None = None
     version: int | None = None
 
@@ -183,6 +187,12 @@ class PolicyLoss:
         _check(self.kl_coef >= 0, "kl_coef", self.kl_coef, "give a number >= 0")
         remedy = near_matches(str(self.kl_estimator), ESTIMATORS)
         _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator, remedy)
+        _check(
+            self.sequence_mask is None or self.sequence_mask >= 0,
+            "sequence_mask",
+            self.sequence_mask,
+            "give nats >= 0, or null",
+        )
         bounded = self.kl_bound is None or self.kl_bound > 0
         _check(bounded, "kl_bound", self.kl_bound, "give a number > 0, or null")
 
@@ -216,11 +226,12 @@ class PolicyLoss:
             denominator=self.denominator,
             version=self.version,
         )
-        result = self.policy_term(tokens)
+        kept, masked = self._without_masked(tokens)
+        result = self.policy_term(kept)
         weight = batch.loss_weight
         log_ratio = tokens.log_ratio
         loss = result.loss
-        metrics = {name: _detached(value) for name, value in result.metrics.items()}
+        metrics = masked | {name: _detached(value) for name, value in result.metrics.items()}
         metrics |= {
             "tokens": tokens.mask.sum(),
             "weight": weight.sum(),
@@ -243,6 +254,24 @@ class PolicyLoss:
             _check_output(result, self.kind)
         return result
 
+    def _without_masked(
+        self, tokens: PolicyTokens
+    ) -> tuple[PolicyTokens, dict[str, torch.Tensor | float]]:
+        """Return the tokens with the weight 0 where ``sequence_mask`` holds, and their number."""
+        if self.sequence_mask is None:
+            return tokens, {}
+        sampler = tokens.rollout_log_probs
+        keeps = keeps_sequence(
+            tokens.log_probs,
+            tokens.old_log_probs if sampler is None else sampler,
+            tokens.advantages,
+            tokens.mask,
+            tokens.cu_seqlens,
+            self.sequence_mask,
+        )
+        masked = (~keeps & tokens.mask).sum()
+        return replace(tokens, weight=tokens.weight * keeps), {"sequence_masked": masked}
+
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """Return the derivative ``[T]`` by each log-prob on policy, where r is 1.
 
@@ -253,7 +282,8 @@ class PolicyLoss:
         each of a sequence's tokens has the same part in its ratio.
         """
         slope = self.traits.slope
-        if not (self.on_policy and self.only_advantages and slope):
+        known = self.on_policy and self.only_advantages and self.sequence_mask is None
+        if not (known and slope):
             return None
         own = -self._policy_weight(batch) * where_counted(batch["advantages"], batch.loss_weight)
         if slope != "sequence":
@@ -338,7 +368,15 @@ def denominator(mode: Aggregation, token_counts: Sequence[int], length: int | No
     return sequences * length
 
 
-RESERVED = ("tokens", "weight", "policy_loss", "old_kl", "ref_kl", "entropy")
+RESERVED = (
+    "tokens",
+    "weight",
+    "policy_loss",
+    "old_kl",
+    "ref_kl",
+    "entropy",
+    "sequence_masked",
+)
 """Metrics of ``PolicyLoss`` itself."""
 PREFIXES = ("mismatch", "correction")
 """Beginnings of the names of the rollout correction's metrics."""

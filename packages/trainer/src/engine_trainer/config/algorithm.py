@@ -331,8 +331,10 @@ class AlgorithmSection:
     ``engine_trainer.losses``), or a function of your own as ``file.py:function``.
 
     Built in are ``ppo`` (PPO's clipped loss), ``gspo`` (with the ratio of the sequence),
-    ``gspo_token`` (GSPO for advantages that differ by token) and ``cispo`` (which bounds the ratio
-    as a weight).
+    ``gspo_token`` (GSPO for advantages that differ by token), ``cispo`` (which bounds the ratio as
+    a weight), ``sapo`` (with a soft gate in place of the clip), ``gmpo`` (with the geometric mean
+    of clipped ratios), and ``dppo_tv`` and ``dppo_kl`` (which mask tokens by the divergence of
+    their probability).
     """
 
     loss_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -346,8 +348,10 @@ class AlgorithmSection:
 
     ``grpo``, ``dr_grpo`` (without the division by the group's standard deviation), ``rloo`` and
     ``reinforce_pp_baseline`` compare the completions of a prompt, and give all tokens of a
-    completion the same advantage. ``gae``, which needs ``critic``, and ``reinforce_pp`` give each
-    token its own.
+    completion the same advantage. So do ``grpo_batch``, which divides by the standard deviation
+    over the whole step, and ``gdpo``, which normalizes each reward of a weighted sum by itself.
+    ``gae``, which needs ``critic``, ``reinforce_pp`` and ``otb`` (the optimal token baseline) give
+    each token its own.
     """
 
     advantage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -387,6 +391,14 @@ class AlgorithmSection:
     dual_clip: float | None = None
     """Bound c > 1 on the loss -A r of a token with a negative advantage A, which is then at most
     -A c (arXiv:1912.09729). It is accepted with ``loss: ppo`` only, and null is no bound.
+    """
+
+    sequence_mask: float | None = None
+    """Mean of log(rollout / policy) over a completion's tokens, in nats and at least 0, above which
+    a completion with a negative advantage is left out of the policy's loss. Null is no mask.
+
+    It is DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556), with any ``loss``. A KL or an
+    entropy bonus in the loss stays.
     """
 
     aggregation: Aggregation = "token-mean"
@@ -450,6 +462,7 @@ class AlgorithmSection:
                 "mini_batches": AT_LEAST_1,
                 "epochs": AT_LEAST_1,
                 "aggregation_length": AT_LEAST_1,
+                "sequence_mask": AT_LEAST_0,
             },
         )
         check_options(LOSSES, self.loss, self.loss_options, LOSS_KEYS)

@@ -39,6 +39,10 @@ LOSSES = FunctionRegistry(
             reads=_CLIPS,
         ),
         "cispo": BuiltIn(target=f"{_LOSSES}:cispo_loss", traits=_TOKEN, reads=_CLIPS),
+        "sapo": BuiltIn(target=f"{_LOSSES}:sapo_loss", traits=_TOKEN),
+        "gmpo": BuiltIn(target=f"{_LOSSES}:gmpo_loss", traits=_SEQUENCE),
+        "dppo_tv": BuiltIn(target=f"{_LOSSES}:dppo_tv", traits=_TOKEN),
+        "dppo_kl": BuiltIn(target=f"{_LOSSES}:dppo_kl", traits=_TOKEN),
     },
 )
 
@@ -51,6 +55,8 @@ ADVANTAGES = FunctionRegistry(
     built_in={
         "grpo": BuiltIn(target=f"{_ADVANTAGES}:grpo", traits=AdvantageTraits()),
         "dr_grpo": BuiltIn(target=f"{_ADVANTAGES}:dr_grpo", traits=AdvantageTraits()),
+        "grpo_batch": BuiltIn(target=f"{_ADVANTAGES}:grpo_batch", traits=AdvantageTraits()),
+        "gdpo": BuiltIn(target=f"{_ADVANTAGES}:gdpo", traits=AdvantageTraits()),
         "rloo": BuiltIn(target=f"{_ADVANTAGES}:rloo", traits=AdvantageTraits()),
         "reinforce_pp": BuiltIn(
             target=f"{_ADVANTAGES}:reinforce_pp",
@@ -64,6 +70,10 @@ ADVANTAGES = FunctionRegistry(
             target=f"{_ADVANTAGES}:gae_advantage",
             traits=AdvantageTraits(level="token", whiten=True, critic=True),
             reads=("gamma", "lam"),
+        ),
+        "otb": BuiltIn(
+            target=f"{_ADVANTAGES}:optimal_token_baseline",
+            traits=AdvantageTraits(level="step", needs=("old_log_probs",)),
         ),
     },
 )

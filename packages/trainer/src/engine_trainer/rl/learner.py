@@ -405,9 +405,10 @@ def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str,
 def check_own_loss(algorithm: AlgorithmSection) -> None:
     """Raise ``ConfigError`` for a loss that is no sum over tokens, before a model is loaded.
 
-    The built-in losses are known to be sums. Any other is computed on a few drawn numbers.
+    The built-in losses are known to be sums. Any other, and a built-in one with options, is
+    computed on a few drawn numbers.
     """
-    if algorithm.loss in LOSSES.built_in:
+    if algorithm.loss in LOSSES.built_in and not algorithm.loss_options:
         return
     loss = policy_loss(algorithm)
     for finding in loss_findings(loss.policy_term, loss.traits, quick=True):
@@ -437,6 +438,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",
         corrected=algorithm.correction.enabled,
+        sequence_mask=algorithm.sequence_mask,
     )
 
 
