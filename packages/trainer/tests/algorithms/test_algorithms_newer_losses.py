@@ -169,7 +169,7 @@ def test_the_sequence_mask(kind, rollout):
         sampler = sampler + torch.linspace(-0.6, 0.9, 14, dtype=torch.float64)
         packed = packed.with_fields(rollout_log_probs=sampler)
     far = {
-        number: sum(float(sampler[t] - new[t]) for t in tokens) / len(tokens)
+        number: sum(float(sampler[t] - new.detach()[t]) for t in tokens) / len(tokens)
         for number, tokens in enumerate(documents())
         if ADVANTAGES[tokens[0]] < 0
     }
@@ -205,7 +205,7 @@ def test_the_sequence_mask_leaves_the_kl():
     kl = kl - PolicyLoss()(TokenOutputs(log_probs=new), packed).loss
     given = everything(TokenOutputs(log_probs=new), packed).loss
     given = given - bare(TokenOutputs(log_probs=new), packed).loss
-    assert float(given) == pytest.approx(float(kl), rel=1e-12)
+    assert float(given.detach()) == pytest.approx(float(kl.detach()), rel=1e-12)
 
 
 # --- settings -------------------------------------------------------------------------------------
