@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from engine_api.registry import EngineRegistry, RolloutRegistry
-from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES
+from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES, PAIR_LOSSES
 
 WIDTH = 100
 # A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
@@ -41,6 +41,7 @@ def installed_names() -> dict[str, list[str]]:
         "rollout.name": sorted({name for row in rollouts for name in row.backends}),
         "algorithm.loss": LOSSES.names(),
         "algorithm.advantage": ADVANTAGES.names(),
+        "dpo.loss": PAIR_LOSSES.names(),
     }
 
 

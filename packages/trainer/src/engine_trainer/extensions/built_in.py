@@ -1,4 +1,4 @@
-"""The losses and advantages that a configuration can name: the built-in ones, and their groups.
+"""The losses and advantages that a configuration can name: built-in ones, and their groups.
 
 The functions are in ``engine_trainer.algorithms``. Their traits stand here, because a configuration
 is checked before torch is imported.
@@ -7,12 +7,14 @@ is checked before torch is imported.
 from __future__ import annotations
 
 from engine_trainer.extensions.registry import BuiltIn, FunctionRegistry
-from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
+from engine_trainer.extensions.traits import AdvantageTraits, LossTraits, PairTraits
 
 LOSS_GROUP = "engine_trainer.losses"
 ADVANTAGE_GROUP = "engine_trainer.advantages"
 _LOSSES = "engine_trainer.algorithms.policy_losses"
 _ADVANTAGES = "engine_trainer.algorithms.advantages"
+PAIR_LOSS_GROUP = "engine_trainer.pair_losses"
+_PAIRS = "engine_trainer.algorithms.preference"
 _CLIPS = ("clip_low", "clip_high")
 _TOKEN = LossTraits(only_advantages=True, slope="token")
 _SEQUENCE = LossTraits(
@@ -75,5 +77,25 @@ ADVANTAGES = FunctionRegistry(
             target=f"{_ADVANTAGES}:optimal_token_baseline",
             traits=AdvantageTraits(level="step", needs=("old_log_probs",)),
         ),
+    },
+)
+
+PAIR_LOSSES = FunctionRegistry(
+    kind="loss of pairs",
+    key="dpo.loss",
+    group=PAIR_LOSS_GROUP,
+    argument="pairs",
+    defaults=PairTraits(),
+    built_in={
+        name: BuiltIn(target=f"{_PAIRS}:{function}", traits=traits, reads=("beta",))
+        for name, function, traits in (
+            ("sigmoid", "sigmoid", PairTraits()),
+            ("hinge", "hinge", PairTraits()),
+            ("ipo", "ipo", PairTraits()),
+            ("robust", "robust", PairTraits()),
+            ("sigmoid_norm", "sigmoid_norm", PairTraits(per_token=True)),
+            ("simpo", "simpo", PairTraits(reference=False, per_token=True)),
+            ("orpo", "orpo", PairTraits(reference=False, per_token=True)),
+        )
     },
 )

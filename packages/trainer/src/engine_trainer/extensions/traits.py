@@ -64,6 +64,19 @@ class AdvantageTraits:
     """Names out of ``ADVANTAGE_INPUTS`` of the inputs that the function reads."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairTraits:
+    """The traits of a loss of preference pairs (see ``preference_loss``)."""
+
+    reference: bool = True
+    """True if the loss reads the reference model's log-probs."""
+
+    per_token: bool = False
+    """True if a response counts by its mean log-prob, not by the sum. The rewards in the metrics
+    are then means, too.
+    """
+
+
 def policy_loss(
     *,
     needs: tuple[str, ...] = (),
@@ -108,7 +121,15 @@ def advantage(
     return _mark(AdvantageTraits(level=level, whiten=whiten, critic=critic, needs=tuple(needs)))
 
 
-def _mark(traits: LossTraits | AdvantageTraits) -> Callable[[F], F]:
+def preference_loss(*, reference: bool = True, per_token: bool = False) -> Callable[[F], F]:
+    """Return a decorator for a loss of pairs that has other traits than the defaults.
+
+    The arguments are those of ``PairTraits``.
+    """
+    return _mark(PairTraits(reference=reference, per_token=per_token))
+
+
+def _mark(traits: LossTraits | AdvantageTraits | PairTraits) -> Callable[[F], F]:
     def mark(function: F) -> F:
         setattr(function, TRAITS, traits)
         return function
