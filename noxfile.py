@@ -43,6 +43,8 @@ from matrix import (  # noqa: E402 - the same
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
+# The version whose steps docs/peers.md compares with those of this trainer.
+TRL = "1.16.0"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
 TOOLS = ("import-linter", "matplotlib", "nox", "pyright[nodejs]", "ruff", *PYTEST)
@@ -646,6 +648,19 @@ def fresh(session: nox.Session) -> None:
     After `--`: `--write` puts the result into docs/install.md.
     """
     session.run("python", "tools/fresh.py", str(build_release(session)), *session.posargs)
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Compare steps of GRPO, DPO and reward models with TRL's, in an environment of their own.
+
+    After `--`: `--write` puts the table into docs/peers.md, or words of the cases to run.
+    """
+    install(session, [API, FSDP, TRAINER])
+    # The overrides of other packages leave out what TRL needs.
+    session.install("-c", CONSTRAINTS, f"trl=={TRL}")
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    session.run("python", "tools/peers.py", *session.posargs, env=quiet)
 
 
 @nox.session

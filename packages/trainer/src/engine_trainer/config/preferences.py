@@ -80,6 +80,9 @@ class RewardModelSection:
     center: float = 0.0
     """Factor, at least 0, of the square of the sum of a pair's scores, which is added to the loss
     and keeps the mean score near 0 (arXiv:2312.09244). 0 adds nothing; 0.01 is the paper's.
+
+    The head's bias learns from it, too, and the saved classifier has none. The log says by how much
+    its scores are lower.
     """
 
     def __post_init__(self) -> None:

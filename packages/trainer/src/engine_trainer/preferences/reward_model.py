@@ -30,7 +30,8 @@ def train_reward_model(config: RewardModelConfig) -> Outcome:
     Where the token that ends an answer is also the padding token, r is therefore the output at the
     token before it.
 
-    The saved model is read by that class. The head's bias, which cancels in the loss, is left out.
+    The saved model is read by that class. The head's bias, which cancels in the loss without
+    ``rm.center``, is left out.
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
@@ -56,6 +57,7 @@ class RewardObjective:
             function=functools.partial(bradley_terry, center=section.center), name="bradley_terry"
         )
         self._padding = padding
+        self._centered = section.center > 0
         # The saved tokenizer pads with the token that the saved model looks for.
         tokenizer.tokenizer.pad_token = tokenizer.tokenizer.convert_ids_to_tokens(padding)
 
@@ -73,7 +75,7 @@ class RewardObjective:
 
     def convert(self, folder: Path) -> None:
         """Make the folder one of a sequence classifier (see ``Objective``)."""
-        write_classifier(folder, self._padding)
+        write_classifier(folder, self._padding, centered=self._centered)
 
     def close(self) -> None:
         """Do nothing (see ``Objective``)."""
