@@ -588,8 +588,8 @@ from the reference. A weight may differ by {LIMIT:.0e} at most; the last column 
 change of a weight.
 
 {table(head, cells)}
-Measured on {date} with {versions}. `nox -s peers` measures it
-again.
+Measured on {date} with {versions}.
+`nox -s peers` measures it again.
 """
 
 

@@ -449,7 +449,7 @@ def _document(
     completion: ScoredCompletion,
     drop_cut: bool,
     oldest: int,
-    versions: bool,
+    versions: bool = False,
 ) -> TrainingDocument:
     """Return the training document of a completion."""
     before = [0.0] * len(group.prompt.tokens)
