@@ -9,6 +9,7 @@ mapping, read backwards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -100,10 +101,42 @@ def views(
     ]
 
 
+def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a model saves and that are no parameters, by name, in order.
+
+    They are a router's bias (DeepSeek-V3), a layer's scale (Gemma 4) and the like. RoPE's
+    frequencies, which some models save, are left out because they are computed again.
+    """
+    saved = set(model.state_dict(keep_vars=True))
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and not name.endswith("inv_freq")
+    }
+
+
+def float32_buffers(model: Any) -> set[str]:
+    """Return the names of saved buffers that transformers keeps in float32 in every dtype.
+
+    A router's bias is one, because a rounded one sends tokens to other experts.
+    """
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = [re.compile(rf"(^|\.){re.escape(part)}($|\.)") for part in parts]
+    return {name for name in saved_buffers(model) if any(one.search(name) for one in kept)}
+
+
+def keep_float32(model: Any) -> None:
+    """Make the buffers of ``float32_buffers`` float32, in a model of any dtype on any device."""
+    for name in float32_buffers(model):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        module.register_buffer(leaf, module.get_buffer(leaf).float())
+
+
 def pieces_of(model: Any) -> dict[str, list[Piece]]:
     """Return the saved tensors of each in-memory parameter by its name, in order.
 
-    Tied parameters come once.
+    Tied parameters come once. Saved buffers follow the parameters.
 
     Args:
         model: a transformers ``PreTrainedModel``, on any device (meta included), not yet wrapped.
@@ -119,7 +152,8 @@ def pieces_of(model: Any) -> dict[str, list[Piece]]:
         t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)
     ]
     transforms.sort(key=lambda t: not hasattr(t, "operations"))
-    return {name: _pieces(name, tuple(p.shape), transforms) for name, p in model.named_parameters()}
+    saved = {**dict(model.named_parameters()), **saved_buffers(model)}
+    return {name: _pieces(name, tuple(one.shape), transforms) for name, one in saved.items()}
 
 
 def _pieces(name: str, shape: tuple[int, ...], transforms: list[Any]) -> list[Piece]:

@@ -11,6 +11,14 @@ A token attends to itself and to earlier tokens of its own document. Kernels (``
   varlen. On the CPU and in float32, sdpa. A plug-in may register its device's own kernel
   (``register_kernel``), which ``auto`` then prefers on that device.
 
+What these kernels lack is computed by others, whichever of them is chosen:
+
+- capped scores and sinks: in plain PyTorch under ``sdpa`` (``engine_torch.plain``); else by
+  flex_attention (``engine_torch.flex``) and by FlashAttention 2 with a correction
+  (``engine_torch.varlen``).
+- values of another width than the keys, and heads wider than 256, which FlashAttention 2 does not
+  take: padded with zeros, and by sdpa document by document.
+
 Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
 tokens.
 """
@@ -19,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +38,10 @@ from torch.nn.attention.varlen import varlen_attn
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.cudnn import cudnn_packed
+from engine_torch.flex import capped_attention
+from engine_torch.plain import plain_packed
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
+from engine_torch.varlen import varlen_with_sinks
 
 NAME = "engine_torch_packed"
 KERNELS = ("sdpa", "varlen", "cudnn")
@@ -41,6 +52,9 @@ KERNELS = ("sdpa", "varlen", "cudnn")
 # length of documents of any length.
 _CUDNN_EQUAL = 512
 _CUDNN_MEAN = 8192
+
+# Widest heads that FlashAttention 2 takes.
+_VARLEN_WIDTH = 256
 
 # Before torch 2.13 `varlen_attn` accepts fewer key heads than query heads without being asked to.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -117,7 +131,11 @@ def _select_kernel(lengths: list[int], kernel: str) -> str:
 
 def check_heads(config: Any, ulysses: int) -> None:
     """Raise ``ConfigError`` unless the model's heads can be split over ``ulysses`` ranks."""
-    heads = int(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        # A model without attention.
+        return
+    heads = int(heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     kv_heads_fit = kv_heads % ulysses == 0 or ulysses % kv_heads == 0
     if heads % ulysses or not kv_heads_fit:
@@ -173,6 +191,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within documents, as the function registered with ``AttentionInterface``.
@@ -181,17 +201,19 @@ def packed_attention(
         module: the attention layer, named in errors.
         query: ``[1, H, T, d]``, under Ulysses of this rank's tokens.
         key: ``[1, KV, T, d]``.
-        value: ``[1, KV, T, d]``.
+        value: ``[1, KV, T, e]``, where e may differ from d.
         attention_mask: always None, since transformers makes no mask for a kernel that it does not
             know.
         packing: the documents, which the engine gives to the model's forward.
         scaling: factor of the scores (None: ``d ** -0.5``).
         dropout: rate of dropout, which must be 0.
         sliding_window: number of tokens that a token attends to, itself included (None: no window).
+        softcap: bound of the scaled scores (None: no cap).
+        s_aux: score of each head's attention sink, ``[H]`` of all heads (None: no sinks).
         **extra: further arguments of transformers; those that would change the result are refused.
 
     Returns:
-        ``[1, T, H, d]``, as transformers expects, and None for the attention weights.
+        ``[1, T, H, e]``, as transformers expects, and None for the attention weights.
 
     Raises:
         UnsupportedCapability: the layer asks for something that the kernels would silently leave
@@ -202,15 +224,19 @@ def packed_attention(
             "unpacked attention", where=NAME, remedy="call the model through its engine"
         )
     _refuse_left_out(module, dropout, extra)
+    scores = _Scores(scale=scaling, window=sliding_window, cap=softcap or None, sinks=s_aux)
     if packing.group is None:
-        out = _attend(query, key, value, packing, scaling, sliding_window)
+        out = _attend(query, key, value, packing, scores)
     else:
         size = torch.distributed.get_world_size(packing.group)
+        if s_aux is not None:
+            own = s_aux.chunk(size)[torch.distributed.get_rank(packing.group)]
+            scores = replace(scores, sinks=own)
         # With fewer KV heads than ranks, several ranks share a head.
         if key.shape[1] < size:
             key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (heads_to_sequence(x, packing.group) for x in (query, key, value))
-        attended = _attend(q, k, v, packing, scaling, sliding_window)
+        attended = _attend(q, k, v, packing, scores)
         out = sequence_to_heads(attended, packing.group)
     # Contiguous, because some families view the result in another shape.
     return out.transpose(1, 2).contiguous(), None
@@ -266,19 +292,33 @@ def register_kernel(name: str, kernel: Kernel) -> None:
     _ADDED[name] = kernel
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the attention ``[1, H, T, d]`` over all tokens of the pack."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scores:
+    """What a layer does with the scores of its queries and keys.
+
+    Attributes:
+        scale: their factor (None: ``d ** -0.5``).
+        window: number of tokens that a token attends to, itself included (None: no window).
+        cap: bound of the scaled scores (None: no cap).
+        sinks: score of each head's sink ``[H]``, of the heads of this call (None: no sinks).
+    """
+
+    scale: float | None
+    window: int | None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` over all tokens of the pack."""
+    scale, window = scores.scale, scores.window
     if packing.kernel in _ADDED:
+        _refuse_special(packing.kernel, scores)
         return _ADDED[packing.kernel](q, k, v, packing, scale, window)
-    if packing.kernel == "cudnn" and window is None:
-        parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)
-        return out.transpose(0, 1)[None]
-    # The cuDNN path has no window, so layers with one run on varlen.
-    if packing.kernel in ("varlen", "cudnn"):
-        return _varlen(q, k, v, packing, scale, window)
+    if packing.kernel != "sdpa":
+        return _attend_fused(q, k, v, packing, scores)
+    if scores.cap is not None or scores.sinks is not None:
+        return _attend_plain(q, k, v, packing, scores)
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
         return F.scaled_dot_product_attention(
@@ -292,6 +332,83 @@ def _attend(
     if packing.flat_index is not None:
         flat = flat[:, packing.flat_index]
     return flat[None]
+
+
+def _refuse_special(kernel: str, scores: _Scores) -> None:
+    """Raise ``UnsupportedCapability`` for a cap or sinks, which a registered kernel leaves out."""
+    asked = {"softcap": scores.cap, "sinks": scores.sinks}
+    for name, value in asked.items():
+        if value is not None:
+            raise UnsupportedCapability(
+                name,
+                where=f"model.attention: {kernel}",
+                why="its kernel would leave that out",
+                remedy="use model.attention: sdpa",
+            )
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by a kernel of CUDA in half precision."""
+    window = scores.window
+    width = max(q.shape[-1], v.shape[-1])
+    if scores.cap is not None and scores.sinks is not None:
+        # No family asks for both.
+        return _attend_plain(q, k, v, packing, scores)
+    if scores.cap is not None:
+        return capped_attention(q, k, v, packing, scores.scale, window, scores.cap)
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    if width > _VARLEN_WIDTH:
+        if scores.sinks is not None:
+            return _attend_plain(q, k, v, packing, scores)
+        return _attend_by_document(q, k, v, packing, scale, window)
+    same = q.shape[-1] == v.shape[-1]
+    if packing.kernel == "cudnn" and window is None and scores.sinks is None and same:
+        parts = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, _ = cudnn_packed(*parts, packing.bounds, scale)
+        return out.transpose(0, 1)[None]
+    # The cuDNN path has no window, no sinks and one width, so other layers run on varlen.
+    if not same:
+        padded = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        out = _varlen(*padded, packing, replace(scores, scale=scale))
+        return out[..., : v.shape[-1]]
+    return _varlen(q, k, v, packing, scores)
+
+
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by ``engine_torch.plain``."""
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    parts = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, _ = plain_packed(
+        *parts, scores.sinks, packing.bounds, scale, scores.cap or 0.0, scores.window or 0
+    )
+    return out.transpose(0, 1)[None]
+
+
+def _attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by sdpa, one document after another."""
+    lengths: list[int] = packing.bounds.diff().tolist()
+    grouped = q.shape[1] != k.shape[1]
+    out: list[Tensor] = []
+    for query, key, value in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
+        mask = None
+        if window is not None and query.shape[2] > window:
+            position = torch.arange(query.shape[2], device=q.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out.append(
+            F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(out, dim=2)
 
 
 def _batch_documents(x: Tensor, packing: Packing) -> Tensor:
@@ -312,13 +429,18 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
     return (same & (distance >= 0) & (distance < window))[None, None]
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the attention ``[1, H, T, d]`` by ``torch.nn.attention.varlen``."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, d]`` by FlashAttention 2."""
     grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
+    window = scores.window
     # The kernel takes [T, H, d].
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    if scores.sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        out, _ = varlen_with_sinks(
+            q, k, v, scores.sinks, packing.cu_seqlens, packing.max_length, scale, window or 0
+        )
+        return out.transpose(0, 1)[None]
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
         q,
@@ -328,7 +450,7 @@ def _varlen(
         packing.cu_seqlens,
         packing.max_length,
         packing.max_length,
-        scale=scale,
+        scale=scores.scale,
         window_size=size,
         **grouped,
     )

@@ -1,0 +1,316 @@
+"""Compute tiny models of every family with engine-fsdp, and write docs/models.md from the results.
+
+``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
+computes three packed documents, and compares with transformers' own eager implementation in
+float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
+``from_pretrained`` reads, and all but the export again on two ranks under Ulysses. The results go
+to conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
+``--check`` says whether the page is current. It imports no torch then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matrix import table, write_or_check
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "conformance" / "zoo.json"
+PAGE = ROOT / "docs" / "models.md"
+
+# Largest differences for float32 against float64: of a log-prob in nats, and of a weight's gradient
+# as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
+NEAR = 1e-4
+NEAR_GRADIENT = 1e-3
+LAYOUTS = ("one rank", "Ulysses on two ranks")
+TITLES = {
+    "right": "Right",
+    "refused": "Refused",
+    "wrong": "Accepted and wrong",
+    "crash": "Crashes",
+    "unmade": "No tiny model",
+}
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
+    """Return the result of a model type on this rank: its status and its largest differences."""
+    from engine_api.errors import EngineError
+    from tiny_models import tiny_model
+
+    try:
+        if not (folder / "config.json").is_file():
+            tiny_model(model_type).save_pretrained(folder)
+        expected = Expected(folder)
+    # The family's own code may raise anything where the sizes do not fit it.
+    except Exception as error:  # noqa: BLE001
+        return {"status": "unmade", "why": _line(error)}
+    try:
+        engine, changed = _start(folder, ulysses)
+    except EngineError as error:
+        return {"status": "refused", "why": _line(error), "by": _mechanism(error)}
+    except Exception as error:  # noqa: BLE001 - a crash is a result
+        traceback.print_exc()
+        return {"status": "crash", "why": _line(error)}
+    try:
+        found = _compare(engine, expected, folder, ulysses)
+    except EngineError as error:
+        found = {"status": "refused", "why": f"late: {_line(error)}", "by": _mechanism(error)}
+    except Exception as error:  # noqa: BLE001 - a crash is a result
+        traceback.print_exc()
+        found = {"status": "crash", "why": _line(error)}
+    finally:
+        engine.close()
+    return found | ({"without": changed} if changed else {})
+
+
+class Expected:
+    """The log-probs and gradients that transformers computes in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from tiny_models import documents, oracle
+
+        self.model = oracle(str(folder))
+        self.documents = documents()
+        total = sum(len(ids) - 1 for ids in self.documents)
+        found: list[Any] = []
+        for ids in self.documents:
+            scores = self.model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
+            (-picked.sum() / total).backward()
+            found.append(torch.cat([picked.new_zeros(1), picked.detach()]))
+        self.log_probs = torch.cat(found)
+        self.gradients = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
+    """Return an initialized engine, and the overrides that a refusal's remedy asked for."""
+    from engine_api import EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism
+    from engine_api.errors import ConfigError
+
+    def create(overrides: dict[str, float]) -> Any:
+        config = EngineConfig(
+            model=ModelSource(path=str(folder), config_overrides=overrides),
+            optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.0),
+            parallelism=Parallelism(ulysses=ulysses),
+        )
+        engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+        engine.initialize()
+        return engine
+
+    try:
+        return create({}), {}
+    except ConfigError as error:
+        if "config_overrides: {" not in error.remedy:
+            raise
+        off = dict.fromkeys(re.findall(r"(\w+): 0\.0", error.remedy), 0.0)
+        return create(off), off
+
+
+def _compare(engine: Any, expected: Expected, folder: Path, ulysses: int) -> dict[str, Any]:
+    from engine_api import Batch, sft_loss
+    from tiny_models import log_probs, oracle
+
+    rows = [
+        {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
+        for ids in expected.documents
+    ]
+    batch = Batch.pack(rows)
+    got = engine.infer_batch(batch).log_probs.double()
+    found: dict[str, Any] = {"log_probs": float((got - expected.log_probs).abs().max())}
+    engine.forward_backward(batch, sft_loss)
+    worst, name = _worst_gradient(engine, expected)
+    found |= {"gradient": worst, "weight": name}
+    if ulysses == 1:
+        import torch
+
+        saved = folder.with_name(folder.name + "-saved")
+        engine.save_hf(saved)
+        again = oracle(str(saved))
+        same = torch.cat([log_probs(again, ids) for ids in expected.documents])
+        found["export"] = float((same - expected.log_probs).abs().max())
+    right = found["log_probs"] < NEAR and worst < NEAR_GRADIENT and found.get("export", 0.0) < 1e-9
+    return {"status": "right" if right else "wrong", **found}
+
+
+def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
+    """Return the largest relative difference of this rank's gradients, and the weight's name."""
+    import torch
+
+    from engine_torch.boxes import local_of
+
+    norm = float(torch.stack([g.norm() for g in expected.gradients.values()]).norm())
+    worst = (0.0, "")
+    for entry in engine.table:
+        if not entry.trainable:
+            continue
+        want = expected.gradients.get(entry.name)
+        whole = torch.zeros(entry.param.shape, dtype=torch.float64) if want is None else want
+        part = whole[entry.box.slices]
+        grad = entry.param.grad
+        mine = torch.zeros_like(part) if grad is None else local_of(grad).double()
+        apart = float((mine - part).norm()) / max(float(whole.norm()), 1e-3 * norm)
+        # A gradient that is not a number must not pass a comparison.
+        if not apart <= worst[0]:
+            worst = (apart, entry.name)
+    return worst
+
+
+def _mechanism(error: Any) -> str:
+    """Return the name of what a refusal is about."""
+    return str(getattr(error, "capability", None) or getattr(error, "field", type(error).__name__))
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    # The folder is another one in each run.
+    return re.sub(r"/\S*/zoo-\w+/", "", f"{type(error).__name__}: {lines[0]}")[:300]
+
+
+def measure_all(model_types: Sequence[str], ulysses: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (model type, result) of each type, one after another."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    shared = os.environ.get("ZOO_FOLDER")
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        for model_type in model_types:
+            yield model_type, measure(model_type, Path(shared or scratch) / model_type, ulysses)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, Any]]:
+    """Measure on ``count`` ranks, and return each type's worst result."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        from tiny_models import tiny_model
+
+        for model_type in model_types:
+            tiny_model(model_type).save_pretrained(Path(scratch) / model_type)
+        ranks: list[subprocess.Popen[str]] = []
+        for rank in range(count):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            environment = {key: str(value) for key, value in place.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "ZOO_FOLDER": scratch}
+            command = [sys.executable, __file__, "rank", "--ulysses", str(count), *model_types]
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | environment,
+                    stdout=subprocess.PIPE,
+                    stderr=None,
+                    text=True,
+                )
+            )
+        results = [
+            {row["type"]: row for row in map(json.loads, rank.communicate()[0].splitlines())}
+            for rank in ranks
+        ]
+    order = list(TITLES)
+    worst: dict[str, dict[str, Any]] = {}
+    for model_type in model_types:
+        rows = [rank.get(model_type, {"status": "crash", "why": "ended"}) for rank in results]
+        row = max(rows, key=lambda one: (order.index(one["status"]), one.get("gradient", 0.0)))
+        worst[model_type] = {key: value for key, value in row.items() if key != "type"}
+    return worst
+
+
+def _measure_command(arguments: argparse.Namespace) -> int:
+    from tiny_models import MODEL_TYPES
+
+    chosen: list[str] = arguments.types or list(MODEL_TYPES)
+    record: dict[str, Any] = {}
+    if RECORD.is_file() and not arguments.new:
+        record = json.loads(RECORD.read_text())
+    for model_type, found in measure_all(chosen, 1):
+        record[model_type] = {LAYOUTS[0]: _rounded(found)}
+        print(f"{model_type}: {_sentence(found)}", flush=True)
+        _write_record(record)
+    accepted = [name for name in chosen if record[name][LAYOUTS[0]]["status"] in ("right", "wrong")]
+    if accepted and not arguments.one_rank:
+        for model_type, found in _run_ranks(accepted, 2).items():
+            record[model_type][LAYOUTS[1]] = _rounded(found)
+            print(f"{model_type} on two ranks: {_sentence(found)}", flush=True)
+        _write_record(record)
+    print(summary(record))
+    bad = ("wrong", "crash")
+    return int(any(layout["status"] in bad for row in record.values() for layout in row.values()))
+
+
+def _write_record(record: dict[str, Any]) -> None:
+    RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+
+
+def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+    # One digit: the rest differs between machines.
+    return {k: float(f"{v:.0e}") if isinstance(v, float) else v for k, v in found.items()}
+
+
+def _sentence(found: dict[str, Any]) -> str:
+    parts = [f"{k} {v:.1e}" for k, v in found.items() if isinstance(v, float)]
+    return ", ".join([found["status"], *parts, *([found["why"]] if "why" in found else [])])
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Return the number of types of each status, on one rank, in a line."""
+    statuses = [row[LAYOUTS[0]]["status"] for row in record.values()]
+    return ", ".join(f"{statuses.count(name)} {name}" for name in TITLES)
+
+
+def main() -> int:
+    """Run the command, and return the exit status."""
+    if sys.argv[1:] in ([], ["--check"]):
+        return write_or_check(PAGE, render(json.loads(RECORD.read_text())), "zoo.py")
+    sys.path.insert(0, str(ROOT / "tests"))
+    parser = argparse.ArgumentParser(prog="zoo.py", description=__doc__)
+    parser.add_argument("command", choices=("measure", "rank"))
+    parser.add_argument("types", nargs="*", help="model types; all without any")
+    parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
+    parser.add_argument("--new", action="store_true", help="forget the recorded results")
+    arguments = parser.parse_intermixed_args()
+    if arguments.command == "measure":
+        return _measure_command(arguments)
+    for model_type, found in measure_all(arguments.types, arguments.ulysses):
+        print(json.dumps({"type": model_type, **found}), flush=True)
+    return 0
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def render(record: dict[str, Any]) -> str:
+    """Return docs/models.md."""
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    sys.exit(main())
