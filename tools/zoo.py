@@ -15,9 +15,11 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -53,8 +55,7 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
     from tiny_models import tiny_model
 
     try:
-        if not (folder / "config.json").is_file():
-            tiny_model(model_type).save_pretrained(folder)
+        tiny_model(model_type).save_pretrained(folder)
         expected = Expected(folder)
     # The family's own code may raise anything where the sizes do not fit it.
     except Exception as error:  # noqa: BLE001
@@ -194,53 +195,69 @@ def measure_all(model_types: Sequence[str], ulysses: int) -> Iterator[tuple[str,
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    shared = os.environ.get("ZOO_FOLDER")
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
         for model_type in model_types:
-            yield model_type, measure(model_type, Path(shared or scratch) / model_type, ulysses)
+            yield model_type, measure(model_type, Path(scratch) / model_type, ulysses)
 
 
 # --- the command --------------------------------------------------------------------------------
 
 
 def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, Any]]:
-    """Measure on ``count`` ranks, and return each type's worst result."""
-    import socket
+    """Measure on ``count`` ranks, and return each type's worst result.
 
+    A type that ends its ranks is a crash, and the next ones run in new ranks.
+    """
+    worst: dict[str, dict[str, Any]] = {}
+    left = list(model_types)
+    while left:
+        results = _run_some(left, count)
+        for model_type in left:
+            rows = [rank[model_type] for rank in results if model_type in rank]
+            if len(rows) < count:
+                rows.append({"status": "crash", "why": "a rank ended"})
+            row = max(rows, key=_badness)
+            worst[model_type] = {key: value for key, value in row.items() if key != "type"}
+            left = left[1:]
+            if len(rows) > count or row["status"] == "crash":
+                break
+    return worst
+
+
+def _badness(row: dict[str, Any]) -> tuple[int, float]:
+    return ("right", "refused", "unmade", "wrong", "crash").index(row["status"]), row.get(
+        "gradient", 0.0
+    )
+
+
+def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str, Any]]]:
+    """Return the results of each rank, until the last type or the first rank that ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
-        from tiny_models import tiny_model
-
-        for model_type in model_types:
-            tiny_model(model_type).save_pretrained(Path(scratch) / model_type)
         ranks: list[subprocess.Popen[str]] = []
         for rank in range(count):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
             environment = {key: str(value) for key, value in place.items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "ZOO_FOLDER": scratch}
-            command = [sys.executable, __file__, "rank", "--ulysses", str(count), *model_types]
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=os.environ | environment,
-                    stdout=subprocess.PIPE,
-                    stderr=None,
-                    text=True,
-                )
-            )
-        results = [
-            {row["type"]: row for row in map(json.loads, rank.communicate()[0].splitlines())}
-            for rank in ranks
+            environment |= {"MASTER_ADDR": "127.0.0.1"}
+            command = [sys.executable, __file__, "rank", "--ulysses", str(count)]
+            command += ["--results", f"{scratch}/{rank}.jsonl", *model_types]
+            ranks.append(subprocess.Popen(command, env=os.environ | environment))
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+        # The other ranks would wait for one that ended.
+        if any(rank.poll() for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+        for rank in ranks:
+            rank.wait()
+        files = [Path(scratch, f"{rank}.jsonl") for rank in range(count)]
+        return [
+            {row["type"]: row for row in map(json.loads, file.read_text().splitlines())}
+            for file in files
+            if file.is_file()
         ]
-    order = list(TITLES)
-    worst: dict[str, dict[str, Any]] = {}
-    for model_type in model_types:
-        rows = [rank.get(model_type, {"status": "crash", "why": "ended"}) for rank in results]
-        row = max(rows, key=lambda one: (order.index(one["status"]), one.get("gradient", 0.0)))
-        worst[model_type] = {key: value for key, value in row.items() if key != "type"}
-    return worst
 
 
 def _measure_command(arguments: argparse.Namespace) -> int:
@@ -294,13 +311,17 @@ def main() -> int:
     parser.add_argument("command", choices=("measure", "rank"))
     parser.add_argument("types", nargs="*", help="model types; all without any")
     parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
     parser.add_argument("--new", action="store_true", help="forget the recorded results")
     arguments = parser.parse_intermixed_args()
     if arguments.command == "measure":
         return _measure_command(arguments)
-    for model_type, found in measure_all(arguments.types, arguments.ulysses):
-        print(json.dumps({"type": model_type, **found}), flush=True)
+    with open(arguments.results, "a") as results:
+        for model_type, found in measure_all(arguments.types, arguments.ulysses):
+            print(json.dumps({"type": model_type, **found}), file=results, flush=True)
+            if found["status"] == "crash":
+                return 1
     return 0
 
 

@@ -139,6 +139,10 @@ class WeightFiles:
     def __contains__(self, name: object) -> bool:
         return name in self.handles
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the stored shape of a weight that the files have."""
+        return tuple(self.handles[name].get_slice(name).get_shape())
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold the weights of ``shapes``, without reading any.
 

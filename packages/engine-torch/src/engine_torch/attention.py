@@ -39,6 +39,7 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.cudnn import cudnn_packed
 from engine_torch.flex import capped_attention
+from engine_torch.mixers import DOCUMENTS
 from engine_torch.plain import plain_packed
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
 from engine_torch.varlen import varlen_with_sinks
@@ -204,7 +205,8 @@ def packed_attention(
         value: ``[1, KV, T, e]``, where e may differ from d.
         attention_mask: always None, since transformers makes no mask for a kernel that it does not
             know.
-        packing: the documents, which the engine gives to the model's forward.
+        packing: the documents, which the engine gives to the model's forward. None where a family
+            does not pass them on; ``module`` has them then.
         scaling: factor of the scores (None: ``d ** -0.5``).
         dropout: rate of dropout, which must be 0.
         sliding_window: number of tokens that a token attends to, itself included (None: no window).
@@ -219,9 +221,19 @@ def packed_attention(
         UnsupportedCapability: the layer asks for something that the kernels would silently leave
             out.
     """
-    if packing is None or attention_mask is not None:
+    if packing is None:
+        # Some families do not pass it on to their attention.
+        packing = getattr(getattr(module, DOCUMENTS, None), "packing", None)
+    if packing is None:
         raise UnsupportedCapability(
             "unpacked attention", where=NAME, remedy="call the model through its engine"
+        )
+    if attention_mask is not None:
+        raise UnsupportedCapability(
+            "attention_mask",
+            where=type(module).__name__,
+            why="the family makes a mask of its own, which the kernels would leave out",
+            remedy="use another backend for this model family",
         )
     _refuse_left_out(module, dropout, extra)
     scores = _Scores(scale=scaling, window=sliding_window, cap=softcap or None, sinks=s_aux)

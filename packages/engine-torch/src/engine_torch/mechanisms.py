@@ -81,7 +81,7 @@ def _find_layers(text: Any, kinds: Collection[str]) -> str:
 
 
 def _find_softcap(text: Any, _cls: Any, _lm: Any) -> str:
-    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    keys = ("attn_logit_softcapping", *_HEAD_CAPS)
     found = [f"{key}={value}" for key in keys if (value := getattr(text, key, None)) is not None]
     return ", ".join(found)
 
@@ -101,15 +101,15 @@ def _find_other_layers(text: Any, _cls: Any, _lm: Any) -> str:
     return _find_layers(text, _types(text) - known)
 
 
-def _find_own_attention(_text: Any, cls: Any, lm: Any) -> str:
+def _find_own_attention(text: Any, cls: Any, _lm: Any) -> str:
     # A model whose folder brings its own code has no class of transformers.
     if cls is None or cls._supports_attention_backend:  # noqa: SLF001 - no public name
         return ""
-    # Some families take their attention from the interface, and do not say so. If they lose the
-    # documents on the way, the attention function itself refuses the call.
-    if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS") or lm is None:
+    # Some families take their attention from the interface, and do not say so.
+    if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ""
-    attends = any("attention" in type(m).__name__.lower() for m in lm.modules())
+    types = _types(text)
+    attends = not types or bool(types - _MIXING_LAYERS)
     return f"attention of {cls.__name__} in its own code" if attends else ""
 
 
@@ -125,6 +125,12 @@ def _find_sinks(_text: Any, _cls: Any, lm: Any) -> str:
 def _find_head_bias(_text: Any, _cls: Any, lm: Any) -> str:
     head = None if lm is None else lm.get_output_embeddings()
     return "an output head with a bias" if getattr(head, "bias", None) is not None else ""
+
+
+def _find_scale(text: Any, _cls: Any, _lm: Any) -> str:
+    keys = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    found = [f"{key}={x}" for key in keys if (x := getattr(text, key, None)) not in (None, 1.0)]
+    return ", ".join(found)
 
 
 def _find_buffers(_text: Any, _cls: Any, lm: Any) -> str:
@@ -150,6 +156,11 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         name="head_bias",
         find=_find_head_bias,
+        served_by="each chunk of logits (`engine_torch.head`)",
+    ),
+    Mechanism(
+        name="logit_scale",
+        find=_find_scale,
         served_by="each chunk of logits (`engine_torch.head`)",
     ),
     Mechanism(
@@ -197,7 +208,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     ),
 )
 
-SERVED = frozenset(one.name for one in MECHANISMS if one.served_by) | {"logit_scale"}
+SERVED = frozenset(one.name for one in MECHANISMS if one.served_by)
 """Names of the mechanisms that this package serves; an engine may serve fewer."""
 
 
@@ -240,6 +251,8 @@ class Head:
     cap: float | None = None
 
 
+# Keys of a configuration that name the head's cap.
+_HEAD_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Plain logits at which a head is measured.
 _POINTS = torch.linspace(-24.0, 24.0, 17, dtype=torch.float64)
 # Largest relative difference, for heads that compute in float32.
@@ -259,7 +272,21 @@ class _Output(dict[str, Any]):
 
 
 class _Base(nn.Module):
-    """A base model whose hidden states are the points."""
+    """A base model whose hidden states are the points.
+
+    Numbers that a head reads from its base model are those of the model's own.
+    """
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self._numbers = {k: v for k, v in vars(own).items() if isinstance(v, int | float)}
+
+    def __getattr__(self, name: str) -> Any:
+        # A model whose forward pass calls its decoder alone (OPT).
+        if name == "decoder":
+            return self
+        numbers: dict[str, Any] = self.__dict__.get("_numbers", {})
+        return numbers[name] if name in numbers else super().__getattr__(name)
 
     def forward(self, *_: Any, **__: Any) -> _Output:
         """Return the points as hidden states of one token."""
@@ -302,7 +329,8 @@ def measure_head(lm: Any, *, engine: str) -> Head:
     if given.shape != (1, 1, len(points)):
         raise _unknown_head(lm, engine, f"its logits have another shape: {tuple(given.shape)}")
     scores = given[0, 0].double()
-    cap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+    text = lm.config.get_text_config()
+    cap = next((x for key in _HEAD_CAPS if (x := getattr(text, key, None)) is not None), None)
     if cap is not None:
         scores = torch.atanh(scores / cap) * cap
     # Points around 0 have no ratio, and a cap's largest scores no digits.
@@ -338,7 +366,7 @@ def _replaced(lm: Any) -> Iterator[None]:
         for name, module in lm.named_modules()
         if module is embedding
     ]
-    places.append((lm, lm.base_model_prefix, _Base()))
+    places.append((lm, lm.base_model_prefix, _Base(lm.base_model)))
     former = [(owner, leaf, owner._modules[leaf]) for owner, leaf, _ in places]  # noqa: SLF001
     try:
         for owner, leaf, module in places:

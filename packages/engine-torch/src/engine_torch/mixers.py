@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from engine_api.errors import UnsupportedCapability
 
-__all__ = ["Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
+__all__ = ["DOCUMENTS", "Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
+
+DOCUMENTS = "_engine_documents"
+"""Attribute of each module that holds the documents of the current micro-batch."""
 
 # Linear attention without a convolution and a decay of that name.
 _BY_NAME = ("LightningAttention",)
@@ -36,15 +39,22 @@ _INSTALL = {
 }
 
 
+# Arguments that are made for each document, or that no such layer reads.
+_INDEPENDENT = {"position_ids", "cache_position"}
+
+
 class Documents:
     """The documents of the micro-batch that the model computes, for layers that are not told."""
 
     def __init__(self) -> None:
+        self.packing: Any = None
+        """The packing, or None for a model's own forward pass of one document."""
         self.lengths: list[int] | None = None
-        """Tokens of each document, or None for a model's own forward pass of one document."""
+        """Tokens of each document, or None as above."""
 
     def set(self, packing: Any) -> None:
         """Take the documents of a micro-batch, or of none (None)."""
+        self.packing = packing
         self.lengths = None if packing is None else packing.bounds.diff().tolist()
 
 
@@ -90,11 +100,16 @@ def _list_kernels(mixer: nn.Module) -> tuple[str, ...]:
 def divide_mixers(lm: nn.Module, group: Any) -> Documents:
     """Let each mixer compute one document after another, and return where it finds them.
 
+    Every layer has them under ``DOCUMENTS``, too, for attention in families whose layers do not
+    pass the packing on.
+
     Args:
         lm: the model.
         group: process group of Ulysses, or None.
     """
     documents = Documents()
+    for module in lm.modules():
+        module.__dict__[DOCUMENTS] = documents
     for module in find_mixers(lm).values():
         # An instance's own forward, because FSDP replaces the classes of some modules.
         module.forward = _divided(module, module.forward, documents, group)  # type: ignore[method-assign]
@@ -108,34 +123,45 @@ def _divided(module: nn.Module, forward: Any, documents: Documents, group: Any) 
     def divided(hidden_states: Tensor, *rest: Any, **options: Any) -> Any:
         if documents.lengths is None:
             return forward(hidden_states, *rest, **options)
-        _refuse_masks(module, rest, options)
+        if any(one is not None for one in rest):
+            _refuse_arguments(module, "positional arguments")
+        per_token = {k for k, v in options.items() if isinstance(v, Tensor)} - _INDEPENDENT
+        if per_token:
+            _refuse_arguments(module, ", ".join(sorted(per_token)))
         own = {key: None if isinstance(x, Tensor) else x for key, x in options.items()}
         own.pop("packing", None)
         whole = hidden_states if group is None else _gather(hidden_states, group)
-        results = [forward(part, **own) for part in whole.split(documents.lengths, dim=1)]
-        bare = isinstance(results[0], Tensor)
-        mixed = torch.cat([result if bare else result[0] for result in results], dim=1)
-        if group is not None:
-            mixed = mixed.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
-        return mixed if bare else (mixed, *results[0][1:])
+        results: list[Any] = []
+        for part in whole.split(documents.lengths, dim=1):
+            if options.get("position_ids") is not None:
+                own["position_ids"] = torch.arange(part.shape[1], device=part.device)[None]
+            results.append(forward(part, *rest, **own))
+        if isinstance(results[0], Tensor):
+            return _own_part(torch.cat(results, dim=1), group)
+        # Further outputs are of each token, or none.
+        return tuple(
+            _own_part(torch.cat(parts, dim=1), group) if isinstance(parts[0], Tensor) else None
+            for parts in zip(*results, strict=True)
+        )
 
     return divided
 
 
-def _refuse_masks(module: nn.Module, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _own_part(whole: Tensor, group: Any) -> Tensor:
+    """Return the tokens of this rank of the Ulysses group."""
+    if group is None:
+        return whole
+    return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
+def _refuse_arguments(module: nn.Module, names: str) -> None:
     """Raise ``UnsupportedCapability`` for arguments that would have to be divided, too."""
-    per_token = sorted(
-        key
-        for key, value in options.items()
-        if isinstance(value, Tensor) and key not in ("position_ids", "cache_position")
+    raise UnsupportedCapability(
+        "linear_attention",
+        where=type(module).__name__,
+        why=f"it takes {names} for each token",
+        remedy="use another backend for this model family",
     )
-    if rest or per_token:
-        raise UnsupportedCapability(
-            "linear_attention",
-            where=type(module).__name__,
-            why=f"it takes {', '.join(per_token) or 'positional arguments'} for each token",
-            remedy="report the model family",
-        )
 
 
 class _Gather(torch.autograd.Function):

@@ -14,7 +14,7 @@ from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError
 from engine_api.hf_config import read_hf_config, require_memory, unbuildable
 from engine_api.hf_folder import WeightFiles, fetch
-from engine_api.hf_names import Piece, keep_float32, pieces_of
+from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.results import TokenOutputs
@@ -158,10 +158,15 @@ class ModelClasses:
             trust_remote_code=trust_remote_code,
         )
 
-    def list_pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
-        """Return the saved tensors of each parameter of a model that ``make`` made, in order."""
+    def list_pieces(
+        self, lm: Any, kind: Kind, folder: SavedTensors | None = None
+    ) -> dict[str, list[Piece]]:
+        """Return the saved tensors of each parameter of a model that ``make`` made, in order.
+
+        ``folder`` has the tensors of the model's folder (None: not known).
+        """
         del kind
-        return pieces_of(lm)
+        return pieces_of(lm, folder)
 
 
 def build_model(
@@ -206,8 +211,8 @@ def build_model(
         lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"), classes)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    pieces = classes.list_pieces(lm, kind)
     files = None if random else WeightFiles(folder)
+    pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head)
