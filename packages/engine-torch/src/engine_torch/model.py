@@ -39,6 +39,7 @@ class PackedModel(nn.Module):
         self.lm = lm
         self.head = head or Head()
         self.documents = divide_mixers(lm, group)
+        _connect_experts(lm)
         self.kind = kind
         self.logit_chunk = logit_chunk
         self.group = group
@@ -88,6 +89,29 @@ class PackedModel(nn.Module):
         parts = self(inputs, needs, temperature)
         names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
         return TokenOutputs(**dict(zip(names, parts, strict=False)))
+
+
+def _connect_experts(lm: Any) -> None:
+    """Give the experts a gradient in every micro-batch, where tokens may need none of them.
+
+    Beside experts without weights (LongCat) the tokens of one rank may pass them all by. That rank
+    would have no gradient to reduce, and the others would wait for it.
+    """
+    if not getattr(lm.config.get_text_config(), "zero_expert_num", 0):
+        return
+    for module in lm.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.forward = _connected(module, module.forward)  # type: ignore[method-assign]
+
+
+def _connected(module: nn.Module, forward: Any) -> Any:
+    def connected(*args: Any, **options: Any) -> Tensor:
+        # Empty slices add nothing to the sum but a path for a gradient of zeros.
+        nothing = [one.flatten()[:0].sum() for one in module.parameters(recurse=False)]
+        result: Tensor = forward(*args, **options)
+        return result + torch.stack(nothing).sum().to(result.dtype) if nothing else result
+
+    return connected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,11 +368,18 @@ def document_limit(hf_config: Any) -> DocumentLimit | None:
 def blocks_of(lm: Any) -> list[nn.Module]:
     """Return the repeated blocks, by the model's own list of modules that must not be split.
 
+    A module of that list inside another one (Mamba lists blocks and their mixers) is no block.
+
     Raises:
         ConfigError: the model has no such list.
     """
     names = set(lm._no_split_modules or ())  # noqa: SLF001 - transformers documents this attribute
-    blocks = [m for m in lm.modules() if type(m).__name__ in names]
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in lm.modules():
+        if type(module).__name__ in names and module not in inside:
+            blocks.append(module)
+            inside |= set(module.modules())
     if not blocks:
         raise ConfigError(
             "model.path",
