@@ -89,7 +89,7 @@ _SIZES: dict[str, Any] = {
     "window_size": WINDOW,
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,

@@ -3,8 +3,7 @@
 ``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
 computes three packed documents, and compares with transformers' own eager implementation in
 float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
-``from_pretrained`` reads, and all but the export again on two ranks under Ulysses. The results go
-to conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
+``from_pretrained`` reads, and all but the export again on two ranks. The results go to conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
 ``--check`` says whether the page is current. It imports no torch then.
 """
 
@@ -36,14 +35,15 @@ PAGE = ROOT / "docs" / "models.md"
 # as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
-LAYOUTS = ("one rank", "Ulysses on two ranks")
+LAYOUTS = ("one rank", "two ranks")
 TITLES = {
     "right": "Right",
     "refused": "Refused",
     "wrong": "Accepted and wrong",
-    "crash": "Crashes",
+    "crash": "Crash",
     "unmade": "No tiny model",
 }
+ORDER = ("right", "refused", "unmade", "wrong", "crash")
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -61,12 +61,13 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001
         return {"status": "unmade", "why": _line(error)}
     try:
-        engine, changed = _start(folder, ulysses)
+        engine, changed = _start_divided(folder, ulysses)
     except EngineError as error:
         return {"status": "refused", "why": _line(error), "by": _mechanism(error)}
     except Exception as error:  # noqa: BLE001 - a crash is a result
         traceback.print_exc()
         return {"status": "crash", "why": _line(error)}
+    asks = _list_mechanisms(engine.module.lm)
     try:
         found = _compare(engine, expected, folder, ulysses)
     except EngineError as error:
@@ -76,6 +77,7 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
         found = {"status": "crash", "why": _line(error)}
     finally:
         engine.close()
+    found["asks"] = asks
     return found | ({"without": changed} if changed else {})
 
 
@@ -104,6 +106,26 @@ class Expected:
         }
 
 
+def _start_divided(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
+    """Return an engine that divides documents over ranks, or documents where it refuses that."""
+    from engine_api.errors import UnsupportedCapability
+
+    try:
+        return _start(folder, ulysses)
+    except UnsupportedCapability as error:
+        if ulysses == 1 or "under Ulysses" not in str(error):
+            raise
+        return _start(folder, 1)
+
+
+def _list_mechanisms(lm: Any) -> list[str]:
+    """Return the names of the mechanisms that a model asks for."""
+    from engine_torch.mechanisms import MECHANISMS
+
+    text = lm.config.get_text_config()
+    return [one.name for one in MECHANISMS if one.find(text, type(lm), lm)]
+
+
 def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
     """Return an initialized engine, and the overrides that a refusal's remedy asked for."""
     from engine_api import EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism
@@ -129,6 +151,8 @@ def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
 
 
 def _compare(engine: Any, expected: Expected, folder: Path, ulysses: int) -> dict[str, Any]:
+    import torch
+
     from engine_api import Batch, sft_loss
     from tiny_models import log_probs, oracle
 
@@ -136,15 +160,15 @@ def _compare(engine: Any, expected: Expected, folder: Path, ulysses: int) -> dic
         {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
         for ids in expected.documents
     ]
-    batch = Batch.pack(rows)
+    want = list(expected.log_probs.split([len(ids) for ids in expected.documents]))
+    own = slice(engine.topology.dp_rank, None, engine.topology.dp_size)
+    batch = Batch.pack(rows[own])
     got = engine.infer_batch(batch).log_probs.double()
-    found: dict[str, Any] = {"log_probs": float((got - expected.log_probs).abs().max())}
+    found: dict[str, Any] = {"log_probs": float((got - torch.cat(want[own])).abs().max())}
     engine.forward_backward(batch, sft_loss)
     worst, name = _worst_gradient(engine, expected)
     found |= {"gradient": worst, "weight": name}
-    if ulysses == 1:
-        import torch
-
+    if engine.topology.world_size == 1:
         saved = folder.with_name(folder.name + "-saved")
         engine.save_hf(saved)
         again = oracle(str(saved))
@@ -225,9 +249,7 @@ def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, An
 
 
 def _badness(row: dict[str, Any]) -> tuple[int, float]:
-    return ("right", "refused", "unmade", "wrong", "crash").index(row["status"]), row.get(
-        "gradient", 0.0
-    )
+    return ORDER.index(row["status"]), row.get("gradient", 0.0)
 
 
 def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str, Any]]]:
@@ -261,29 +283,41 @@ def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str
 
 
 def _measure_command(arguments: argparse.Namespace) -> int:
+    """Measure the chosen types, and write their results into the record."""
+    import transformers
+
+    from engine_torch.mechanisms import MECHANISMS
     from tiny_models import MODEL_TYPES
 
     chosen: list[str] = arguments.types or list(MODEL_TYPES)
-    record: dict[str, Any] = {}
-    if RECORD.is_file() and not arguments.new:
-        record = json.loads(RECORD.read_text())
+    types: dict[str, Any] = {}
+    if RECORD.is_file() and arguments.types:
+        types = json.loads(RECORD.read_text())["types"]
     for model_type, found in measure_all(chosen, 1):
-        record[model_type] = {LAYOUTS[0]: _rounded(found)}
+        asks = found.pop("asks", [])
+        types[model_type] = {"asks": asks, LAYOUTS[0]: _rounded(found)}
         print(f"{model_type}: {_sentence(found)}", flush=True)
-        _write_record(record)
-    accepted = [name for name in chosen if record[name][LAYOUTS[0]]["status"] in ("right", "wrong")]
+    accepted = [name for name in chosen if types[name][LAYOUTS[0]]["status"] in ("right", "wrong")]
     if accepted and not arguments.one_rank:
         for model_type, found in _run_ranks(accepted, 2).items():
-            record[model_type][LAYOUTS[1]] = _rounded(found)
+            found.pop("asks", None)
+            types[model_type][LAYOUTS[1]] = _rounded(found)
             print(f"{model_type} on two ranks: {_sentence(found)}", flush=True)
-        _write_record(record)
-    print(summary(record))
-    bad = ("wrong", "crash")
-    return int(any(layout["status"] in bad for row in record.values() for layout in row.values()))
+    record = {
+        "transformers": transformers.__version__,
+        "mechanisms": {
+            one.name: {"served_by": one.served_by, "why": one.why} for one in MECHANISMS
+        },
+        "types": dict(sorted(types.items())),
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(summary(types))
+    return int(any(_status(row) in ("wrong", "crash") for row in types.values()))
 
 
-def _write_record(record: dict[str, Any]) -> None:
-    RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+def _status(row: dict[str, Any]) -> str:
+    """Return the worst status of a type's layouts."""
+    return max((row[one]["status"] for one in LAYOUTS if one in row), key=ORDER.index)
 
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:
@@ -296,10 +330,12 @@ def _sentence(found: dict[str, Any]) -> str:
     return ", ".join([found["status"], *parts, *([found["why"]] if "why" in found else [])])
 
 
-def summary(record: dict[str, Any]) -> str:
-    """Return the number of types of each status, on one rank, in a line."""
-    statuses = [row[LAYOUTS[0]]["status"] for row in record.values()]
-    return ", ".join(f"{statuses.count(name)} {name}" for name in TITLES)
+def summary(types: dict[str, Any]) -> str:
+    """Return the number of types of each status in a line."""
+    statuses = [_status(row) for row in types.values()]
+    counts = {name: statuses.count(name) for name in TITLES}
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"Of {len(types)} types: {said}"
 
 
 def main() -> int:
@@ -313,7 +349,6 @@ def main() -> int:
     parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
-    parser.add_argument("--new", action="store_true", help="forget the recorded results")
     arguments = parser.parse_intermixed_args()
     if arguments.command == "measure":
         return _measure_command(arguments)
@@ -327,10 +362,97 @@ def main() -> int:
 
 # --- the page -----------------------------------------------------------------------------------
 
+INTRODUCTION = """\
+# Models
+
+<!-- Generated from conformance/zoo.json by tools/zoo.py: run `nox -s zoo`. -->
+
+engine-fsdp serves a model by its *mechanisms*, not by its name. For each type of causal language
+model that transformers {transformers} has, `nox -s zoo` makes a tiny model with random weights,
+computes three packed documents and compares with transformers' own eager implementation in float64,
+one document at a time: the log-prob of each token, the gradient of each weight, an export that
+`from_pretrained` reads again, and all but the export once more on two ranks, which share the
+weights and divide each document (Ulysses), or the documents where a mechanism refuses Ulysses.
+Windows and selections are shorter than the documents.
+
+*Right* means that no log-prob is off by {near} nats or more, and no gradient by {gradient} of its
+norm. A model that asks for anything else is refused by the name of the mechanism, before its
+weights are read. A new release of transformers is one command: `nox -s zoo`.
+
+**{summary}.**
+"""
+
 
 def render(record: dict[str, Any]) -> str:
     """Return docs/models.md."""
-    raise NotImplementedError
+    types: dict[str, Any] = record["types"]
+    introduction = INTRODUCTION.format(
+        transformers=record["transformers"], near=NEAR, gradient=NEAR_GRADIENT,
+        summary=summary(types),
+    )
+    parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
+    return "\n".join(parts)
+
+
+def _mechanisms(record: dict[str, Any]) -> str:
+    rows = []
+    for name, one in record["mechanisms"].items():
+        asking = [
+            kind
+            for kind, row in record["types"].items()
+            if name in row.get("asks", ()) or row[LAYOUTS[0]].get("by") == name
+        ]
+        served = one["served_by"] or f"nothing: {one['why']}"
+        rows.append((f"`{name}`", served, _names(asking)))
+    return table(("mechanism", "served by", "asked for by"), rows)
+
+
+def _sections(types: dict[str, Any]) -> list[str]:
+    parts: list[str] = []
+    for status, title in TITLES.items():
+        found = {name: row for name, row in types.items() if _status(row) == status}
+        if not found:
+            continue
+        parts.append(f"## {title}\n")
+        if status == "right":
+            parts.append(_right(found))
+        else:
+            rows = [(f"`{name}`", _reason(row)) for name, row in found.items()]
+            parts.append(table(("model type", "why"), rows))
+    return parts
+
+
+def _right(types: dict[str, Any]) -> str:
+    rows = []
+    for name, row in types.items():
+        one, two = (row.get(layout, {}) for layout in LAYOUTS)
+        without = ", ".join(one.get("without", ()))
+        rows.append(
+            (
+                f"`{name}`",
+                ", ".join(f"`{each}`" for each in row.get("asks", ())),
+                f"{one['log_probs']:.0e}",
+                f"{one['gradient']:.0e}",
+                two.get("status", "not run"),
+                f"with {without} at 0" if without else "",
+            )
+        )
+    head = ("model type", "asks for", "log-probs", "gradients", LAYOUTS[1], "note")
+    return table(head, rows)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    worst = next(row[one] for one in reversed(LAYOUTS) if one in row)
+    if worst["status"] == "wrong":
+        return f"log-probs off by {worst['log_probs']:.0e}, {worst['weight']} by " + (
+            f"{worst['gradient']:.0e}"
+        )
+    by = f"`{worst['by']}`: " if "by" in worst else ""
+    return by + worst["why"].replace("|", "/")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,17 @@ def fetch(model: ModelSource) -> str:
         ) from error
 
 
+def read_saved_tensors(path: str) -> WeightFiles | None:
+    """Return the weights of a folder on this machine, or None for a hub id or a folder without any.
+
+    Raises ``ConfigError`` for files that cannot be read.
+    """
+    folder = Path(path)
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        return None
+    return WeightFiles(path)
+
+
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor by name from the folder's index, or None without an index.
 

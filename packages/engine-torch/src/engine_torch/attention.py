@@ -45,6 +45,8 @@ from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
 from engine_torch.varlen import varlen_with_sinks
 
 NAME = "engine_torch_packed"
+MASKED = "engine_torch_masked"
+"""Name of the attention for layers that need a mask, ``[T, T]``, to select tokens by it."""
 KERNELS = ("sdpa", "varlen", "cudnn")
 
 # Below these lengths cuDNN's launches and plans cost more than its kernels gain
@@ -470,8 +472,69 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
     return out.transpose(0, 1)[None]
 
 
+def masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention under a mask that transformers made, as the function named ``MASKED``.
+
+    transformers sees the documents in the positions, which begin anew with each, and its mask holds
+    documents, causality and windows. It takes memory for each pair of tokens of the pack.
+
+    Args:
+        module: the attention layer, named in errors.
+        query: ``[1, H, T, d]``.
+        key: ``[1, KV, T, d]``.
+        value: ``[1, KV, T, e]``.
+        attention_mask: ``[1, 1, T, T]`` bool, true where a query (row) may attend to a key.
+        scaling: factor of the scores (None: ``d ** -0.5``).
+        dropout: rate of dropout, which must be 0.
+        sliding_window: window of the layer, which the mask holds already.
+        indices: ``[1, T, k]`` keys that each query has selected (None: all). Where fewer are
+            visible, some of them are not, and stay hidden.
+        s_aux: score of each head's attention sink ``[H]`` (None: no sinks).
+        **extra: further arguments of transformers; those that would change the result are refused.
+    """
+    del sliding_window
+    _refuse_left_out(module, dropout, {k: v for k, v in extra.items() if k != "packing"})
+    if indices is not None:
+        selected = torch.zeros_like(attention_mask[:, 0]).scatter(-1, indices.long(), value=True)
+        attention_mask = attention_mask & selected[:, None]
+    if s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~attention_mask, -torch.inf)
+    column = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column.to(scores.dtype)], dim=-1).float().softmax(-1)
+    out = weights[..., :-1].to(value.dtype) @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
 def register() -> None:
-    """Register ``packed_attention`` with transformers under ``NAME``."""
-    from transformers import AttentionInterface
+    """Register the attention functions with transformers under ``NAME`` and ``MASKED``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def make_mask(*arguments: Any, **options: Any) -> Any:
+        # Left out, a mask could not be combined with a selection of tokens.
+        return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False})
 
     AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(MASKED, masked_attention)
+    AttentionMaskInterface.register(MASKED, make_mask)

@@ -28,6 +28,7 @@ __all__ = [
     "has_sinks",
     "measure_head",
     "refuse_unserved",
+    "selects_tokens",
 ]
 
 
@@ -64,11 +65,8 @@ _PLAIN_LAYERS = {
     "dense",
 }
 _MIXING_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
-_INDEXED_LAYERS = {
-    "indexed_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-}
+_INDEXED_LAYERS = {"indexed_attention"}
+_COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 def _types(text: Any) -> set[str]:
@@ -96,8 +94,18 @@ def _find_unknown_mixers(text: Any, _cls: Any, lm: Any) -> str:
     return "" if lm is None or find_mixers(lm) else _find_layers(text, _MIXING_LAYERS)
 
 
+def selects_tokens(text: Any) -> bool:
+    """Return whether layers of a text configuration attend to tokens that an index selects."""
+    return bool(_types(text) & _INDEXED_LAYERS)
+
+
+def _find_indexed(text: Any, _cls: Any, _lm: Any) -> str:
+    return _find_layers(text, _INDEXED_LAYERS)
+
+
 def _find_other_layers(text: Any, _cls: Any, _lm: Any) -> str:
-    known = _PLAIN_LAYERS | _MIXING_LAYERS | _INDEXED_LAYERS | {"chunked_attention"}
+    known = _PLAIN_LAYERS | _MIXING_LAYERS | _INDEXED_LAYERS | _COMPRESSED_LAYERS
+    known |= {"chunked_attention"}
     return _find_layers(text, _types(text) - known)
 
 
@@ -182,8 +190,15 @@ MECHANISMS: tuple[Mechanism, ...] = (
     ),
     Mechanism(
         name="sparse_attention",
-        find=lambda text, _cls, _lm: _find_layers(text, _INDEXED_LAYERS),
+        find=_find_indexed,
+        served_by="sdpa under a mask of the whole pack (`engine_torch.attention.MASKED`), "
+        "without Ulysses",
         why="this engine's attention would leave its selection of tokens out",
+    ),
+    Mechanism(
+        name="compressed_attention",
+        find=lambda text, _cls, _lm: _find_layers(text, _COMPRESSED_LAYERS),
+        why="this engine's attention would leave its compressed keys out",
     ),
     Mechanism(
         name="other_layers",

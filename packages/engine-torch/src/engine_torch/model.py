@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
-from engine_api.errors import BatchError, ConfigError
+from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_config import read_hf_config, require_memory, unbuildable
 from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
@@ -21,7 +21,13 @@ from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.head import chunked_log_probs
 from engine_torch.inputs import PackedInputs
-from engine_torch.mechanisms import SERVED, Head, measure_head, refuse_unserved
+from engine_torch.mechanisms import (
+    SERVED,
+    Head,
+    measure_head,
+    refuse_unserved,
+    selects_tokens,
+)
 from engine_torch.mixers import divide_mixers, refuse_without_kernels
 
 Kind = Literal["language_model", "value_model"]
@@ -174,10 +180,14 @@ class ModelClasses:
     def make(
         self, hf_config: Any, kind: Kind, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> Any:
-        """Make a model with random weights on torch's default device, ``attention.NAME`` in it."""
+        """Make a model with random weights on torch's default device.
+
+        Its attention is ``attention.NAME``, or ``attention.MASKED`` where layers select tokens.
+        """
+        masked = selects_tokens(hf_config.get_text_config())
         return auto_class(kind).from_config(
             hf_config,
-            attn_implementation=attention.NAME,
+            attn_implementation=attention.MASKED if masked else attention.NAME,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
@@ -218,6 +228,7 @@ def build_model(
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": classes.mechanisms, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
+    _refuse_divided_masks(hf_config, ulysses, classes.engine)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=classes.engine)
     attention.register()
@@ -240,6 +251,17 @@ def build_model(
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head)
+
+
+def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
+    """Raise ``UnsupportedCapability`` for layers that need whole masks, under Ulysses."""
+    if ulysses > 1 and selects_tokens(hf_config.get_text_config()):
+        raise UnsupportedCapability(
+            "sparse_attention",
+            where=f"{engine} with a {hf_config.model_type} under Ulysses",
+            why="its layers select among all tokens of a document, and a rank has a part of them",
+            remedy="set parallelism.ulysses: 1",
+        )
 
 
 def _from_config(

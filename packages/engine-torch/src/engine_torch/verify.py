@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_torch import attention
 from engine_torch.mechanisms import has_sinks
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
@@ -143,11 +142,12 @@ def own_attention(lm: Any) -> str:
 def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:
     """Return the model's own per-token outputs ``[L]`` of one document, in contract alignment."""
     lm = engine.module.lm
+    former = lm.config.get_text_config()._attn_implementation  # noqa: SLF001 - no public name
     lm.set_attn_implementation(own_attention(lm))
     try:
         scores = engine.module(ids[None].to(engine.device), (), 1.0)[0][0].float()
     finally:
-        lm.set_attn_implementation(attention.NAME)
+        lm.set_attn_implementation(former)
     first = scores.new_zeros(1)
     if value_model:
         return torch.cat([first, scores[:-1, 0]])

@@ -28,8 +28,8 @@ class VeOmniClasses(ModelClasses):
     """The classes of VeOmni, which are transformers' with its replacements of some functions."""
 
     engine = "engine-veomni"
-    # VeOmni has linear attention of its own for some families, which no test has compared.
-    mechanisms = SERVED - {"linear_attention"}
+    # VeOmni has code of its own for some families with these, which no test has compared.
+    mechanisms = SERVED - {"linear_attention", "sparse_attention"}
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""
