@@ -3,7 +3,8 @@
 ``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
 computes three packed documents, and compares with transformers' own eager implementation in
 float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
-``from_pretrained`` reads, and all but the export again on two ranks. The results go to conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
+``from_pretrained`` reads, and all but the export again on two ranks. The results go to
+conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
 ``--check`` says whether the page is current. It imports no torch then.
 """
 
@@ -51,8 +52,9 @@ ORDER = ("right", "refused", "unmade", "wrong", "crash")
 
 def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
     """Return the result of a model type on this rank: its status and its largest differences."""
-    from engine_api.errors import EngineError
     from tiny_models import tiny_model
+
+    from engine_api.errors import EngineError
 
     try:
         tiny_model(model_type).save_pretrained(folder)
@@ -69,7 +71,7 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
         return {"status": "crash", "why": _line(error)}
     asks = _list_mechanisms(engine.module.lm)
     try:
-        found = _compare(engine, expected, folder, ulysses)
+        found = _compare(engine, expected, folder)
     except EngineError as error:
         found = {"status": "refused", "why": f"late: {_line(error)}", "by": _mechanism(error)}
     except Exception as error:  # noqa: BLE001 - a crash is a result
@@ -86,7 +88,6 @@ class Expected:
 
     def __init__(self, folder: Path) -> None:
         import torch
-
         from tiny_models import documents, oracle
 
         self.model = oracle(str(folder))
@@ -150,11 +151,11 @@ def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
         return create(off), off
 
 
-def _compare(engine: Any, expected: Expected, folder: Path, ulysses: int) -> dict[str, Any]:
+def _compare(engine: Any, expected: Expected, folder: Path) -> dict[str, Any]:
     import torch
+    from tiny_models import log_probs, oracle
 
     from engine_api import Batch, sft_loss
-    from tiny_models import log_probs, oracle
 
     rows = [
         {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
@@ -285,9 +286,9 @@ def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str
 def _measure_command(arguments: argparse.Namespace) -> int:
     """Measure the chosen types, and write their results into the record."""
     import transformers
+    from tiny_models import MODEL_TYPES
 
     from engine_torch.mechanisms import MECHANISMS
-    from tiny_models import MODEL_TYPES
 
     chosen: list[str] = arguments.types or list(MODEL_TYPES)
     types: dict[str, Any] = {}
@@ -352,7 +353,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     if arguments.command == "measure":
         return _measure_command(arguments)
-    with open(arguments.results, "a") as results:
+    with Path(arguments.results).open("a") as results:
         for model_type, found in measure_all(arguments.types, arguments.ulysses):
             print(json.dumps({"type": model_type, **found}), file=results, flush=True)
             if found["status"] == "crash":
@@ -387,7 +388,9 @@ def render(record: dict[str, Any]) -> str:
     """Return docs/models.md."""
     types: dict[str, Any] = record["types"]
     introduction = INTRODUCTION.format(
-        transformers=record["transformers"], near=NEAR, gradient=NEAR_GRADIENT,
+        transformers=record["transformers"],
+        near=NEAR,
+        gradient=NEAR_GRADIENT,
         summary=summary(types),
     )
     parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
@@ -444,9 +447,8 @@ def _right(types: dict[str, Any]) -> str:
 def _reason(row: dict[str, Any]) -> str:
     worst = next(row[one] for one in reversed(LAYOUTS) if one in row)
     if worst["status"] == "wrong":
-        return f"log-probs off by {worst['log_probs']:.0e}, {worst['weight']} by " + (
-            f"{worst['gradient']:.0e}"
-        )
+        apart = f"log-probs are off by {worst['log_probs']:.0e}"
+        return f"{apart}, the gradient of {worst['weight']} by {worst['gradient']:.0e}"
     by = f"`{worst['by']}`: " if "by" in worst else ""
     return by + worst["why"].replace("|", "/")
 

@@ -9,7 +9,7 @@ import torch
 from attention_reference import random_inputs, random_sinks, reference
 from torch import Tensor
 
-from engine_torch import attention, head, plain, varlen
+from engine_torch import attention, flex, head, plain, varlen
 from engine_torch.attention import build_packing, packed_attention, register_kernel
 from engine_torch.head import chunked_log_probs
 
@@ -93,9 +93,7 @@ def flash_gradient(
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_correct_flash_attention(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
-) -> None:
+def test_sinks_correct_flash_attention(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """The kernel knows no sinks, and its backward pass is given the corrected result."""
     monkeypatch.setattr(varlen, "_forward", flash_forward)
     monkeypatch.setattr(varlen, "_gradient", flash_gradient)
@@ -227,3 +225,17 @@ def test_a_known_gradient_of_a_head_with_all_of_them() -> None:
         assert own.grad is not None
         assert exact.grad is not None
         torch.testing.assert_close(own.grad.double(), exact.grad, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_caps_by_flex_attention(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """It has no backward pass on a CPU: test_cuda has that."""
+    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    inputs = random_inputs(
+        sum(LENGTHS), heads=4, kv_heads=2, width=16, value_width=16, dtype=torch.float32
+    )
+    bare = [x.detach() for x in inputs]
+    got = compute(bare, "varlen", sliding_window=window, softcap=0.7)
+    want = reference(*(x.detach().double() for x in inputs), LENGTHS, window=window, cap=0.7)
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=0)

@@ -152,9 +152,7 @@ def keep_float32(model: Any) -> None:
         module.register_buffer(leaf, module.get_buffer(leaf).float())
 
 
-def pieces_of(
-    model: Any, folder: SavedTensors | None = None
-) -> dict[str, list[Piece]]:
+def pieces_of(model: Any, folder: SavedTensors | None = None) -> dict[str, list[Piece]]:
     """Return the saved tensors of each in-memory parameter by its name, in order.
 
     Tied parameters come once. Saved buffers follow the parameters.

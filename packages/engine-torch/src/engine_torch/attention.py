@@ -382,19 +382,18 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Sc
         return out.transpose(0, 1)[None]
     # The cuDNN path has no window, no sinks and one width, so other layers run on varlen.
     if not same:
-        padded = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        out = _varlen(*padded, packing, replace(scores, scale=scale))
-        return out[..., : v.shape[-1]]
+        own = v.shape[-1]
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return _varlen(q, k, v, packing, replace(scores, scale=scale))[..., :own]
     return _varlen(q, k, v, packing, scores)
 
 
 def _attend_plain(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
     """Return the attention ``[1, H, T, e]`` by ``engine_torch.plain``."""
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    parts = (x[0].transpose(0, 1) for x in (q, k, v))
-    out, _ = plain_packed(
-        *parts, scores.sinks, packing.bounds, scale, scores.cap or 0.0, scores.window or 0
-    )
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    cap, window = scores.cap or 0.0, scores.window or 0
+    out, _ = plain_packed(q, k, v, scores.sinks, packing.bounds, scale, cap, window)
     return out.transpose(0, 1)[None]
 
 

@@ -354,8 +354,8 @@ def chunked_log_probs(
 
     Returns:
         Log-probs ``[T]`` and entropy ``[T]`` or None, in nats and float32, differentiable once in
-        ``hidden``, ``weight`` and ``bias``. Logits are rounded to the dtype of ``hidden``, and all that
-        follows is float32.
+        ``hidden``, ``weight`` and ``bias``. Logits are rounded to the dtype of ``hidden``, and all
+        that follows is float32.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
     scale = scale / temperature

@@ -111,7 +111,7 @@ def _find_other_layers(text: Any, _cls: Any, _lm: Any) -> str:
 
 def _find_own_attention(text: Any, cls: Any, _lm: Any) -> str:
     # A model whose folder brings its own code has no class of transformers.
-    if cls is None or cls._supports_attention_backend:  # noqa: SLF001 - no public name
+    if cls is None or cls._supports_attention_backend:
         return ""
     # Some families take their attention from the interface, and do not say so.
     if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"):
@@ -376,7 +376,7 @@ def _unknown_head(lm: Any, engine: str, why: str) -> UnsupportedCapability:
 def _replaced(lm: Any) -> Iterator[None]:
     """Put ``_Base`` and ``_PassOn`` in the place of the model's own inside the block."""
     embedding = lm.get_output_embeddings()
-    places = [
+    places: list[tuple[nn.Module, str, nn.Module]] = [
         (lm.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], _PassOn())
         for name, module in lm.named_modules()
         if module is embedding

@@ -75,7 +75,8 @@ class PackedModel(nn.Module):
             return (inputs.align(values, self.group),)
         embedding = self.lm.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
-            hidden,
+            # Some families end in float32 whatever they compute in.
+            hidden.to(embedding.weight.dtype),
             embedding.weight,
             inputs.targets,
             temperature=temperature,

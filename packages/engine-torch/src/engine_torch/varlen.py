@@ -101,7 +101,18 @@ def _backward_op(
     unused = torch.empty(0, device=q.device)
     lse = sums.transpose(0, 1).contiguous()
     gradients = _gradient(
-        grad, q, k, v, out, lse, *ends, 0.0, not window, seed, unused, scale=scale,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *ends,
+        0.0,
+        not window,
+        seed,
+        unused,
+        scale=scale,
         **_window(window),
     )
     d_query, d_key, d_value = gradients
