@@ -65,6 +65,7 @@ GENERATORS = (
     "margins",
     "scaling",
     "kl_gradients",
+    "zoo",
 )
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
@@ -361,6 +362,17 @@ def nightly(session: nox.Session) -> None:
         if device == "cpu" and not session.posargs:
             whole = run_arguments(load(), engine, device, (1, 2))
             session.run("engine-conformance", *whole, "--certify", "--quiet", "--patience", "10")
+
+
+@nox.session
+def zoo(session: nox.Session) -> None:
+    """Compute a tiny model of every type that transformers has, and write docs/models.md.
+
+    After `--`: model types (all without any) and `--one-rank`.
+    """
+    install(session, packages(), *PYTEST)
+    session.run("python", "tools/zoo.py", "measure", *session.posargs)
+    session.run("python", "tools/zoo.py")
 
 
 @nox.session

@@ -241,6 +241,13 @@ def build_model(
     head = Head()
     if kind == "language_model":
         head = measure_head(lm, engine=classes.engine)
+        if head.scale != 1.0 and "logit_scale" not in classes.mechanisms:
+            raise UnsupportedCapability(
+                "logit_scale",
+                where=f"{classes.engine} with {type(lm).__name__}",
+                why=f"the model multiplies its logits by {head.scale:g}",
+                remedy="use another backend for this model family",
+            )
     if random:
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
