@@ -3,7 +3,8 @@
 ``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
 computes three packed documents, and compares with transformers' own eager implementation in
 float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
-``from_pretrained`` reads, and all but the export again on two ranks. The results go to
+``from_pretrained`` reads, exported shards and a checkpoint, and all again on two ranks but for the
+reading by ``from_pretrained``. The results go to
 conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
 ``--check`` says whether the page is current. It imports no torch then.
 """
@@ -169,14 +170,56 @@ def _compare(engine: Any, expected: Expected, folder: Path) -> dict[str, Any]:
     engine.forward_backward(batch, sft_loss)
     worst, name = _worst_gradient(engine, expected)
     found |= {"gradient": worst, "weight": name}
+    found["state"] = _check_state(engine, folder)
     if engine.topology.world_size == 1:
         saved = folder.with_name(folder.name + "-saved")
         engine.save_hf(saved)
         again = oracle(str(saved))
         same = torch.cat([log_probs(again, ids) for ids in expected.documents])
         found["export"] = float((same - expected.log_probs).abs().max())
-    right = found["log_probs"] < NEAR and worst < NEAR_GRADIENT and found.get("export", 0.0) < 1e-9
+    near = found["log_probs"] < NEAR and worst < NEAR_GRADIENT
+    right = near and not found["state"] and found.get("export", 0.0) < 1e-9
     return {"status": "right" if right else "wrong", **found}
+
+
+def _check_state(engine: Any, folder: Path) -> str:
+    """Return a saved tensor that an export or a checkpoint changes, or an empty text.
+
+    The learning rate is 0, so each tensor must be that of the folder, bit for bit.
+    """
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in engine.get_per_tensor_param():
+        if not torch.equal(tensor, stored[name]):
+            return f"exported: {name}"
+    count = torch.zeros(1, dtype=torch.int64)
+    names: set[str] = set()
+    for name, shard, spec in engine.get_per_tensor_param_shard():
+        names.add(name)
+        if not torch.equal(shard, stored[name][spec.slices]):
+            return f"exported as a shard: {name}"
+        count += shard.numel() if spec.replica == 0 else 0
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    if int(count) != sum(stored[name].numel() for name in names):
+        return "shards do not cover the tensors once"
+    checkpoint = folder.with_name(f"{folder.name}-state")
+    if dist.is_initialized():
+        places = [str(checkpoint)]
+        dist.broadcast_object_list(places)
+        checkpoint = Path(places[0])
+    engine.save_checkpoint(checkpoint).result()
+    for entry in engine.table:
+        entry.local.detach().zero_()
+        entry.publish()
+    engine.load_checkpoint(checkpoint)
+    for name, tensor in engine.get_per_tensor_param():
+        if not torch.equal(tensor, stored[name]):
+            return f"loaded from a checkpoint: {name}"
+    return ""
 
 
 def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
@@ -328,6 +371,7 @@ def _rounded(found: dict[str, Any]) -> dict[str, Any]:
 
 def _sentence(found: dict[str, Any]) -> str:
     parts = [f"{k} {v:.1e}" for k, v in found.items() if isinstance(v, float)]
+    parts += [found["state"]] if found.get("state") else []
     return ", ".join([found["status"], *parts, *([found["why"]] if "why" in found else [])])
 
 
@@ -371,10 +415,11 @@ INTRODUCTION = """\
 engine-fsdp serves a model by its *mechanisms*, not by its name. For each type of causal language
 model that transformers {transformers} has, `nox -s zoo` makes a tiny model with random weights,
 computes three packed documents and compares with transformers' own eager implementation in float64,
-one document at a time: the log-prob of each token, the gradient of each weight, an export that
-`from_pretrained` reads again, and all but the export once more on two ranks, which share the
-weights and divide each document (Ulysses), or the documents where a mechanism refuses Ulysses.
-Windows and selections are shorter than the documents.
+one document at a time: the log-prob of each token, and the gradient of each weight. Exports, whole
+and as shards, and a checkpoint must hold the weights bit for bit, and `from_pretrained` must read
+what `save_hf` writes. All but the last runs once more on two ranks, which share the weights and
+divide each document (Ulysses), or the documents where a mechanism refuses Ulysses. Windows and
+selections are shorter than the documents.
 
 *Right* means that no log-prob is off by {near} nats or more, and no gradient by {gradient} of its
 norm. A model that asks for anything else is refused by the name of the mechanism, before its
@@ -446,6 +491,8 @@ def _right(types: dict[str, Any]) -> str:
 
 def _reason(row: dict[str, Any]) -> str:
     worst = next(row[one] for one in reversed(LAYOUTS) if one in row)
+    if worst["status"] == "wrong" and worst["state"]:
+        return str(worst["state"])
     if worst["status"] == "wrong":
         apart = f"log-probs are off by {worst['log_probs']:.0e}"
         return f"{apart}, the gradient of {worst['weight']} by {worst['gradient']:.0e}"
