@@ -269,3 +269,15 @@ def test_a_mechanism_that_an_engine_lacks_is_refused_by_its_name_before_weights_
     assert caught.value.where
     assert caught.value.why
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "lfm2", "gemma2", "longcat_flash"])
+def test_recomputing_changes_no_gradient(tmp_path: Path, model_type: str) -> None:
+    """The backward pass calls the layers once more, for the documents of its micro-batch."""
+    tiny_model(model_type).save_pretrained(tmp_path)
+    norms: list[float] = []
+    for recompute in ("none", "full"):
+        engine = make(tmp_path, memory=Memory(recompute=recompute, max_tokens=32))
+        norms.append(engine.train_batch(weighted(pack(20, 9, 11)), sft_loss).grad_norm)
+        engine.close()
+    assert norms[0] == norms[1] > 0

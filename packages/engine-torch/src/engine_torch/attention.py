@@ -333,6 +333,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
         return _attend_fused(q, k, v, packing, scores)
     if scores.cap is not None or scores.sinks is not None:
         return _attend_plain(q, k, v, packing, scores)
+    if q.shape[-1] != v.shape[-1] and torch.compiler.is_compiling():
+        # torch 2.13's compiler fails on values of another width than the keys.
+        own = v.shape[-1]
+        width = max(q.shape[-1], own)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return _attend(q, k, v, packing, replace(scores, scale=scale))[..., :own]
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
         return F.scaled_dot_product_attention(
@@ -402,7 +409,10 @@ def _attend_by_document(
 ) -> Tensor:
     """Return the attention ``[1, H, T, e]`` by sdpa, one document after another."""
     lengths: list[int] = packing.bounds.diff().tolist()
-    grouped = q.shape[1] != k.shape[1]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        # The kernel of sdpa that takes any width takes no fewer heads of keys than of queries.
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out: list[Tensor] = []
     for query, key, value in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
         mask = None
@@ -412,13 +422,7 @@ def _attend_by_document(
             mask = (distance >= 0) & (distance < window)
         out.append(
             F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=grouped,
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
             )
         )
     return torch.cat(out, dim=2)

@@ -48,7 +48,8 @@ def _mask_of(packing: Any, window: int | None) -> BlockMask:
             return seen if window is None else seen & (query - key < window)
 
         tokens = document.shape[0]
-        masks[window] = create_block_mask(
+        # Compiled, because plain it makes the mask of each pair of tokens first.
+        masks[window] = _compiled(create_block_mask)(
             is_seen, None, None, tokens, tokens, device=document.device
         )
     return masks[window]
