@@ -187,39 +187,65 @@ def _check_state(engine: Any, folder: Path) -> str:
 
     The learning rate is 0, so each tensor must be that of the folder, bit for bit.
     """
-    import torch
-    import torch.distributed as dist
     from safetensors.torch import load_file
 
     stored = load_file(folder / "model.safetensors")
-    for name, tensor in engine.get_per_tensor_param():
-        if not torch.equal(tensor, stored[name]):
-            return f"exported: {name}"
+    wrong = _first_changed(engine, stored)
+    if wrong:
+        return f"exported: {wrong}"
+    wrong = _check_shards(engine, stored)
+    if wrong:
+        return f"exported in shards: {wrong}"
+    _pass_through_checkpoint(engine, folder.with_name(f"{folder.name}-state"))
+    wrong = _first_changed(engine, stored)
+    return f"loaded from a checkpoint: {wrong}" if wrong else ""
+
+
+def _first_changed(engine: Any, stored: dict[str, Any]) -> str:
+    """Return the name of a whole exported tensor that is not the stored one."""
+    import torch
+
+    # Every tensor is read, because the ranks gather each together.
+    changed = [
+        name
+        for name, tensor in engine.get_per_tensor_param()
+        if not torch.equal(tensor, stored[name])
+    ]
+    return next(iter(changed), "")
+
+
+def _check_shards(engine: Any, stored: dict[str, Any]) -> str:
+    """Return the name of an exported shard that is wrong, or which elements are amiss."""
+    import torch
+    import torch.distributed as dist
+
     count = torch.zeros(1, dtype=torch.int64)
+    wrong: list[str] = []
     names: set[str] = set()
     for name, shard, spec in engine.get_per_tensor_param_shard():
         names.add(name)
         if not torch.equal(shard, stored[name][spec.slices]):
-            return f"exported as a shard: {name}"
+            wrong.append(name)
         count += shard.numel() if spec.replica == 0 else 0
     if dist.is_initialized():
         dist.all_reduce(count)
     if int(count) != sum(stored[name].numel() for name in names):
-        return "shards do not cover the tensors once"
-    checkpoint = folder.with_name(f"{folder.name}-state")
+        wrong.append("some elements are there twice or not at all")
+    return next(iter(wrong), "")
+
+
+def _pass_through_checkpoint(engine: Any, place: Path) -> None:
+    """Save the engine's state, forget its weights, and load it again."""
+    import torch.distributed as dist
+
+    places = [str(place)]
     if dist.is_initialized():
-        places = [str(checkpoint)]
         dist.broadcast_object_list(places)
-        checkpoint = Path(places[0])
-    engine.save_checkpoint(checkpoint).result()
+    engine.save_checkpoint(Path(places[0])).result()
     for entry in engine.table:
         entry.local.detach().zero_()
         entry.publish()
-    engine.load_checkpoint(checkpoint)
-    for name, tensor in engine.get_per_tensor_param():
-        if not torch.equal(tensor, stored[name]):
-            return f"loaded from a checkpoint: {name}"
-    return ""
+    engine.load_checkpoint(Path(places[0]))
 
 
 def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
@@ -302,7 +328,7 @@ def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
-        ranks: list[subprocess.Popen[str]] = []
+        ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(count):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
             environment = {key: str(value) for key, value in place.items()}

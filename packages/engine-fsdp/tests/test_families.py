@@ -15,6 +15,7 @@ from transformers import (
     Glm4MoeConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     Phi3Config,
     PhiConfig,
 )
@@ -281,3 +282,31 @@ def test_recomputing_changes_no_gradient(tmp_path: Path, model_type: str) -> Non
         norms.append(engine.train_batch(weighted(pack(20, 9, 11)), sft_loss).grad_norm)
         engine.close()
     assert norms[0] == norms[1] > 0
+
+
+def test_layers_that_select_tokens_refuse_ulysses_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("deepseek_v32").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_module, "WeightFiles", lambda _: pytest.fail("weights were read"))
+    config = EngineConfig(model=ModelSource(path=str(tmp_path)))
+    with pytest.raises(UnsupportedCapability, match="sparse_attention") as caught:
+        model_module.build_model(config, "language_model", 2, FSDPModelClasses())
+    assert caught.value.remedy == "set parallelism.ulysses: 1"
+
+
+def test_logits_that_are_neither_scaled_nor_capped_alone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(LlamaConfig(**TINY), tmp_path / "model")
+    whole = LlamaForCausalLM.forward
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        output = whole(*arguments, **options)
+        output.logits = output.logits + 0.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    with pytest.raises(UnsupportedCapability, match="logits") as caught:
+        make(folder, precision=Precision(compute="bfloat16"))
+    assert "neither scaled nor capped" in caught.value.why

@@ -9,7 +9,7 @@ import torch
 from attention_reference import random_inputs, random_sinks, reference
 from torch import Tensor
 
-from engine_torch import attention, flex, head, plain, varlen
+from engine_torch import attention, flex, head, mixers, plain, varlen
 from engine_torch.attention import build_packing, packed_attention, register_kernel
 from engine_torch.head import chunked_log_probs
 
@@ -239,3 +239,47 @@ def test_caps_by_flex_attention(monkeypatch: pytest.MonkeyPatch, window: int | N
     got = compute(bare, "varlen", sliding_window=window, softcap=0.7)
     want = reference(*(x.detach().double() for x in inputs), LENGTHS, window=window, cap=0.7)
     torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=0)
+
+
+# --- layers that carry a state ------------------------------------------------------------------
+
+
+class ShortConvolution(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(4, 4, 3, groups=4, padding=2)
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        del mask
+        return self.conv(hidden_states.transpose(1, 2))[..., : hidden_states.shape[1]].transpose(
+            1, 2
+        )
+
+
+def test_a_mixer_sees_one_document_at_a_time() -> None:
+    lm = torch.nn.ModuleDict({"conv": ShortConvolution()})
+    assert list(mixers.find_mixers(lm)) == ["conv"]
+    x = torch.randn(1, sum(LENGTHS), 4)
+    want = torch.cat([lm["conv"](part) for part in x.split(LENGTHS, dim=1)], dim=1)
+    documents = mixers.divide_mixers(lm, None)
+    documents.set(build_packing(LENGTHS, "sdpa", CPU))
+    assert torch.equal(lm["conv"](hidden_states=x), want)
+    documents.set(None)
+    assert not torch.equal(lm["conv"](x), want)
+
+
+def test_a_mixer_with_a_mask_of_tokens_is_refused() -> None:
+    lm = torch.nn.ModuleDict({"conv": ShortConvolution()})
+    mixers.divide_mixers(lm, None).set(build_packing([3], "sdpa", CPU))
+    with pytest.raises(attention.UnsupportedCapability, match="mask"):
+        lm["conv"](torch.zeros(1, 3, 4), mask=torch.ones(1, 3))
+
+
+def test_a_mixer_on_cuda_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = torch.nn.ModuleDict({"conv": ShortConvolution()})
+    monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda _: None)
+    mixers.refuse_without_kernels(lm, "cpu", "engine")
+    with pytest.raises(attention.UnsupportedCapability) as caught:
+        mixers.refuse_without_kernels(lm, "cuda", "engine")
+    assert caught.value.capability == "linear_attention"
+    assert caught.value.remedy == "pip install causal-conv1d"

@@ -384,8 +384,8 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Sc
         return _attend_by_document(q, k, v, packing, scale, window)
     same = q.shape[-1] == v.shape[-1]
     if packing.kernel == "cudnn" and window is None and scores.sinks is None and same:
-        parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        out, _ = cudnn_packed(*parts, packing.bounds, scale)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, _ = cudnn_packed(q, k, v, packing.bounds, scale)
         return out.transpose(0, 1)[None]
     # The cuDNN path has no window, no sinks and one width, so other layers run on varlen.
     if not same:
