@@ -72,7 +72,7 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
         return {"status": "crash", "why": _line(error)}
     asks = _list_mechanisms(engine.module.lm)
     try:
-        found = _compare(engine, expected, folder)
+        found: dict[str, Any] = _compare(engine, expected, folder)
     except EngineError as error:
         found = {"status": "refused", "why": f"late: {_line(error)}", "by": _mechanism(error)}
     except Exception as error:  # noqa: BLE001 - a crash is a result
@@ -80,7 +80,7 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
         found = {"status": "crash", "why": _line(error)}
     finally:
         engine.close()
-    found["asks"] = asks
+    found |= {"asks": asks}
     return found | ({"without": changed} if changed else {})
 
 
