@@ -95,6 +95,9 @@ def save_and_go_on(
         torch.manual_seed(100 + engine.topology.rank)
         outputs = []
         for index, batch in enumerate(batches):
+            if index == 1:
+                # Nothing of an earlier save may be in a later one.
+                save(engine, folder / "earlier", data_position=1)
             if index == at:
                 save(engine, folder / "middle", data_position=7, note="of the caller's")
                 draws = _draws(setup.device)
@@ -137,7 +140,7 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
     """Require a resumed run to equal the one that went on, and return the checkpoints' folder."""
     folder = target.scratch()
     batches = _batches()[:6]
-    config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE, **sections)
+    config = target.config(model, **{"optimizer": OPTIMIZER, "schedule": SCHEDULE, **sections})
     went_on = target.run(save_and_go_on, config, batches=batches, at=3, folder=folder)
     # Another seed: nothing of the old run but the checkpoint may be needed.
     resumed = target.run(resume, replace(config, seed=5), batches=batches[3:], folder=folder)
@@ -195,15 +198,18 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
 def resume_bitwise(target: Target) -> None:
     """A run that is saved, loaded and continued MUST equal the one that went on, bit for bit.
 
-    A fresh engine loads it. Compared are weights, moments, losses, schedule,
-    ``weight_version``, every rank's generators and the caller's ``extra``. A gradient
-    that was there before the load is dropped.
+    A fresh engine loads it, with AdamW and with SGD's momentum. Compared are weights,
+    moments, losses, schedule, ``weight_version``, every rank's generators and the caller's
+    ``extra``. A gradient that was there before the load is dropped.
 
     If this fails: the optimizer is not restored, or steps once with zero gradients when
     it is (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule
     starts again.
     """
     _resumes(target, target.model())
+    if target.model_type == LM:
+        sgd = OptimizerConfig(name="torch.optim.SGD", lr=1e-3, kwargs={"momentum": 0.9})
+        _resumes(target, target.model(), optimizer=sgd)
 
 
 Stepped = tuple[list[TrainOutput], str]
@@ -268,6 +274,12 @@ def into_stepped(target: Target) -> None:
             saved = dict(info.extra)
             must(saved == {"steps": done}, name, f"extra {saved}, not {done} steps", where=where)
             steps = (info.step, version)
+            must(
+                info.path.name == f"step-{done + 8}",
+                name,
+                f"is said to be {info.path}",
+                where=where,
+            )
             must(steps == (done, done), name, f"step and version {steps}, not {done}", where=where)
             want, end = went_on[rank][done - 1]
             problem = f"{outputs} after the load, {want} without"
@@ -280,7 +292,7 @@ def resume_bfloat16(target: Target) -> None:
     """A run in bfloat16 MUST resume bit for bit as well, with moments in the masters' dtype.
 
     With bfloat16 masters, whose moments must stay finite, and with float32 masters, whose
-    moments must not be rounded.
+    moments must not be rounded. bfloat16 masters load a checkpoint of float32 ones.
 
     If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a
     read in another dtype, or they have the computation's dtype, not the masters'.
@@ -290,6 +302,19 @@ def resume_bfloat16(target: Target) -> None:
         folder = _resumes(target, target.model(), precision=precision)
         if Capability.PORTABLE_CHECKPOINT in target.capabilities:
             _moments_have_dtype(folder / "resumed", getattr(torch, master))
+    if Capability.PORTABLE_CHECKPOINT in target.capabilities:
+        _takes_other_masters(target, folder / "end")
+
+
+def _takes_other_masters(target: Target, source: Path) -> None:
+    """Require bfloat16 masters to take the moments of float32 ones in their own dtype."""
+    precision = Precision(master="bfloat16", compute="bfloat16")
+    config = target.config(
+        target.model(), optimizer=OPTIMIZER, schedule=SCHEDULE, precision=precision
+    )
+    folder = target.scratch() / "other"
+    target.run(train, config, batches=_batches()[6:7], load=source, save_to=folder)
+    _moments_have_dtype(folder, torch.bfloat16)
 
 
 def _moments_have_dtype(folder: Path, dtype: torch.dtype) -> None:
@@ -346,6 +371,8 @@ def keys(target: Target) -> float:
         {n: ranks[0].weights[n] for n in names},
         name="saved weights",
     )
+    others = {key: t.dtype for key, t in state.items() if t.dtype != torch.float32}
+    must(not others, "dtypes", f"not float32: {sorted(others.items())[:3]}")
     must(
         all(float(state[f"optim.{n}.step"]) == 3 for n in names),
         "optim step",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import Memory, flatten_config
+from engine_api.config import EngineConfig, Memory, OptimizerConfig, flatten_config
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
@@ -29,6 +29,7 @@ from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     Trained,
+    build,
     caught,
     local_batch,
     opened,
@@ -264,10 +265,13 @@ def registry(target: Target) -> None:
     must(not silent, "trace", f"rejected without a reason: {silent}")
 
 
-def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
+def lives(
+    setup: Setup, batch: PackedDocuments, folder: Path, failing: EngineConfig
+) -> list[Surroundings]:
     """Return the surroundings before and after each of two engines' lives.
 
-    They live in a working folder of the rank's own, and have one for temporary files.
+    Before the second one an engine is not built. They live in a working folder of the
+    rank's own, and have one for temporary files.
     """
     home, temporary = Path.cwd(), tempfile.tempdir
     rank = os.environ.get("RANK", "0")
@@ -281,6 +285,10 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
     try:
         seen = [read_surroundings(setup.device, others)]
         for index in range(2):
+            if index:
+                error = build(replace(setup, config=failing))
+                must(error is not None, "engine", "is built with an unknown argument")
+                del error
             with opened(setup) as engine:
                 step(engine, setup, batch)
                 engine.infer_batch(local_batch(engine, batch, setup.device))
@@ -301,8 +309,9 @@ def leaves_nothing(target: Target) -> None:
 
     Switches of torch (dtype, device, determinism, TF32, attention kernels, threads) and
     of Python (signal handlers, hooks, umask) are as before. Process groups,
-    daemon threads, descriptors, temporary files and memory of the device are compared
-    after a first life, which may fill caches, and a second one. Variables that a library
+    daemon threads, descriptors, temporary files, tensors and memory of the device are
+    compared after a first life, which may fill caches, and a second one, before which
+    another engine's build fails. Variables that a library
     sets when it is imported, and the workers of torch's compiler, are not the engine's.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups
@@ -311,12 +320,14 @@ def leaves_nothing(target: Target) -> None:
     """
     folder = target.scratch()
     # In ranks of other cases the engine may have left its traces already.
+    config = target.config(target.model())
     ranks = target.run(
         lives,
-        target.config(target.model()),
+        config,
         fresh=True,
         batch=documents(2, "uneven"),
         folder=folder,
+        failing=replace(config, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})),
     )
     for rank, (before, warm, after) in enumerate(ranks):
         where = f"rank {rank}"
@@ -328,7 +339,7 @@ def leaves_nothing(target: Target) -> None:
             (name, old, dict(after.switches)[name]) for name, old in before.switches
         ):
             must(old == new, name, f"{new} after close, {old} before", where=where)
-        for name in ("groups", "daemons", "descriptors", "temporary"):
+        for name in ("groups", "daemons", "descriptors", "temporary", "tensors"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
         differing = {name for name, _ in {*before.environment} ^ {*after.environment}}
@@ -424,7 +435,14 @@ def seeds(target: Target) -> None:
     If this fails: the seed is ignored, so that all seeds give one run; weights are drawn
     from the process's generators, so that a run depends on what came before it.
     """
-    for rank, found in enumerate(target.run(draws, target.config(target.model()), states=(11, 12))):
+    model = target.model()
+    # One that only infers may be built in the middle of a run, as a reference is.
+    for config in (target.config(model), target.config(model, optimizer=None)):
+        _follow_seed(target.run(draws, config, states=(11, 12)))
+
+
+def _follow_seed(ranks: Sequence[list[tuple[Draws, Draws]]]) -> None:
+    for rank, found in enumerate(ranks):
         (plain, first), (other_plain, second), (_, next_seed) = found
         where = f"rank {rank}"
         if (first, second) == (plain, other_plain):

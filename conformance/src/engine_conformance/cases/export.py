@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from engine_conformance.cases._expect import documents, outputs_match
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
+    build,
     digest,
     infer_on_rank,
     opened,
@@ -158,7 +160,14 @@ def first_values(setup: Setup, adapter: Adapter) -> tuple[EngineError | None, st
     """Return the digest of a new engine's weights, or the error by which it refuses to make any."""
     try:
         with opened(setup) as engine:
-            return None, digest(whole_weights(engine, adapter=adapter))
+            weights = whole_weights(engine, adapter=adapter)
+            drawn = {
+                n: t for n, t in weights.items() if t.numel() > 1 and bool((t != t.max()).any())
+            }
+            for one, other in combinations(drawn, 2):
+                equal = torch.equal(drawn[one], drawn[other])
+                must(not equal, one, f"has the values of {other}: they do not depend on the name")
+            return None, digest(weights)
     except (ConfigError, UnsupportedCapability) as error:
         return error, ""
 
@@ -189,7 +198,7 @@ def first_values_follow_seed(target: Target) -> None:
     others. An engine may refuse to make any.
 
     If this fails: each rank draws weights of its own, which the first reduction hides; a
-    run of another world size starts from another model.
+    run of another world size starts from another model; all layers start alike.
     """
     alone = target.with_world(1)
     shown = _made_from_seed(target)
@@ -315,7 +324,7 @@ def shards_cover(target: Target) -> float:
     return 0.0
 
 
-_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Exported = tuple[Shards, list[str], dict[str, Tensor]]
 
 
@@ -343,7 +352,7 @@ def _exported(engine: Engine, dtype: torch.dtype | None, *, has_shards: bool) ->
 def dtypes(target: Target) -> None:
     """Each requested dtype MUST be the stored weights rounded once; None is the masters' dtype.
 
-    float32, bfloat16 and float16, whole and as shards, of float32 and of bfloat16
+    float32, bfloat16, float16 and float64, whole and as shards, of float32 and of bfloat16
     masters. An engine may refuse the latter.
 
     If this fails: one half type stands for both, so that float16 has bfloat16's three
@@ -445,21 +454,28 @@ def save_hf(target: Target) -> float:
     Weights and outputs are equal to the engine's own.
 
     If this fails: config.json names another dtype, head, architecture or base of rotary
-    angles; a tied head is stored under both names.
+    angles, or lacks the overrides with which the model was built; a tied head is stored
+    under both names.
     """
     folder = target.scratch()
     margins = list[float]()
     call = InferCall(documents=documents(42, "single"))
-    models = target.models({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False})
+    tokens = {"bos_token_id": 5, "eos_token_id": 7, "pad_token_id": 9}
+    models = target.models(
+        {"family": "qwen3", "tied": True, "keys": tokens}, {"family": "llama", "tied": False}
+    )
     for model in models or [target.model()]:
         place = folder / model.name
         place.mkdir()
-        outputs = target.run(save_folder, target.config(model), folder=place, call=call)
+        config, overrides = _overridden(target, model)
+        outputs = target.run(save_folder, config, folder=place, call=call)
         whole = torch.load(place / "whole.pt", weights_only=True)
         assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
         assert_bitwise(
             read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf"
         )
+        for written in ("float32", "bfloat16"):
+            _says_the_same(model, place / written, overrides)
         ids = torch.tensor(call.documents.input_ids)
         oracle = _written(place / "float32")
         want = oracle.token_outputs(ids, [0, len(ids)]).log_probs
@@ -551,6 +567,31 @@ def _holds(folder: Path, files: Mapping[str, bytes]) -> None:
         where = f"{folder.name}/{name}"
         must(path.is_file(), "save_hf", "the file is not in the folder", where=where)
         must(path.read_bytes() == content, "save_hf", "the file has another content", where=where)
+
+
+def _overridden(target: Target, model: Path) -> tuple[EngineConfig, dict[str, float]]:
+    """Return the configuration of a model with an override, and the override.
+
+    It has none for an engine that refuses them.
+    """
+    plain = target.config(model)
+    overrides = {"rms_norm_eps": 1e-3}
+    config = replace(plain, model=replace(plain.model, config_overrides=overrides))
+    refused = any(error is not None for error in target.run(build, config))
+    return (plain, {}) if refused else (config, overrides)
+
+
+def _says_the_same(source: Path, written: Path, overrides: Mapping[str, float]) -> None:
+    """Require ``config.json`` to say what the source's says, but for its dtype and RoPE's keys.
+
+    transformers has renamed the latter two; the oracle reads RoPE.
+    """
+    want, got = (json.loads((folder / "config.json").read_text()) for folder in (source, written))
+    want |= overrides
+    renamed = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
+    for key in want.keys() - renamed:
+        problem = f"{key} is {got.get(key)!r}, the model's folder says {want[key]!r}"
+        must(got.get(key) == want[key], "config.json of save_hf", problem)
 
 
 def _written(folder: Path) -> OracleModel:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_api.capabilities import Capability
-from engine_api.config import LoraConfig
+from engine_api.config import LoraConfig, Memory, OptimizerConfig
 from engine_api.contract import Adapter
-from engine_api.errors import ConfigError
-from engine_conformance.cases._case import case, must
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
 from engine_conformance.cases._ranks import (
     InferCall,
@@ -47,7 +48,10 @@ from engine_conformance.oracle import (
 from engine_conformance.tolerances import Tolerance
 
 LORA = (Capability.LORA,)
-CONFIG = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
+# A scale that no integer gives.
+CONFIG = LoraConfig(rank=4, alpha=6.5, target_modules=("q_proj", "v_proj", "down_proj"))
+PLAIN = AdamWConfig(weight_decay=0.0, eps=EPS)
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=0.5, eps=EPS)
 
 MERGED = Tolerance(atol=1e-6, rtol=2e-7)  # of a product of small matrices in float32, and a sum
 
@@ -66,10 +70,16 @@ def adapter_run(
     """
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
-        trained = [
-            summary(engine, [step(engine, setup, batch)], adapter="only") for batch in batches
-        ]
+        trained = list[Trained]()
+        for batch in batches:
+            # Also of weights that later steps move.
+            whole_weights(engine)
+            trained.append(summary(engine, [step(engine, setup, batch)], adapter="only"))
         merged = whole_weights(engine)
+        half = whole_weights(engine, dtype=torch.bfloat16)
+        assert_bitwise(
+            half, {n: t.bfloat16() for n, t in merged.items()}, name="merged export in bfloat16"
+        )
         calls = [InferCall(documents=batches[0], adapter=on, entropy=True) for on in (True, False)]
         outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
         return trained, [start, merged], outputs
@@ -103,14 +113,16 @@ def trains(target: Target) -> float:
     model = target.model(tied=False)
     folder = target.scratch()
     batches = _batches()
-    ranks = target.run(adapter_run, target.config(model, lora=CONFIG), batches=batches)
+    config = target.config(model, lora=CONFIG, optimizer=OPTIMIZER)
+    ranks = target.run(adapter_run, config, batches=batches)
     trained, (start, merged), _ = ranks[0]
     must(
         all(bool((t == 0).all()) == (".lora_B." in n) for n, t in start.items()),
         "adapter",
         "B is not zero at the start, or A is",
     )
-    margins = [_steps_match(target, model, start, [row[0] for row in ranks], batches)]
+    exactly = AdamWConfig(weight_decay=0.1, max_grad_norm=0.5, eps=EPS)
+    margins = [_steps_match(target, model, start, [row[0] for row in ranks], batches, exactly)]
     exact = merge_adapter(
         oracle_of(str(model)).params, _write_adapter(folder / "end", trained[-1].weights)
     )
@@ -137,6 +149,7 @@ def _steps_match(
     start: Mapping[str, Tensor],
     ranks: Sequence[Sequence[Trained]],
     batches: Sequence[PackedDocuments],
+    optimizer: AdamWConfig = PLAIN,
 ) -> float:
     """Compare each step with the oracle's from the engine's own adapter before it.
 
@@ -152,9 +165,7 @@ def _steps_match(
         if done is not None:
             errors = {name: one.with_known_weight() for name, one in done.errors.items()}
             done = replace(done, oracle=oracle, errors=errors)
-        done = train_steps(
-            oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0, eps=EPS), start=done
-        )
+        done = train_steps(oracle, [batch], optimizer=optimizer, start=done)
         mine = [trained[index] for trained in ranks]
         for rank, trained in enumerate(mine):
             must(
@@ -208,18 +219,21 @@ def switched(target: Target) -> float:
     The outputs are the trained adapter's, also where it trains with dropout.
 
     If this fails: the adapter stays off after a reference; its dropout is on in
-    inference.
+    inference, or never; recomputing loses the gradient behind a frozen embedding.
     """
     model = target.model(tied=False)
     batches = _batches()[:2]
-    rows = target.run(switch, target.config(model, lora=CONFIG), batches=batches)
+    recompute = "full" if Capability.RECOMPUTE in target.capabilities else "none"
+    config = target.config(model, lora=CONFIG, memory=Memory(recompute=recompute))
+    rows = target.run(switch, config, batches=batches)
     margins = [_stays_on(target, model, rows, batches[0])]
     margins.append(_steps_match(target, model, rows[0][0], [row[2] for row in rows], batches))
     if Capability.TP not in target.spread:  # ranks that share a layer need not drop the same inputs
         dropping = target.config(model, lora=replace(CONFIG, dropout=0.5))
-        margins.append(
-            _stays_on(target, model, target.run(switch, dropping, batches=batches), batches[0])
-        )
+        dropped = target.run(switch, dropping, batches=batches)
+        margins.append(_stays_on(target, model, dropped, batches[0]))
+        same = dropped[0][2][0].digest == rows[0][2][0].digest
+        must(not same, "lora.dropout", "0.5 gives the same step as no dropout")
     return max(margins)
 
 
@@ -281,7 +295,7 @@ def base_weights(
         return whole_weights(engine, adapter="base"), list(whole_weights(engine)), True
 
 
-@case(id="lora.base", since="1.1", requires=LORA, quick=True)
+@case(id="lora.base", since="1.1", requires=LORA, model_types=(LM, VALUE), quick=True)
 def base(target: Target) -> None:
     """The base export after a step MUST be the folder's weights bit for bit, in the merged order.
 
@@ -289,7 +303,8 @@ def base(target: Target) -> None:
     is a ``ConfigError``.
 
     If this fails: the adapter is merged into it, and a server that adds the adapter
-    serves it twice; its names have the wrapped layers' ``base_layer``.
+    serves it twice; its names have the wrapped layers' ``base_layer``; the head of a
+    value model does not train beside the adapter.
     """
     model = target.model(tied=False)
     batch = documents(90, "uneven")
@@ -302,8 +317,13 @@ def base(target: Target) -> None:
             "its names are not the merged export's",
             where=f"rank {rank}",
         )
+        head = [name for name in merged if name.startswith("score.")]
+        still = [name for name in head if torch.equal(weights[name], stored[name])]
+        must(not still, "value head", f"{still} did not train beside the adapter")
         assert_bitwise(
-            weights, {name: stored[name] for name in merged}, name=f"base export, rank {rank}"
+            {name: weights[name] for name in merged if name not in head},
+            {name: stored[name] for name in merged if name not in head},
+            name=f"base export, rank {rank}",
         )
     for rank, (_, _, typed) in enumerate(
         target.run(base_weights, target.config(model), batch=batch, lora=False)
@@ -338,7 +358,11 @@ def shards(target: Target) -> float:
     """
     model = target.model(tied=False)
     batch = documents(90, "uneven")
-    ranks = target.run(shards_of, target.config(model, lora=CONFIG), batch=batch)
+    everything = replace(CONFIG, target_modules="all-linear")
+    ranks = target.run(shards_of, target.config(model, lora=everything), batch=batch)
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in ranks[0]["only"][1]}
+    linear = {name.split(".")[-2] for name in read_safetensors(model) if "_proj." in name}
+    must(adapted >= linear, "all-linear", f"adapts {sorted(adapted)}, not {sorted(linear)}")
     return max(shards_make_the_whole([row[kind] for row in ranks]) for kind in ranks[0])
 
 
@@ -378,10 +402,12 @@ def without_adapter(setup: Setup) -> list[bool]:
     """Return whether asking for an adapter that is not there is a typed error."""
     with opened(setup) as engine:
         batch = local_batch(engine, documents(90, "uneven"), setup.device)
-        calls = (
+        calls: tuple[Callable[[], Any], ...] = (
             lambda: engine.infer_batch(batch, adapter=False),
             lambda: list(engine.get_per_tensor_param(adapter="only")),
         )
+        if Capability.EXPORT_SHARDS in engine.capabilities:
+            calls += (lambda: list(engine.get_per_tensor_param_shard(adapter="only")),)
         return [isinstance(caught(call), ConfigError) for call in calls]
 
 
@@ -405,3 +431,34 @@ def absent(target: Target) -> None:
         "lora.target_modules",
         f"{errors[0]!r}",
     )
+    for layer in ("lm_head", "embed_tokens"):
+        _trains_or_refuses(target, layer)
+
+
+def adapt_one(setup: Setup, batch: PackedDocuments) -> tuple[bool, dict[str, Tensor], bool]:
+    """Take a step with the adapter alone.
+
+    Return whether it is refused, the merged export, and whether B has left zero.
+    """
+    error = build(setup)
+    if error is not None:
+        must(isinstance(error, (ConfigError, UnsupportedCapability)), "adapter", f"{error!r}")
+        return True, {}, False
+    with opened(setup) as engine:
+        step(engine, setup, batch)
+        only = whole_weights(engine, adapter="only")
+        moved = any(bool(t.any()) for n, t in only.items() if "lora_" in n and ".lora_A." not in n)
+        return False, whole_weights(engine), moved
+
+
+def _trains_or_refuses(target: Target, layer: str) -> None:
+    """Require an adapter on a layer outside the blocks to train and merge, or to be refused."""
+    model = target.model(tied=False)
+    config = target.config(model, lora=replace(CONFIG, target_modules=("q_proj", layer)))
+    stored = read_safetensors(model)
+    for refused, merged, moved in target.run(adapt_one, config, batch=documents(90, "uneven")):
+        if refused:
+            continue
+        names = [name for name in merged if f"{layer}.weight" in name]
+        changed = names and not torch.equal(merged[names[0]], stored[names[0]])
+        must(moved and bool(changed), layer, "its adapter is accepted, and the export lacks it")

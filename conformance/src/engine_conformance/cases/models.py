@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
+from safetensors.torch import save_file
+
 from engine_api.config import EngineConfig
 from engine_api.errors import (
     BatchError,
@@ -36,12 +39,17 @@ from engine_conformance.cases._ranks import (
     summary,
 )
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.oracle import read_safetensors
+from engine_conformance.seeds import cached_by_seed
 
 TYPES = (LM, VALUE)
 SINCE = "1.3"
-# Documents have up to 12 tokens in one call and 24 in the other.
 CONTEXT = 16
+# Documents within the context, of different lengths, of one length and as long as it may be, then
+# documents beyond it, by one token and by many.
+LENGTHS = ((7, 1, 12, 5, 3, 9), (8, 8, 8, 8), (CONTEXT, 3, 5), (CONTEXT + 1, 2, 3), (24, 2, 2, 2))
+_WITHIN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +70,10 @@ class ModelRequest:
 
 def _rope(kind: str, **keys: Any) -> ModelRequest:
     rope = {"rope_type": kind, **keys}
+    # A longrope has the context of its short factors, and a longer one altogether.
+    longest = 4 * CONTEXT if kind == "longrope" else CONTEXT
     return ModelRequest(
-        words=("rope", "rotary"), model={"family": "llama", "max_position": CONTEXT, "rope": rope}
+        words=("rope", "rotary"), model={"family": "llama", "max_position": longest, "rope": rope}
     )
 
 
@@ -134,6 +144,9 @@ SHAPES: dict[str, ModelRequest] = {
     "another vocabulary, untied": ModelRequest(
         words=("vocab",), model={"vocab_size": 331, "tied": False}
     ),
+    "a vocabulary beyond 16 bits": ModelRequest(
+        words=("vocab",), model={"vocab_size": 70_001, "hidden_size": 16, "num_layers": 1}
+    ),
 }
 DROPOUTS: dict[str, dict[str, ModelRequest]] = {
     LM: {
@@ -156,6 +169,12 @@ FILES: dict[str, ModelRequest] = {
         words=("override", "model.path"),
         model={"rms_norm_eps": 0.01},
         overrides={"rms_norm_eps": 0.01},
+    ),
+    "weights in float16": ModelRequest(words=("float16",), model={"stored": "float16"}),
+    "an override of a part": ModelRequest(
+        words=("override", "rope", "model.path"),
+        model={"rope_theta": 500.0},
+        overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
 }
 
@@ -216,18 +235,18 @@ def _compare_built(
     target: Target, name: str, words: Sequence[str], model: Path, config: EngineConfig
 ) -> float:
     """Compare what a configuration builds with the oracle of ``model``, unless it is refused."""
-    calls = [asking(target, documents(81, lengths)) for lengths in ("uneven", "skewed")]
-    batch = documents(82)
+    oracle = oracle_of(str(model))
+    calls = [asking(target, _batch(81, lengths, oracle.config.vocab_size)) for lengths in LENGTHS]
+    batch = _batch(82, LENGTHS[0], oracle.config.vocab_size)
     ranks: list[Attempt] = target.run(attempt, config, calls=calls, batch=batch)
     if any(rank.refused for rank in ranks):
         _require_refusal_by_name(name, words, [rank.refused for rank in ranks])
         return 0.0
-    oracle = oracle_of(str(model))
     margins = list[float]()
     for i, call in enumerate(calls):
         rows = [rank.outputs[i] for rank in ranks]
         errors = [row for row in rows if not _has_outputs(row)]
-        if i > 0 and any(isinstance(error, BatchError) for error in errors):
+        if i >= _WITHIN and any(isinstance(error, BatchError) for error in errors):
             # A document beyond the model's context may be refused when it comes.
             must(len(errors) == len(rows), name, "a long document is refused on some ranks only")
             continue
@@ -238,6 +257,12 @@ def _compare_built(
     return max(margins)
 
 
+@cached_by_seed
+def _batch(seed: int, lengths: tuple[int, ...], vocab_size: int) -> PackedDocuments:
+    """Return documents with ids of the whole vocabulary."""
+    return packed_documents(seed, lengths, vocab_size)
+
+
 def _has_outputs(row: RankOutputs | Refusal) -> TypeGuard[RankOutputs]:
     return isinstance(row, RankOutputs)
 
@@ -246,7 +271,8 @@ def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
     """Return the configuration that asks for it, by the folder or by overrides."""
     if not request.overrides:
         return target.config(target.model(**request.model))
-    plain = {key: value for key, value in request.model.items() if key not in request.overrides}
+    changed = {*request.overrides, *request.overrides.get("rope_parameters", {})}
+    plain = {key: value for key, value in request.model.items() if key not in changed}
     config = target.config(target.model(**plain))
     return replace(config, model=replace(config.model, config_overrides=request.overrides))
 
@@ -272,6 +298,10 @@ Path({marker!r}).touch()
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
+
+
+class Own:
+    config_class = OwnConfig
 """
 
 
@@ -280,7 +310,9 @@ def _add_own_code(model: Path, folder: Path, marker: Path, **keys: Any) -> Path:
     shutil.copytree(model, folder)
     (folder / "own.py").write_text(_OWN_CODE.format(marker=str(marker)))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "own.OwnConfig"}, **keys}
+    auto = {"AutoConfig": "own.OwnConfig"}
+    auto |= dict.fromkeys(("AutoModelForCausalLM", "AutoModelForTokenClassification"), "own.Own")
+    config |= {"auto_map": auto, **keys}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -378,11 +410,23 @@ def dropout(target: Target) -> float:
     return _require_right_or_refused(target, DROPOUTS[target.model_type])
 
 
-@case(id="models.files", since=SINCE)
+@case(id="models.files", since=SINCE, model_types=TYPES)
 def files(target: Target) -> float:
     """Weights in bfloat16 and overrides of ``config.json`` MUST be read, or be refused by name.
 
-    If this fails: masters are in the files' dtype, so that small updates are lost, or
-    an override does not reach the model.
+    In float16 too, and overrides of a part of a key's value. A file that the folder's index
+    does not name is not read.
+
+    If this fails: masters are in the files' dtype, so that small updates are lost, an
+    override does not reach the model, or an older copy in the folder replaces the weights.
     """
-    return _require_right_or_refused(target, FILES)
+    margin = _require_right_or_refused(target, FILES)
+    model = target.model(shards=2)
+    folder = target.scratch() / "model"
+    shutil.copytree(model, folder)
+    stale = {name: torch.zeros_like(tensor) for name, tensor in read_safetensors(model).items()}
+    save_file(stale, folder / "older.safetensors", metadata={"format": "pt"})
+    words = ("older.safetensors", "index")
+    return max(
+        margin, _compare_built(target, "an unnamed file", words, model, target.config(folder))
+    )

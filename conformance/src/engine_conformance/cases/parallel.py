@@ -27,6 +27,7 @@ from engine_conformance.cases._layouts import (
     OPTIMIZER,
     initialize,
     layout_holds,
+    right_or_refused,
 )
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
@@ -111,11 +112,15 @@ def ulysses(target: Target) -> float:
 def ulysses_kv_heads(target: Target) -> float:
     """Sequence parallelism over more ranks than there are KV heads MUST be right.
 
-    If this fails: ranks that share a KV head read another one, or its gradient is not
-    summed.
+    Heads that the ranks do not divide are right as well, or a ``ConfigError`` on all ranks.
+
+    If this fails: ranks that share a KV head read another one, its gradient is not
+    summed, or the remainder of the heads is dropped.
     """
     model = target.model(num_kv_heads=target.world // 2, tied=False)
-    return layout_holds(target, model, Parallelism(ulysses=target.world))
+    layout = Parallelism(ulysses=target.world)
+    odd = target.model(num_heads=3, num_kv_heads=3)
+    return max(layout_holds(target, model, layout), right_or_refused(target, odd, layout))
 
 
 @case(id="parallel.ulysses_with_data", requires=(Capability.ULYSSES, Capability.HSDP), world=(4,))

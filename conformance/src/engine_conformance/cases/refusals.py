@@ -16,6 +16,7 @@ from engine_api.config import (
     OptimizerConfig,
 )
 from engine_api.errors import BatchError, ConfigError, EngineError, EngineStateError
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
@@ -93,10 +94,26 @@ def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | 
             lambda: engine.train_batch(mine, loss, temperature=0.0),
             lambda: engine.infer_batch(mine, temperature=-1.0),
             lambda: list(engine.get_per_tensor_param(adapter="both")),  # type: ignore[arg-type]
+            lambda: list(engine.get_per_tensor_param(dtype=torch.int8)),
+            lambda: list(engine.get_per_tensor_param(bucket_bytes=0)),
+            lambda: engine.infer_batch(mine, adapter="no"),  # type: ignore[arg-type]
+            lambda: engine.train_batch(mine, _needs_another_output),
         ]
+        if setup.model_type == VALUE:
+            calls.append(lambda: engine.infer_batch(mine, entropy=True))
+        if Capability.EXPORT_SHARDS in engine.capabilities:
+            calls.append(lambda: list(engine.get_per_tensor_param_shard(dtype=torch.int8)))
         if Capability.OFFLOAD in engine.capabilities:
             calls.append(lambda: engine.to("abacus"))
         return [caught(call) for call in calls], step(engine, setup, batch).loss
+
+
+def _needs_another_output(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Fail, since no engine gives the output that it needs."""
+    raise AssertionError(f"called with {outputs} of {batch}")
+
+
+_needs_another_output.needs = ("likelihood",)  # type: ignore[attr-defined]
 
 
 @case(id="contract.bad_arguments", model_types=TYPES, quick=True)
@@ -104,7 +121,8 @@ def bad_arguments(target: Target) -> None:
     """Arguments that make no sense MUST raise ``ConfigError``, and leave the engine usable.
 
     If this fails: a temperature of zero gives infinite logits, a denominator of zero
-    NaN gradients.
+    NaN gradients, an export in integers zeros; what a loss or caller asks for, and the
+    engine does not have, is left out.
     """
     ranks = target.run(bad_calls, target.config(target.model()), batch=documents(1, "equal"))
     for rank, (errors, loss) in enumerate(ranks):
