@@ -237,7 +237,7 @@ def test_an_edit_touches_the_statements_that_it_changes(edits) -> None:
     added = edits.Edit(**given, before="    )\n", after="    )\n    b = 2\n")
     found = [edits.mutation_of(one, {"f.py": source}) for one in (changed, added)]
 
-    assert [one.lines for one in found] == [(2, 5), (2, 5)]
+    assert [one.lines for one in found] == [(2, 5), (2, 6)]
     assert found[0].apply(source) == source.replace("2", "3")
     assert [(one.function, one.place) for one in found] == [("f", "x"), ("f", "x")]
 

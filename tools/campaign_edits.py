@@ -112,7 +112,7 @@ def mutation_of(edit: Edit, files: Mapping[str, str]) -> Mutation:
 def _changed_lines(source: str, start: int, edit: Edit) -> tuple[int, int]:
     """Return the first and the last line of the statements that a change touches.
 
-    If lines are only added, it is the last line before them.
+    If lines are only added, it is the last line before them and the first after them.
     """
     before = edit.before.splitlines()
     after = edit.after.splitlines()
@@ -126,7 +126,7 @@ def _changed_lines(source: str, start: int, edit: Edit) -> tuple[int, int]:
     first = line + same
     last = line + len(before) - tail - 1
     if last < first:
-        first = last = max(line, first - 1)
+        first, last = max(line, first - 1), first
     touched = [
         own
         for node in ast.walk(ast.parse(source))

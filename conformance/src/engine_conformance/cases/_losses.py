@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 FIRST_KEY = 2**40
+FIVE = 5
 _BONUS, _WARM = 1.0, 0.7  # a bonus as large as the likelihood: its gradient shows in bfloat16 too
 
 
@@ -81,10 +82,11 @@ def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     terms = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     clipped = ((ratio - 1).abs() > 0.2) & (batch.loss_weight > 0)
     metrics = {"clipped": clipped.sum(), "weight": batch.loss_weight.sum()}
-    # Of whole numbers that float32 does not hold, and reported for some micro-batches only.
-    rare = (batch["key"] - FIRST_KEY) % 8 == 1
-    if bool(rare.any()):
-        metrics["rare"] = rare.sum()
+    # Of whole numbers that float32 does not hold.
+    metrics["rare"] = ((batch["key"] - FIRST_KEY) % 8 == 1).sum()
+    # Reported by the micro-batch, and the rank, that has such a document.
+    if FIVE in batch.lengths:
+        metrics["fives"] = FIVE * batch.lengths.count(FIVE)
     return LossOutput(loss=(batch.loss_weight * terms).sum(), metrics=metrics)
 
 

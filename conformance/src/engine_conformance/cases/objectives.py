@@ -63,7 +63,9 @@ def policy(target: Target) -> float:
         f"weight {got.metrics['weight']}, not {batch.denominator}",
     )
     rare = int((batch.input_ids % 8 == 1).sum())
-    must(got.metrics.get("rare", 0) == rare, "metrics", f"{dict(got.metrics)}, {rare} are rare")
+    must(got.metrics["rare"] == rare, "metrics", f"{dict(got.metrics)}, {rare} are rare")
+    fives = 5 * batch.lengths.count(5)
+    must(got.metrics.get("fives") == fives, "metrics", f"{dict(got.metrics)}, not {fives} fives")
     must(
         got.num_tokens == len(batch.input_ids),
         "num_tokens",

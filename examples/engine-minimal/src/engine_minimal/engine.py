@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from engine_api import BaseEngine, Batch, Capability, ModelSource, ShardSpec, TokenOutputs, Topology
+from engine_api.arguments import check_export
 from engine_api.capabilities import unsupported
 from engine_api.comm import SingleComm, TorchComm, together
 from engine_api.contract import Adapter
@@ -131,6 +132,7 @@ class MinimalEngine(BaseEngine):
     ) -> WeightExport:
         """Return whole weights by name, which every rank has (see ``Engine``)."""
         self._expect("get_per_tensor_param", "ready")
+        check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
         return ((name, p.detach().to(dtype or p.dtype)) for name, p in self.weights.items())
 
