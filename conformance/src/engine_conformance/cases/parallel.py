@@ -119,8 +119,9 @@ def ulysses_kv_heads(target: Target) -> float:
     """
     model = target.model(num_kv_heads=target.world // 2, tied=False)
     layout = Parallelism(ulysses=target.world)
-    odd = target.model(num_heads=3, num_kv_heads=3)
-    return max(layout_holds(target, model, layout), right_or_refused(target, odd, layout))
+    odd = [target.model(num_heads=3, num_kv_heads=count) for count in (3, 1)]
+    margins = [right_or_refused(target, one, layout) for one in odd]
+    return max(layout_holds(target, model, layout), *margins)
 
 
 @case(id="parallel.ulysses_with_data", requires=(Capability.ULYSSES, Capability.HSDP), world=(4,))

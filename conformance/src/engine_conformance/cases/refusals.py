@@ -140,7 +140,7 @@ def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 
     No engine is left behind. A folder without weights, a folder that is absent, an
-    unknown optimizer, a misspelt option, head or kernel.
+    unknown optimizer, a misspelt option, head or kernel, a size that the weights do not have.
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
@@ -158,6 +158,9 @@ def bad_configuration(target: Target) -> None:
         "option": replace(base, options={"no_such_option": 1}),
         "override": replace(
             base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})
+        ),
+        "another size than the files'": replace(
+            base, model=ModelSource(path=str(model), config_overrides={"vocab_size": 250})
         ),
         "kernel": replace(base, model=ModelSource(path=str(model), attention="no-such-kernel")),
     }
