@@ -98,6 +98,7 @@ def save_and_go_on(
             if index == 1:
                 # Nothing of an earlier save may be in a later one.
                 save(engine, folder / "earlier", data_position=1)
+                _draws(setup.device)
             if index == at:
                 save(engine, folder / "middle", data_position=7, note="of the caller's")
                 draws = _draws(setup.device)

@@ -20,7 +20,15 @@ from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
-from engine_conformance.cases._ranks import build, caught, local_batch, opened, step
+from engine_conformance.cases._ranks import (
+    build,
+    caught,
+    digest,
+    local_batch,
+    opened,
+    step,
+    whole_weights,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
@@ -187,9 +195,10 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
     with opened(with_optimizer) as engine:
         step(engine, setup, batch)
         engine.save_checkpoint(folder / "c").result()
+        saved = digest(whole_weights(engine))
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
-        return [
+        errors = [
             caught(lambda: engine.train_batch(mine, loss)),
             caught(lambda: engine.forward_backward(mine, loss)),
             caught(engine.optimizer_step),
@@ -197,6 +206,10 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
             caught(lambda: list(engine.get_per_tensor_param())),
             caught(lambda: engine.load_checkpoint(folder / "c")),
         ]
+        loaded = digest(whole_weights(engine))
+        must(loaded == saved, "weights", "are not those of the checkpoint after a load")
+        must(engine.weight_version == 1, "weight_version", f"{engine.weight_version} after a load")
+        return errors
 
 
 @case(id="contract.inference_only", model_types=TYPES)
