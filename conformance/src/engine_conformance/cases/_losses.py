@@ -81,7 +81,10 @@ def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     advantage = batch["advantages"]
     terms = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     clipped = ((ratio - 1).abs() > 0.2) & (batch.loss_weight > 0)
-    metrics = {"clipped": clipped.sum(), "weight": batch.loss_weight.sum()}
+    metrics: dict[str, Tensor | float] = {
+        "clipped": clipped.sum(),
+        "weight": batch.loss_weight.sum(),
+    }
     # Of whole numbers that float32 does not hold.
     metrics["rare"] = ((batch["key"] - FIRST_KEY) % 8 == 1).sum()
     # Reported by the micro-batch, and the rank, that has such a document.
