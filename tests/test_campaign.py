@@ -83,6 +83,12 @@ def edits(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("campaign_lanes")
+
+
+@pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("campaign_record")
@@ -213,9 +219,10 @@ EDITS = sorted((ROOT / "conformance/mutants/edits").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", EDITS, ids=lambda path: path.stem)
-def test_each_edit_changes_a_text_that_is_there_once_into_python(edits, record, path) -> None:
-    folder = ROOT / "packages/engine-fsdp/src"
-    files = {str(one.relative_to(folder)): one.read_text() for one in folder.rglob("*.py")}
+def test_each_edit_changes_a_text_that_is_there_once_into_python(
+    edits, lanes, record, path
+) -> None:
+    files = lanes.ENGINES[path.stem].files()
     anchors = (ROOT / "docs/contract.md").read_text()
     read = edits.read_edits(path)
 

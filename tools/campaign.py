@@ -52,6 +52,7 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 import torch
 from campaign_edits import Edit, mutation_of, read_edits
 from campaign_lanes import (
+    ENGINES,
     Child,
     EngineUnderChange,
     Forking,
@@ -83,31 +84,6 @@ AT_LEAST_S = 30.0
 TIERS = ("quick", "full")
 # Verdicts after which the next stage may still kill a changed engine, from the least.
 UNDECIDED = ("not-executed", "survived", "suite-error")
-
-
-ENGINES = {
-    one.backend: one
-    for one in (
-        EngineUnderChange(
-            backend="fsdp2",
-            source="packages/engine-fsdp/src",
-            package="engine_fsdp",
-            libraries={"engine_torch": "packages/engine-torch/src"},
-        ),
-        EngineUnderChange(
-            backend="loopback", source="conformance/loopback", package="engine_loopback"
-        ),
-        EngineUnderChange(
-            backend="megatron",
-            source="packages/engine-megatron/src",
-            package="engine_megatron",
-            shim=True,
-        ),
-        EngineUnderChange(
-            backend="minimal", source="examples/engine-minimal/src", package="engine_minimal"
-        ),
-    )
-}
 
 
 def mutations_of(engine: EngineUnderChange) -> list[Mutation]:
