@@ -241,6 +241,12 @@ def outputs_match(
         f"the engine returns {sorted(got)}, {sorted(want)} were asked for",
     )
     must("values" in want or "values" not in got, "outputs", "a language model returns values")
+    unasked = sorted(set(got) - set(want))
+    must(
+        not unasked or not target.is_asked_since("1.3"),
+        "outputs",
+        f"the engine returns {unasked}, which nobody asked for",
+    )
     gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
     keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
     margins = []

@@ -270,7 +270,8 @@ def lives(
 ) -> list[Surroundings]:
     """Return the surroundings before and after each of two engines' lives.
 
-    Before the second one an engine is not built. They live in a working folder of the
+    Before the second one an engine is not built, and behind it the closed engine is still there at
+    the first of two looks. They live in a working folder of the
     rank's own, and have one for temporary files.
     """
     home, temporary = Path.cwd(), tempfile.tempdir
@@ -295,6 +296,8 @@ def lives(
                 whole_weights(engine)
                 save(engine, folder / f"asked-{index}")
             others = imported.set_by_others(type(engine))
+            if index:
+                seen.append(read_surroundings(setup.device, others))
             del engine
             seen.append(read_surroundings(setup.device, others))
         return seen
@@ -311,12 +314,13 @@ def leaves_nothing(target: Target) -> None:
     of Python (signal handlers, hooks, umask) are as before. Process groups,
     daemon threads, descriptors, temporary files, tensors and memory of the device are
     compared after a first life, which may fill caches, and a second one, before which
-    another engine's build fails. Variables that a library
+    another engine's build fails. Tensors and memory are free as soon as the engine is closed,
+    also while the caller still has it. Variables that a library
     sets when it is imported, and the workers of torch's compiler, are not the engine's.
 
-    If this fails: a writer thread or a worker keeps the process from ending; groups
-    pile up with each engine; the default process group is destroyed though the engine
-    did not make it.
+    If this fails: a writer thread or a worker keeps the process from ending; groups pile up
+    with each engine; weights live as long as the engine's object; the default process group
+    is destroyed though the engine did not make it.
     """
     folder = target.scratch()
     # In ranks of other cases the engine may have left its traces already.
@@ -329,7 +333,7 @@ def leaves_nothing(target: Target) -> None:
         folder=folder,
         failing=replace(config, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})),
     )
-    for rank, (before, warm, after) in enumerate(ranks):
+    for rank, (before, warm, held, after) in enumerate(ranks):
         where = f"rank {rank}"
         for name in ("threads", "children", "files", "group"):
             old = getattr(before, name)
@@ -342,6 +346,12 @@ def leaves_nothing(target: Target) -> None:
         for name in ("groups", "daemons", "descriptors", "temporary", "tensors"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
+        if target.is_asked_since("1.3"):
+            kept = held.tensors - after.tensors
+            must(kept <= 0, "tensors", f"{kept} live until the closed engine goes", where=where)
+            kept = held.memory - after.memory
+            problem = f"{kept} bytes are not free until the closed engine goes"
+            must(kept <= _LEAK, "device memory", problem, where=where)
         differing = {name for name, _ in {*before.environment} ^ {*after.environment}}
         changed = sorted(differing - after.imported)
         must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)

@@ -156,8 +156,19 @@ def round_trip(target: Target) -> None:
     assert_bitwise(again, first, name="export of the loaded export")
 
 
-def first_values(setup: Setup, adapter: Adapter) -> tuple[EngineError | None, str]:
-    """Return the digest of a new engine's weights, or the error by which it refuses to make any."""
+# A standard deviation of random weights that no family has by default.
+INITIALIZER_RANGE = 0.11
+# The standard deviation of so many values is within a tenth of the distribution's.
+_ENOUGH = 1024
+
+
+def first_values(
+    setup: Setup, adapter: Adapter, spread: float | None
+) -> tuple[EngineError | None, str]:
+    """Return the digest of a new engine's weights, or the error by which it refuses to make any.
+
+    ``spread`` is the standard deviation of its matrices, if it is to be compared.
+    """
     try:
         with opened(setup) as engine:
             weights = whole_weights(engine, adapter=adapter)
@@ -167,16 +178,31 @@ def first_values(setup: Setup, adapter: Adapter) -> tuple[EngineError | None, st
             for one, other in combinations(drawn, 2):
                 equal = torch.equal(drawn[one], drawn[other])
                 must(not equal, one, f"has the values of {other}: they do not depend on the name")
+            if spread is not None:
+                _check_spread(weights, spread)
             return None, digest(weights)
     except (ConfigError, UnsupportedCapability) as error:
         return error, ""
+
+
+def _check_spread(weights: Mapping[str, Tensor], spread: float) -> None:
+    """Require matrices of a standard deviation, and vectors of one value."""
+    for name, tensor in weights.items():
+        values = tensor.double()
+        if values.dim() == 1:
+            must(bool((values == values[0]).all()), name, "is drawn, expected ones or zeros")
+        elif values.numel() >= _ENOUGH:
+            got = float(values.std())
+            problem = f"standard deviation {got:.4g}, initializer_range is {spread}"
+            must(0.8 * spread <= got <= 1.25 * spread, name, problem)
 
 
 def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
     """Return configurations by the weights that no file holds, and the export that has them."""
     model = target.model()
     plain = target.config(model, optimizer=None)
-    source = ModelSource(path=str(model), init="random")
+    ranged = target.model(keys={"initializer_range": INITIALIZER_RANGE})
+    source = ModelSource(path=str(ranged), init="random")
     made: dict[str, tuple[EngineConfig, Adapter]] = {
         "random weights": (replace(plain, model=source), "merged")
     }
@@ -195,20 +221,24 @@ def first_values_follow_seed(target: Target) -> None:
     """Weights that no file holds MUST follow from the seed: the same on all ranks, in all worlds.
 
     Random weights (``init: random``), a new value head, a new adapter; another seed makes
-    others. An engine may refuse to make any.
+    others. Random matrices have the standard deviation ``initializer_range`` of config.json,
+    and vectors are ones or zeros. An engine may refuse to make any.
 
-    If this fails: each rank draws weights of its own, which the first reduction hides; a
-    run of another world size starts from another model; all layers start alike.
+    If this fails: a standard deviation of 0.02 whatever config.json says; each rank draws
+    weights of its own, which the first reduction hides; a run of another world size starts
+    from another model; all layers start alike.
     """
     alone = target.with_world(1)
     shown = _made_from_seed(target)
     for name, (config, adapter) in shown.items():
-        ranks = target.run(first_values, replace(config, seed=3), adapter=adapter)
+        spread = INITIALIZER_RANGE if config.model.init == "random" else None
+        asked = {"adapter": adapter, "spread": spread}
+        ranks = target.run(first_values, replace(config, seed=3), **asked)
         if all(error is not None for error, _ in ranks):
             continue
         one = replace(_made_from_seed(alone)[name][0], seed=3)
-        ((_, want),) = alone.run(first_values, one, adapter=adapter)
-        ((_, other),) = alone.run(first_values, replace(one, seed=4), adapter=adapter)
+        ((_, want),) = alone.run(first_values, one, **asked)
+        ((_, other),) = alone.run(first_values, replace(one, seed=4), **asked)
         for rank, (error, got) in enumerate(ranks):
             where = f"rank {rank}"
             must(error is None, name, f"refused on this rank alone: {error!r}", where=where)

@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import LoraConfig, Memory, OptimizerConfig
+from engine_api.config import EngineConfig, LoraConfig, Memory, OptimizerConfig, Precision
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.losses import sft_loss
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
 from engine_conformance.cases._ranks import (
@@ -30,12 +33,17 @@ from engine_conformance.cases._ranks import (
     save,
     step,
     summary,
+    to_batch,
     train,
     whole_weights,
 )
 from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import EPS, Setup, Target
-from engine_conformance.compare import assert_bitwise, assert_weights_close
+from engine_conformance.compare import (
+    assert_bitwise,
+    assert_scalar_close,
+    assert_weights_close,
+)
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import (
     AdamWConfig,
@@ -106,7 +114,8 @@ def trains(target: Target) -> float:
     """Only the adapter MUST train, as the oracle's does, merge into the export and come off.
 
     Merged it is exported; off it leaves the base model. The adapter's own export has
-    PEFT's names; B starts at zero.
+    PEFT's names; B starts at zero. With bfloat16 masters the sum is formed in float32 and
+    rounded once.
 
     If this fails: the merged export sends base weights (a comment in verl's
     _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or
@@ -129,6 +138,8 @@ def trains(target: Target) -> float:
         oracle_of(str(model)).params, _write_adapter(folder / "end", trained[-1].weights)
     )
     margins.append(assert_weights_close(merged, exact, MERGED, name="merged export"))
+    if Capability.BF16 in target.capabilities and target.is_asked_since("1.3"):
+        _merges_once(target)
     ended = load_oracle(model, adapter=folder / "end")
     untouched = set(exact) - set(ended.adapter.pairs if ended.adapter else ())
     stored = read_safetensors(model)
@@ -197,6 +208,57 @@ def _answers_match(
     )
 
 
+def merged_weights(
+    setup: Setup, batch: PackedDocuments
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return base weights, adapter, and the merged export in two dtypes, after a step."""
+    with opened(setup) as engine:
+        step(engine, setup, batch)
+        exports = [whole_weights(engine, dtype=dtype) for dtype in (None, torch.bfloat16)]
+        base = whole_weights(engine, adapter="base")
+        return base, whole_weights(engine, adapter="only"), exports
+
+
+def _merges_once(target: Target) -> None:
+    """Require bfloat16 masters to take the sum of weight and adapter rounded once."""
+    precision = Precision(master="bfloat16", compute="bfloat16")
+    # B becomes as large as A, and the sum's second term as large as its first.
+    optimizer = OptimizerConfig(lr=0.1, clip_norm=None, eps=EPS)
+    config = target.config(
+        target.model(tied=False), lora=CONFIG, precision=precision, optimizer=optimizer
+    )
+    ranks = target.run(merged_weights, config, batch=documents(90, "uneven"))
+    base, adapter, exports = ranks[0]
+    must(
+        all(tensor.dtype == torch.bfloat16 for tensor in base.values()),
+        "base export",
+        "is not in the masters' dtype",
+    )
+    scale = CONFIG.alpha / CONFIG.rank
+    exact = {name: tensor.double() for name, tensor in base.items()}
+    for name, a in adapter.items():
+        if ".lora_A." in name:
+            b = adapter[name.replace(".lora_A.", ".lora_B.")]
+            own = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            exact[own] = exact[own] + scale * (b.double() @ a.double())
+    for merged, name in zip(exports, ("the merged export", "it in bfloat16"), strict=True):
+        _is_rounded_once(merged, exact, name)
+
+
+def _is_rounded_once(
+    merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], export: str
+) -> None:
+    """Require values within half a unit in bfloat16's last place of the exact ones."""
+    for name, want in exact.items():
+        got = merged[name]
+        must(got.dtype == torch.bfloat16, export, f"{got.dtype}, not bfloat16", where=name)
+        # frexp gives a fraction in [0.5, 1), so that the last of 8 bits is 2 ** (exponent - 8).
+        half = torch.ldexp(torch.ones_like(want), torch.frexp(want)[1] - 9)
+        off = (got.double() - want).abs() > half * 1.001 + 1e-6
+        problem = f"{int(off.sum())} of {off.numel()} values are not the sum rounded once"
+        must(not bool(off.any()), export, problem, where=name)
+
+
 Switched = tuple[dict[str, Tensor], list[RankOutputs], list[Trained]]
 
 
@@ -218,10 +280,12 @@ def switch(setup: Setup, batches: Sequence[PackedDocuments]) -> Switched:
 def switched(target: Target) -> float:
     """Answers and the next step MUST be the same after the adapter was off and on again.
 
-    The outputs are the trained adapter's, also where it trains with dropout.
+    The outputs are the trained adapter's, also where it trains with dropout. Each step and
+    each data-parallel rank drops inputs of its own, and recomputing drops the same again.
 
-    If this fails: the adapter stays off after a reference; its dropout is on in
-    inference, or never; recomputing loses the gradient behind a frozen embedding.
+    If this fails: the adapter stays off after a reference; its dropout is on in inference, or
+    never, or the same on all ranks; recomputing loses the gradient behind a frozen
+    embedding.
     """
     model = target.model(tied=False)
     batches = _batches()[:2]
@@ -236,7 +300,72 @@ def switched(target: Target) -> float:
         margins.append(_stays_on(target, model, dropped, batches[0]))
         same = dropped[0][2][0].digest == rows[0][2][0].digest
         must(not same, "lora.dropout", "0.5 gives the same step as no dropout")
+        if target.is_asked_since("1.3"):
+            _drops_anew(target, dropping, batches[0])
     return max(margins)
+
+
+class _Recorder:
+    """The likelihood as a loss, which keeps the log-probs that it gets."""
+
+    needs = ("log_probs",)
+
+    def __init__(self) -> None:
+        self.seen = list[Tensor]()
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """Return the loss."""
+        assert outputs.log_probs is not None
+        self.seen.append(outputs.log_probs.detach().cpu())
+        return sft_loss(outputs, batch)
+
+
+Draws = tuple[int, list[Tensor], list[float]]
+
+
+def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
+    """Train on the same documents on all ranks, and return what each call's loss has seen.
+
+    In addition, return the number of the data-parallel rank and the norms of the gradients.
+    """
+    # An engine may leave the process's generators as they are, and all ranks may have equal ones.
+    torch.manual_seed(50)
+    with opened(setup) as engine:
+        own = to_batch(batch, setup.device)
+        # B is zero before the first step, and dropout has no effect on the outputs.
+        norms = [engine.train_batch(own, sft_loss).grad_norm]
+        seen = list[Tensor]()
+        for _ in range(2):
+            recorder = _Recorder()
+            norms.append(engine.train_batch(own, recorder).grad_norm)
+            seen.append(torch.cat(recorder.seen))
+        return engine.topology.dp_rank, seen, norms
+
+
+def _drops_anew(target: Target, config: EngineConfig, batch: PackedDocuments) -> None:
+    """Require dropout of its own in each call and on each data-parallel rank.
+
+    Recomputing draws what the forward pass drew: the gradients are those without it.
+    """
+    by_memory = list[list[Draws]]()
+    kinds = ("none", "full") if Capability.RECOMPUTE in target.capabilities else ("none",)
+    for recompute in kinds:
+        asked = replace(config, memory=Memory(recompute=recompute))
+        ranks: list[Draws] = target.run(draw_dropout, asked, batch=batch)
+        by_memory.append(ranks)
+        for rank, (data, seen, _) in enumerate(ranks):
+            where = f"rank {rank}, recompute: {recompute}"
+            same = torch.equal(seen[0], seen[1])
+            must(not same, "lora.dropout", "drops the same inputs in each step", where=where)
+            for other, (other_data, other_seen, _) in enumerate(ranks[:rank]):
+                same = data != other_data and torch.equal(seen[0], other_seen[0])
+                problem = f"drops the same inputs as on rank {other}"
+                must(not same, "lora.dropout", problem, where=where)
+    plain = by_memory[0][0][2]
+    for ranks in by_memory[1:]:
+        for index, (got, want) in enumerate(zip(ranks[0][2], plain, strict=True)):
+            name = f"grad_norm of step {index} with dropout and recomputing"
+            assert_scalar_close(name, got, want, target.tolerance("ratio_grad_norm"))
 
 
 def _stays_on(

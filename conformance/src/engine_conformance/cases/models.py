@@ -41,6 +41,7 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import read_safetensors
+from engine_conformance.oracle.config import ACTIVATIONS
 from engine_conformance.seeds import cached_by_seed
 
 TYPES = (LM, VALUE)
@@ -89,6 +90,12 @@ def _cap(*, missing: str, **keys: Any) -> ModelRequest:
     given = {"query_pre_attn_scalar": 16, "sliding_window": 64, missing: None, **keys}
     words = ("gemma2", "softcap", *keys)
     return ModelRequest(words=words, model={"family": "gemma2", "keys": given})
+
+
+def _activation(name: str, **model: Any) -> ModelRequest:
+    # Experts may be what is refused.
+    words = ("activation", "hidden_act", name, "moe", "expert")
+    return ModelRequest(words=words, model={"keys": {"hidden_act": name}, **model})
 
 
 ROPES: dict[str, ModelRequest] = {
@@ -147,6 +154,8 @@ SHAPES: dict[str, ModelRequest] = {
     "a vocabulary beyond 16 bits": ModelRequest(
         words=("vocab",), model={"vocab_size": 70_001, "hidden_size": 16, "num_layers": 1}
     ),
+    **{f"activation {name}": _activation(name) for name in ACTIVATIONS if name != "silu"},
+    "activation gelu of experts": _activation("gelu", family="qwen3_moe", tied=False),
 }
 DROPOUTS: dict[str, dict[str, ModelRequest]] = {
     LM: {
@@ -386,14 +395,15 @@ def caps(target: Target) -> float:
 
 @case(id="models.shapes", since=SINCE)
 def shapes(target: Target) -> float:
-    """Biases, heads and vocabularies of every shape MUST be computed rightly or be refused by name.
+    """Biases, heads, vocabularies and activations MUST be computed rightly or be refused by name.
 
     These are biases on each projection (the output's and the MLP's too), heads whose
-    width is not hidden size / heads, one head of keys, and vocabularies that no two ranks
-    divide.
+    width is not hidden size / heads, one head of keys, vocabularies that no two ranks
+    divide, and the activations gelu, gelu_pytorch_tanh and relu.
 
-    If this fails: a bias is dropped, ``head_dim`` is derived where it is given, or rows of
-    the vocabulary are lost where ranks share it.
+    If this fails: the MLP's activation is SiLU whatever ``hidden_act`` is, a bias is dropped,
+    ``head_dim`` is derived where it is given, or rows of the vocabulary are lost where
+    ranks share it.
     """
     return _require_right_or_refused(target, SHAPES)
 
@@ -410,15 +420,70 @@ def dropout(target: Target) -> float:
     return _require_right_or_refused(target, DROPOUTS[target.model_type])
 
 
+# Methods of quantization, each with its quantization_config apart from the method's name.
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "bitsandbytes": {"load_in_8bit": True, "load_in_4bit": False},
+    "gptq": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+}
+# Largest values of the formats.
+_E4M3 = 448.0
+_INT8 = 127.0
+
+
+def _quantize(model: Path, scratch: Path, method: str) -> tuple[Path, Path]:
+    """Write a model with quantized projections, and the model that they stand for.
+
+    Weights are at most 128 wide and high, so that each has one block, and one scale in fp8.
+    """
+    stored, plain = scratch / "stored", scratch / "plain"
+    quantized = dict[str, torch.Tensor]()
+    meant = dict[str, torch.Tensor]()
+    for name, tensor in read_safetensors(model).items():
+        quantized[name] = meant[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        stem = name.removesuffix(".weight")
+        if method == "fp8":
+            scale = tensor.abs().max() / _E4M3
+            quantized[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            quantized[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            meant[name] = quantized[name].float() * scale
+        elif method == "bitsandbytes":
+            scale = tensor.abs().amax(dim=1) / _INT8
+            quantized[name] = (tensor / scale[:, None]).round().to(torch.int8)
+            quantized[f"{stem}.SCB"] = scale * _INT8
+            meant[name] = quantized[name].float() * scale[:, None]
+        else:
+            # All values are the zero point, 8 of 0 to 15, so that the weight is zero.
+            del quantized[name]
+            rows, columns = tensor.shape
+            groups = columns // QUANTIZATIONS[method]["group_size"]
+            quantized[f"{stem}.qweight"] = torch.full((columns // 8, rows), -0x77777778).int()
+            quantized[f"{stem}.qzeros"] = torch.full((groups, rows // 8), 0x77777777).int()
+            quantized[f"{stem}.scales"] = torch.ones(groups, rows, dtype=torch.float16)
+            quantized[f"{stem}.g_idx"] = torch.arange(columns).int() // (columns // groups)
+            meant[name] = torch.zeros_like(tensor)
+    config = json.loads((model / "config.json").read_text())
+    asked = {"quantization_config": {"quant_method": method, **QUANTIZATIONS[method]}}
+    for folder, tensors, keys in ((stored, quantized, asked), (plain, meant, {})):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+    return stored, plain
+
+
 @case(id="models.files", since=SINCE, model_types=TYPES)
 def files(target: Target) -> float:
     """Weights in bfloat16 and overrides of ``config.json`` MUST be read, or be refused by name.
 
     In float16 too, and overrides of a part of a key's value. A file that the folder's index
-    does not name is not read.
+    does not name is not read. Quantized weights (``quantization_config``: fp8, bitsandbytes,
+    GPTQ) are read with their scales.
 
     If this fails: masters are in the files' dtype, so that small updates are lost, an
-    override does not reach the model, or an older copy in the folder replaces the weights.
+    override does not reach the model, an older copy in the folder replaces the weights, or
+    quantized weights are read without their scales.
     """
     margin = _require_right_or_refused(target, FILES)
     model = target.model(shards=2)
@@ -427,6 +492,10 @@ def files(target: Target) -> float:
     stale = {name: torch.zeros_like(tensor) for name, tensor in read_safetensors(model).items()}
     save_file(stale, folder / "older.safetensors", metadata={"format": "pt"})
     words = ("older.safetensors", "index")
-    return max(
-        margin, _compare_built(target, "an unnamed file", words, model, target.config(folder))
-    )
+    margins = [margin]
+    margins.append(_compare_built(target, "an unnamed file", words, model, target.config(folder)))
+    for method in QUANTIZATIONS:
+        stored, plain = _quantize(target.model(), target.scratch(), method)
+        words = ("quant", method)
+        margins.append(_compare_built(target, method, words, plain, target.config(stored)))
+    return max(margins)

@@ -5,7 +5,9 @@ An arrangement that does not fit is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -38,6 +40,7 @@ from engine_conformance.oracle import TrainResult
 from engine_conformance.tolerances import weight_tolerance
 
 BOTH = (LM, VALUE)
+DATA = ("dp_replicate", "dp_shard")
 _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"}
 
 
@@ -156,9 +159,10 @@ def _declared(target: Target) -> dict[Capability, str]:
 def topology_holds(target: Target) -> None:
     """Ranks and primaries MUST be numbered without gaps, one primary per data-parallel rank.
 
-    In every layout that the engine declares.
+    In every layout that the engine declares. The sizes by name are those of the layout.
 
-    If this fails: a trainer gives two groups of ranks the same documents, or one none.
+    If this fails: a trainer gives two groups of ranks the same documents, or one none; a size
+    counts ranks of another kind as well.
     """
     layouts = [(1, target.layout)]
     if target.world > 1:
@@ -174,6 +178,9 @@ def topology_holds(target: Target) -> None:
         model = target.model(family="qwen3_moe", tied=False) if layout.ep > 1 else target.model()
         rows = target.run(topology, target.config(model, parallelism=layout))
         _numbered(rows, target.world, 1 if target.world == 1 else members, layout)
+        if target.is_asked_since("1.3"):
+            for row in rows:
+                _sizes_are(row, target.world, layout)
 
 
 def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parallelism) -> None:
@@ -214,6 +221,25 @@ def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parall
         f"true on {primaries} ranks of each data-parallel rank",
         where=where,
     )
+
+
+def _sizes_are(row: Topology, world: int, layout: Parallelism) -> None:
+    """Require the sizes of a topology, by name and in their product, to be the layout's."""
+    sizes = dict(row.sizes)
+    where = f"rank {row.rank}, {layout}"
+    for one in fields(Parallelism):
+        wanted = getattr(layout, one.name)
+        got = sizes.get(one.name, 1)
+        # "dp" may stand for both kinds of data parallelism.
+        unnamed = one.name in DATA and one.name not in sizes
+        right = unnamed or wanted in (got, -1)
+        must(right, "sizes", f"{one.name} is {got}, expected {wanted}: {sizes}", where=where)
+    data = sizes.get("dp", math.prod(sizes.get(name, 1) for name in DATA))
+    must(data == row.dp_size, "sizes", f"{data} data-parallel ranks of {row.dp_size}", where=where)
+    joined = math.prod(sizes.get(name, 1) for name in MODEL_PARALLEL.values())
+    right_products = {world, world // layout.ep}
+    problem = f"{sizes} make {data * joined} ranks of {world}"
+    must(data * joined in right_products, "sizes", problem, where=where)
 
 
 def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | None]:

@@ -113,7 +113,8 @@ class DdpEngine(BaseEngine):
             loaded: Any = self.auto_class.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # ImportError: weights in a format of a library that is not installed.
+        except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError("model.path", f"{path!r} cannot be loaded", why=str(error)) from error
         model, info = loaded
         # transformers has drawn missing weights at random.
