@@ -85,6 +85,8 @@ def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
         "clipped": clipped.sum(),
         "weight": batch.loss_weight.sum(),
     }
+    # Names do not say how a metric is reduced.
+    metrics |= {f"{name}/weight": metrics["weight"] for name in ("max", "min", "mean")}
     # Of whole numbers that float32 does not hold.
     metrics["rare"] = ((batch["key"] - FIRST_KEY) % 8 == 1).sum()
     # Reported by the micro-batch, and the rank, that has such a document.

@@ -80,6 +80,13 @@ def _draws(device: str) -> list[float]:
     return draws if device == "cpu" else [*draws, float(torch.rand((), device=device))]
 
 
+# Each kind of value that JSON has, and a number that a float does not hold.
+_EXTRA: dict[str, Any] = {
+    "data_position": 7,
+    "note": "of the caller's",
+    "shards": {"seen": [[1, 2.5], None, True], "tokens": 2**60 + 1, "é": {}},
+}
+
 CheckpointRun = tuple[list[TrainOutput], list[float], str]
 
 
@@ -101,7 +108,7 @@ def save_and_go_on(
                 save(engine, folder / "earlier", data_position=1)
                 _draws(setup.device)
             if index == at:
-                save(engine, folder / "middle", data_position=7, note="of the caller's")
+                save(engine, folder / "middle", **_EXTRA)
                 draws = _draws(setup.device)
             outputs.append(step(engine, setup, batch))
         save(engine, folder / "end")
@@ -186,7 +193,7 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
             where=where,
         )
         must(
-            dict(info.extra) == {"data_position": 7, "note": "of the caller's"},
+            dict(info.extra) == _EXTRA,
             "extra",
             f"{info.extra}",
             where=where,

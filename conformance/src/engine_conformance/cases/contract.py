@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, Memory, OptimizerConfig, flatten_config
+from engine_api.config import (
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    OptimizerConfig,
+    ScheduleConfig,
+    flatten_config,
+)
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
@@ -363,8 +370,12 @@ def leaves_nothing(target: Target) -> None:
     must(set(names) <= asked, "files", f"not asked for: {sorted(set(names) - asked)}")
 
 
-def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trained, bool]]:
+def outlive(
+    setup: Setup, other: EngineConfig, batches: Sequence[PackedDocuments]
+) -> list[tuple[Trained, bool]]:
     """Train two engines, close the first, and train the second on; then close the second first.
+
+    The second one has the configuration ``other``.
 
     Return the results of the engine that is left, and whether this rank has a process group after
     both are closed, of the one order and the other.
@@ -372,7 +383,8 @@ def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trai
     found = list[tuple[Trained, bool]]()
     for closed, left in ((0, 1), (1, 0)):
         with ExitStack() as stack:
-            engines = [stack.enter_context(opened(setup)) for _ in range(2)]
+            both = (setup, replace(setup, config=other))
+            engines = [stack.enter_context(opened(one)) for one in both]
             before = [step(engine, setup, batches[0]) for engine in engines]
             engines[closed].close()
             after = step(engines[left], setup, batches[1])
@@ -385,20 +397,33 @@ def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trai
 def closed_first(target: Target) -> None:
     """An engine MUST work on when another engine of its process is closed, in whatever order.
 
-    The ranks are those of a launcher, so that the engines make the process group. Each
+    The ranks are those of a launcher, so that the engines make the process group. They have
+    different optimizers, schedules, chunks and adapters. Each
     ends with the bits of an engine alone, the group is gone with the last one, and other
     engines can be built after them.
 
-    If this fails: the engine that made the process group destroys it under the other one,
+    If this fails: a setting of one engine is kept in a module or a class, where the other one
+    reads it; the engine that made the process group destroys it under the other one,
     which then raises or waits for ranks that never come; the group stays; a group that is
     made again meets the addresses of the former one in the launcher's store.
     """
-    config = target.config(target.model())
+    lora = [None, None]
+    if Capability.LORA in target.capabilities:
+        lora = [LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=2, alpha=3.0)]
+    config = target.config(target.model(tied=False), lora=lora[0])
+    other = target.config(
+        target.model(tied=False),
+        lora=lora[1],
+        optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.2, clip_norm=0.1),
+        schedule=ScheduleConfig(name="linear", warmup_steps=2, total_steps=9),
+        memory=Memory(max_tokens=32, logit_chunk=5),
+    )
     batches = [documents(3, "uneven"), documents(4, "equal")]
-    alone = target.run(train, config, batches=batches)
-    ranks = target.run(outlive, config, launched=True, batches=batches)
-    for rank, (orders, want) in enumerate(zip(ranks, alone, strict=True)):
-        for (trained, stays), name in zip(orders, ("first", "second"), strict=True):
+    alone = [target.run(train, one, batches=batches) for one in (other, config)]
+    ranks = target.run(outlive, config, other=other, launched=True, batches=batches)
+    for rank, orders in enumerate(ranks):
+        wanted = [runs[rank] for runs in alone]
+        for (trained, stays), want, name in zip(orders, wanted, ("first", "second"), strict=True):
             where = f"rank {rank}, the {name} engine is closed before the other one"
             same = trained.digest == want.digest
             must(same, "weights", "differ from those of an engine alone", where=where)

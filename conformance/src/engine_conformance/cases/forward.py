@@ -283,21 +283,26 @@ def repeats(target: Target) -> None:
 def microbatch_split(target: Target) -> float:
     """Outputs MUST come in the batch's token order whatever the token budget of a micro-batch is.
 
-    If this fails: outputs of micro-batches are concatenated, though balancing has
-    reordered the documents.
+    No others than those that the call asks for.
+
+    If this fails: entropy is returned, and paid for, without being asked for; outputs of
+    micro-batches are concatenated, though balancing has reordered the documents.
     """
     model = target.model()
-    call = asking(target, documents(5, "uneven"))
+    calls = [asking(target, documents(5, "uneven"), entropy=asked) for asked in (True, False)]
+    if target.model_type == VALUE:
+        calls = [asking(target, documents(5, "uneven"))]
     margins = list[float]()
     for memory in (
         Memory(max_tokens=12),
         Memory(max_tokens=16, pad_to_multiple=8),
         Memory(logit_chunk=5),
     )[: _lengths_for_short_checks(target)]:
-        ranks = target.run(infer, target.config(model, memory=memory), calls=[call])
-        margins.append(
-            outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
-        )
+        ranks = target.run(infer, target.config(model, memory=memory), calls=calls)
+        margins += [
+            outputs_match(target, oracle_of(str(model)), call, rows)
+            for call, rows in zip(calls, _by_call(ranks), strict=True)
+        ]
     return max(margins)
 
 

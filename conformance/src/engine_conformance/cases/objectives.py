@@ -57,11 +57,12 @@ def policy(target: Target) -> float:
     want = oracle_training(str(model), (batch,), loss=losses.oracle_policy, denominators=(17.0,))
     got = ranks[0].outputs[0]
     must(got.denominator == 17.0, "denominator", f"{got.denominator}, the caller's is 17")
-    must(
-        got.metrics["weight"] == batch.denominator,
-        "metrics",
-        f"weight {got.metrics['weight']}, not {batch.denominator}",
-    )
+    for name in ("weight", "max/weight", "min/weight", "mean/weight"):
+        must(
+            got.metrics[name] == batch.denominator,
+            "metrics",
+            f"{name} {got.metrics[name]}, not {batch.denominator}",
+        )
     rare = int((batch.input_ids % 8 == 1).sum())
     must(got.metrics["rare"] == rare, "metrics", f"{dict(got.metrics)}, {rare} are rare")
     fives = 5 * batch.lengths.count(5)
