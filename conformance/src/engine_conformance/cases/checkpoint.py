@@ -510,7 +510,7 @@ def _stage_matches(
 
 
 # Further runs in which a save may still be pending when its call returns.
-_LOOKS = 4
+_LOOKS = 2
 
 
 def _remains(folder: Path) -> None:

@@ -335,10 +335,12 @@ def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
         # B is zero before the first step, and dropout has no effect on the outputs.
         norms = [engine.train_batch(own, sft_loss).grad_norm]
         seen = list[Tensor]()
+        # Of the same weights.
         for _ in range(2):
             recorder = _Recorder()
-            norms.append(engine.train_batch(own, recorder).grad_norm)
+            engine.forward_backward(own, recorder)
             seen.append(torch.cat(recorder.seen))
+        norms.append(engine.optimizer_step().grad_norm)
         return engine.topology.dp_rank, seen, norms
 
 
@@ -356,7 +358,7 @@ def _drops_anew(target: Target, config: EngineConfig, batch: PackedDocuments) ->
         for rank, (data, seen, _) in enumerate(ranks):
             where = f"rank {rank}, recompute: {recompute}"
             same = torch.equal(seen[0], seen[1])
-            must(not same, "lora.dropout", "drops the same inputs in each step", where=where)
+            must(not same, "lora.dropout", "drops the same inputs in each pass", where=where)
             for other, (other_data, other_seen, _) in enumerate(ranks[:rank]):
                 same = data != other_data and torch.equal(seen[0], other_seen[0])
                 problem = f"drops the same inputs as on rank {other}"
