@@ -82,9 +82,9 @@ def _draws(device: str) -> list[float]:
 
 # Each kind of value that JSON has, and a number that a float does not hold.
 _EXTRA: dict[str, Any] = {
-    "data_position": 7,
+    "data_position": 2**60 + 1,
     "note": "of the caller's",
-    "shards": {"seen": [[1, 2.5], None, True], "tokens": 2**60 + 1, "é": {}},
+    "shards": {"seen": [[1, 2.5], None, True], "tokens": 2**60 + 3, "é": {}},
 }
 
 CheckpointRun = tuple[list[TrainOutput], list[float], str]
