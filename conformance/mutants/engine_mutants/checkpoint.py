@@ -248,6 +248,20 @@ class LatestBelieved(LoopbackEngine):
         return super().load_checkpoint(named)
 
 
+@mutant("checkpoint.into_stepped", group=GROUP)
+class SecondSaveNotWritten(LoopbackEngine):
+    """A save under the name of an earlier one is not written."""
+
+    def _save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> CheckpointHandle:
+        handle: Future[CheckpointInfo] = Future()
+        if not (directory / "manifest.json").exists():
+            return super()._save_checkpoint(directory, extra)
+        handle.set_result(
+            CheckpointInfo(path=directory, step=self.weight_version, extra=extra, num_bytes=0)
+        )
+        return handle
+
+
 @mutant("checkpoint.resume_bfloat16", group="bf16")
 class MomentsInComputedDtype(LoopbackEngine):
     """Moments are kept in the dtype of the computation, not in the masters'."""
@@ -441,6 +455,16 @@ class AsyncFailureSwallowed(LoopbackEngine):
         self._saving = None
         if saving is not None:
             saving.exception()
+
+
+@mutant("checkpoint.asynchronous", group="async-checkpoint")
+class SaveWaits(LoopbackEngine):
+    """An asynchronous save returns when its files are written."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        handle = super().save_checkpoint(directory, extra=extra)
+        handle.exception()
+        return handle
 
 
 @mutant("checkpoint.asynchronous", group="async-checkpoint")

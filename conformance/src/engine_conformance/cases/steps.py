@@ -517,6 +517,15 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, in
         seen["save_checkpoint"] = engine.weight_version
         seen["train_batch"] = step(engine, setup, batch).weight_version
         seen["a skipped step"] = step(engine, setup, silent(batch)).weight_version
+        still = losses.ForModelType(setup.model_type, losses.no_gradient)
+        seen["a step whose gradient is zero"] = step(
+            engine, setup, batch, loss=still
+        ).weight_version
+        seen["a step whose gradient is large"] = step(
+            engine, setup, batch, denominator=1e-6
+        ).weight_version
+        nothing = Batch.pack([]).to(setup.device)
+        seen["a batch without documents"] = engine.train_batch(nothing, loss).weight_version
         whole_weights(engine)
         seen["get_per_tensor_param"] = engine.weight_version
         engine.load_checkpoint(folder / "one")
@@ -529,7 +538,8 @@ def version(target: Target) -> None:
     """``weight_version`` MUST count applied steps, take a load's value, and change by nothing else.
 
     If this fails: skipped steps or halves are counted, and rollouts are thrown away as
-    stale, or never are.
+    stale, or never are; a step is left out though its gradient is finite, and tokens
+    carry loss.
     """
     want = {
         "initialize": 0,
@@ -539,7 +549,10 @@ def version(target: Target) -> None:
         "save_checkpoint": 1,
         "train_batch": 2,
         "a skipped step": 2,
-        "get_per_tensor_param": 2,
+        "a step whose gradient is zero": 3,
+        "a step whose gradient is large": 4,
+        "a batch without documents": 4,
+        "get_per_tensor_param": 4,
         "load_checkpoint": 1,
     }
     ranks = target.run(

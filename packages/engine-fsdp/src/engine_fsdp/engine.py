@@ -379,6 +379,8 @@ class FSDPEngine(BaseEngine):
         self._close_groups()
         self.optimizer = None
         self.table.clear()
+        # A caller may hold the closed engine, and the blocks hold their weights.
+        self._blocks.clear()
         del self.module
         device_of(self.device_type).empty_cache()
 
