@@ -78,7 +78,8 @@ def capped_attention(
     Returns:
         ``[1, H, T, d]``.
     """
-    return _attend(q, k, v, packing, scale, window, cap)
+    result: Tensor = _attend(q, k, v, packing, scale, window, cap)
+    return result
 
 
 def _compute(
@@ -103,4 +104,4 @@ def _compute(
 
 
 # A block that is compiled calls the compiled kernel, and has no part in it.
-_attend: Callable[..., Tensor] = torch.compiler.disable(_compute)
+_attend: Any = torch.compiler.disable(_compute)
