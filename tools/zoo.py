@@ -277,9 +277,12 @@ def _mechanism(error: Any) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
+    """Return an error in a line, which for a refusal says why."""
+    what, why = (str(getattr(error, key, "") or "") for key in ("what", "why"))
+    said = "; ".join(part for part in (what if hasattr(error, "field") else "", why) if part)
+    lines = (said or f"{type(error).__name__}: {error}").strip().splitlines() or [""]
     # The folder is another one in each run.
-    return re.sub(r"/\S*/zoo-\w+/", "", f"{type(error).__name__}: {lines[0]}")[:300]
+    return re.sub(r"/\S*/zoo-\w+/", "", lines[0])[:300]
 
 
 def measure_all(model_types: Sequence[str], ulysses: int) -> Iterator[tuple[str, dict[str, Any]]]:
