@@ -135,7 +135,8 @@ _SWITCHES: Mapping[str, Callable[[], Any]] = {
     "level of the root logger": lambda: logging.getLogger().level,
     "garbage collector": gc.isenabled,
     "timeout of sockets": socket.getdefaulttimeout,
-    "limit of recursion": sys.getrecursionlimit,
+    # torch's compiler raises it to 2,000.
+    "limit of recursion": lambda: max(sys.getrecursionlimit(), 2000),
     "NumPy's errors": numpy.geterr,
     "the compiler's errors": lambda: torch._dynamo.config.suppress_errors,  # noqa: SLF001
     "working folder": Path.cwd,

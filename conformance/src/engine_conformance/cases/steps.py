@@ -47,7 +47,7 @@ from engine_conformance.compare import assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
 from engine_conformance.seeds import cached_by_seed
-from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
+from engine_conformance.tolerances import gradient_tolerances, weight_tolerance
 
 TYPES = (LM, VALUE)
 Step = tuple[PackedDocuments, LossFn]
@@ -488,12 +488,11 @@ def clipping(target: Target) -> float:
     )
     params = dict[str, Tensor]()
     bounds = dict[str, Tensor]()
+    gradients = gradient_tolerances(grads, target.torch_dtype)
     for name, grad in grads.items():
         params[name] = oracle.params[name] - 1e-2 * 0.5 * grad
         # The gradient's error, the norm's that it is scaled by, and a rounding of the weight.
-        wrong = gradient_tolerance(grad, target.torch_dtype) + target.tolerance("grad_norm").bound(
-            grad
-        )
+        wrong = gradients[name] + target.tolerance("grad_norm").bound(grad)
         bounds[name] = 1e-2 * 0.5 * wrong + 2e-7 * params[name].abs()
     return max(
         *margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params)

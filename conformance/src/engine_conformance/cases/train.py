@@ -54,7 +54,7 @@ from engine_conformance.fixtures import (
 )
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
 from engine_conformance.seeds import cached_by_seed
-from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
+from engine_conformance.tolerances import gradient_tolerances, weight_tolerance
 
 TYPES = (LM, VALUE)
 
@@ -355,7 +355,8 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
     want = {name: large[name] + faint[name] for name in whole}
     # What float32 loses in sums of another order, and three roundings of a weight.
     bounds = {
-        n: gradient_tolerance(g) + 2e-7 * stored[n].abs() + 1e-7 * g.abs() for n, g in want.items()
+        n: bound + 2e-7 * stored[n].abs() + 1e-7 * want[n].abs()
+        for n, bound in gradient_tolerances(want).items()
     }
     return assert_weights_close(whole, want, bounds, name="accumulated gradient")
 
@@ -465,9 +466,10 @@ def _sgd(
     for batch in batches:
         _, grads = loss_and_grads(model, batch, sft, batch.denominator)
         params = {}
+        bound = gradient_tolerances(grads, target.torch_dtype)
         for name, grad in grads.items():
             momentum[name] = 0.9 * momentum[name] + grad + _DECAY * model.params[name]
-            errors[name] = 0.9 * errors[name] + gradient_tolerance(grad, target.torch_dtype)
+            errors[name] = 0.9 * errors[name] + bound[name]
             bounds[name] = bounds[name] + 1e-2 * errors[name]
             params[name] = model.params[name] - 1e-2 * momentum[name]
         model = OracleModel(config=oracle.config, params=params)
