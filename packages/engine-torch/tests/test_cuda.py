@@ -1,4 +1,9 @@
-"""Kernels and precision of CUDA against float64, skipped where there is no GPU."""
+"""Kernels and precision of CUDA against float64, skipped where there is no GPU.
+
+They need torch and pytest alone. On a machine that cannot install the packages:
+``PYTHONPATH=$(python tools/from_source.py /tmp/meta):tests python -m pytest -c /dev/null
+--rootdir . --import-mode=importlib packages/engine-torch/tests/test_cuda.py``.
+"""
 
 from __future__ import annotations
 
