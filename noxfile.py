@@ -68,6 +68,7 @@ GENERATORS = (
     "margins",
     "scaling",
     "kl_gradients",
+    "zoo",
 )
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
@@ -367,6 +368,17 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session
+def zoo(session: nox.Session) -> None:
+    """Compute a tiny model of every type that transformers has, and write docs/models.md.
+
+    After `--`: model types (all without any) and `--one-rank`.
+    """
+    install(session, packages(), *PYTEST)
+    session.run("python", "tools/zoo.py", "measure", *session.posargs)
+    session.run("python", "tools/zoo.py")
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz all code that takes input; after `--`: `--examples N` (200) and pytest arguments."""
     parser = argparse.ArgumentParser(prog="nox -s fuzz --")
@@ -555,7 +567,8 @@ def campaign(session: nox.Session) -> None:
     """Change an engine's source by machine at one place at a time, and see which cases fail.
 
     After `--`: `--engine fsdp2|loopback|megatron|minimal`, `--budget SECONDS`, `--seed N`,
-    `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`.
+    `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`,
+    `--edits FILE`.
     """
     install(session, [*packages(), *EXAMPLES])
     session.run("python", "tools/campaign.py", *session.posargs)

@@ -122,7 +122,7 @@ def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}],
+    [{"dropout": 0.1}, {"indices": torch.zeros(1)}],
     ids=lambda e: next(iter(e)),
 )
 def test_attention_refuses_what_it_would_leave_out(extra: dict[str, Any]) -> None:

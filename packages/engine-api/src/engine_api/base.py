@@ -125,8 +125,10 @@ class BaseEngine(EngineDefaults):
         try:
             with watched("initialize"):
                 self._build()
-        # Ctrl-C included: an engine that was not built uses no process group.
+        # Ctrl-C included: an engine that was not built keeps no process group.
         except BaseException:
+            if "comm" in vars(self):
+                self.comm.close()
             self._end_process_group()
             raise
         # An engine that only infers draws nothing, and may be created in the middle of a run.

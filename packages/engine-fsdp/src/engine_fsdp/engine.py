@@ -36,6 +36,7 @@ from engine_torch.attention import choose_kernel
 from engine_torch.fsdp_modules import reset_after_failure
 from engine_torch.inputs import pack_inputs
 from engine_torch.model import (
+    DTYPES,
     BuiltModel,
     Kind,
     ModelClasses,
@@ -43,6 +44,7 @@ from engine_torch.model import (
     blocks_of,
     build_model,
     document_limit,
+    reset_buffers,
 )
 from engine_torch.optimizer import clip, move_state
 from engine_torch.verify import verify_model
@@ -115,7 +117,11 @@ class FSDPEngine(BaseEngine):
         if config.lora is not None:
             lora.inject(lm, config.lora)
         self.module = PackedModel(
-            lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group
+            lm,
+            kind=self.kind,
+            logit_chunk=config.memory.logit_chunk,
+            group=layout.ulysses_group,
+            head=built.head,
         )
         self.module.eval()
         # Before FSDP gives the blocks other classes.
@@ -127,7 +133,9 @@ class FSDPEngine(BaseEngine):
             self._materialize(lm, home)
         elif not isinstance(self.module, FSDPModule):
             self.module.to(home)
-        self.table: list[ShardedParam] = parameter_table(lm, built.pieces)
+        self.table: list[ShardedParam] = parameter_table(
+            lm, built.pieces, DTYPES[config.precision.compute]
+        )
         if files is not None:
             # A file may be damaged on one machine only.
             together(self.comm, lambda: fill(self.table, files, config.seed))
@@ -143,7 +151,9 @@ class FSDPEngine(BaseEngine):
 
         A derived engine may prepare its library here. An error on one rank is raised on all.
         """
-        return build_model(self.config, self.kind, self.layout.ulysses, self.classes)
+        return build_model(
+            self.config, self.kind, self.layout.ulysses, self.classes, self.device_type
+        )
 
     def _choices(self) -> dict[str, Any]:
         lm: Any = self.module.lm
@@ -186,11 +196,7 @@ class FSDPEngine(BaseEngine):
         self.module.to_empty(device=home)
         # to_empty gave each module a parameter of its own, also where two share one.
         lm.tie_weights()
-        for module in lm.modules():
-            if any(True for _ in module.buffers(recurse=False)):
-                # Buffers such as rotary frequencies are in no file. transformers computes them in
-                # this hook.
-                lm._init_weights(module)  # noqa: SLF001
+        reset_buffers(lm)
         for name, buffer in list(lm.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             lm.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
@@ -373,6 +379,8 @@ class FSDPEngine(BaseEngine):
         self._close_groups()
         self.optimizer = None
         self.table.clear()
+        # A caller may hold the closed engine, and the blocks hold their weights.
+        self._blocks.clear()
         del self.module
         device_of(self.device_type).empty_cache()
 
