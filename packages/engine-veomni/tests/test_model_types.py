@@ -21,7 +21,7 @@ REFUSED = {
     "deepseek_v3": "e_score_correction_bias",
     "deepseek_v4": "compressed_sparse_attention",
     "glm_moe_dsa": "indexed_attention",
-    "gpt_oss": "s_aux",
+    "gpt_oss": "sinks",
     "mistral": "VeOmni has no language_model of type 'mistral'",
     "qwen3_5_moe_text": "linear_attention",
     "qwen3_5_text": "linear_attention",

@@ -11,7 +11,6 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_names import Piece, SavedTensors
 from engine_torch import attention
-from engine_torch.mechanisms import SERVED
 from engine_torch.model import Kind, ModelClasses
 from engine_veomni import library
 
@@ -28,8 +27,8 @@ class VeOmniClasses(ModelClasses):
     """The classes of VeOmni, which are transformers' with its replacements of some functions."""
 
     engine = "engine-veomni"
-    # VeOmni has code of its own for some families with these, which no test has compared.
-    mechanisms = SERVED - {"linear_attention", "sparse_attention"}
+    # VeOmni has code of its own for the families with mechanisms, which no test has compared.
+    mechanisms = frozenset()
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""
