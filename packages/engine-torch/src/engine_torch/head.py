@@ -7,13 +7,36 @@ chunk's logits a dozen times, which costs more than the matrix products (docs/be
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.devices import device_of
+from engine_api.process_groups import all_gather
+
+__all__ = ["VocabularyShard", "chunked_log_probs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShard:
+    """The rows of the output embedding that this rank holds, where ranks divide the vocabulary."""
+
+    group: Any
+    """Process group of the ranks that hold the whole output embedding together."""
+
+    first: int
+    """Token id of the first row that this rank holds, which has at least one."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values ``[ranks, …]`` of all ranks, in the same order on each of them."""
+        ranks = dist.get_world_size(self.group)
+        received = values.new_empty(ranks * values.numel())
+        all_gather(received, values.contiguous().view(-1), self.group)
+        return received.view(ranks, *values.shape)
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -35,6 +58,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         scale: float,
         chunk: int,
         with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_probs, normalizer = (
@@ -45,11 +69,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer[part] = _fused(_log_prob, hidden)(
-                logits, targets[part], scale
-            )
+            log_probs[part], normalizer[part] = _score(logits, targets[part], scale, shard)
             if with_entropy:
-                entropy[part] = _fused(_entropy, hidden)(logits, normalizer[part], scale)
+                entropy[part] = _entropy_of_all(logits, normalizer[part], scale, shard)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
         ctx.scale = scale
@@ -86,7 +108,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                 _accumulate(d_weight, d_logits, hidden[part])
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -106,6 +128,7 @@ class _KnownLogProb(torch.autograd.Function):
         scale: float,
         chunk: int,
         with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         gradient = _fused(_gradient, hidden)
@@ -117,9 +140,9 @@ class _KnownLogProb(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer = _fused(_log_prob, hidden)(logits, targets[part], scale)
+            log_probs[part], normalizer = _score(logits, targets[part], scale, shard)
             if with_entropy:
-                entropy[part] = _fused(_entropy, hidden)(logits, normalizer, scale)
+                entropy[part] = _entropy_of_all(logits, normalizer, scale, shard)
             d_logits = gradient(
                 logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale
             )
@@ -138,7 +161,39 @@ class _KnownLogProb(torch.autograd.Function):
         # report it.
         kept = (grads[0] - factor * known).abs().max() <= 1e-3 * grads[0].abs().max()
         factor = torch.where(kept, factor, torch.nan)
-        return d_hidden.mul_(factor), d_weight.mul_(factor), None, None, None, None, None
+        return d_hidden.mul_(factor), d_weight.mul_(factor), *[None] * 6
+
+
+def _score(
+    logits: Tensor, targets: Tensor, scale: float, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the target's log-prob and the log-normalizer of each row, ``[T]`` float32.
+
+    With a shard ``logits`` and ``targets`` count from its first row.
+    """
+    if shard is None:
+        result: tuple[Tensor, Tensor] = _fused(_log_prob, logits)(logits, targets, scale)
+        return result
+    own: tuple[Tensor, Tensor] = _fused(_log_prob_of_shard, logits)(logits, targets, scale)
+    scores, normalizers = shard.gather(torch.stack(own)).unbind(1)
+    normalizer = normalizers.logsumexp(0)
+    return scores.sum(0) - normalizer, normalizer
+
+
+def _entropy_of_all(
+    logits: Tensor, normalizer: Tensor, scale: float, shard: VocabularyShard | None
+) -> Tensor:
+    """Return the entropy of each row over the whole vocabulary, ``[T]`` float32."""
+    own: Tensor = _fused(_entropy, logits)(logits, normalizer, scale)
+    return own if shard is None else shard.gather(own).sum(0)
+
+
+def _log_prob_of_shard(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return each row's target score, 0 where another rank has it, and its log-normalizer here."""
+    z = logits.float() if scale == 1.0 else logits.float() * scale
+    is_here = (targets >= 0) & (targets < z.shape[1])
+    score = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
+    return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
 def _log_prob(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -187,7 +242,10 @@ def _gradient_eager(
     entropy_grad: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Return the gradient of ``_gradient`` in few passes over memory, without compilation."""
+    """Return the gradient of ``_gradient`` in few passes over memory, without compilation.
+
+    A target outside of the logits, which another rank has, adds nothing.
+    """
     z = logits.float() if scale == 1.0 else logits.float() * scale
     p = z - normalizer[:, None]
     if entropy_grad is None:
@@ -195,7 +253,10 @@ def _gradient_eager(
     else:
         weight = (p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
         p.exp_().mul_(weight).mul_(-scale)
-    return p.scatter_add_(-1, targets[:, None], grad[:, None] * scale).to(logits.dtype)
+    last = logits.shape[1] - 1
+    hit = grad.masked_fill((targets < 0) | (targets > last), 0.0)
+    index = targets.clamp(0, last)[:, None]
+    return p.scatter_add_(-1, index, hit[:, None] * scale).to(logits.dtype)
 
 
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
@@ -244,6 +305,7 @@ def chunked_log_probs(
     chunk: int,
     entropy: bool,
     coefficients: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probs of ``targets``, and the entropy of their distributions where requested.
 
@@ -256,19 +318,25 @@ def chunked_log_probs(
         entropy: true to compute the entropy too.
         coefficients: the upstream gradient of the log-probs up to a factor, ``[T]`` float32, or
             None where it is not known. If given, the result must be used for that gradient only.
+        shard: the rows of the vocabulary that ``weight`` has, the other ones of which are on other
+            ranks of its group; None where ``weight`` has all. Each rank of the group gives the same
+            hidden states and targets. The gradient of ``hidden`` is then this rank's addend, which
+            the caller adds over the group.
 
     Returns:
         Log-probs ``[T]`` and entropy ``[T]`` or None, in nats and float32, differentiable once in
         ``hidden`` and ``weight``. Logits are rounded to the dtype of ``hidden``, and all that
         follows is float32.
     """
+    if shard is not None:
+        targets = targets - shard.first
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
     if coefficients is not None and trains and hidden.shape[0] > chunk:
         known: tuple[Tensor, Tensor] = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, coefficients, 1.0 / temperature, chunk, entropy
+            hidden, weight, targets, coefficients, 1.0 / temperature, chunk, entropy, shard
         )
         return known[0], known[1] if entropy else None
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk, entropy
+        hidden, weight, targets, 1.0 / temperature, chunk, entropy, shard
     )
     return out[0], out[1] if entropy else None
