@@ -158,7 +158,7 @@ def build_model(
         UnsupportedCapability: the engine would compute this kind of model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = _hf_config(folder, config, kind, classes)
+    hf_config = read_config(folder, config, kind, classes)
     _refuse_unknown_head(hf_config, classes.engine)
     _refuse_other_layers(hf_config, classes.engine)
     _refuse_other_attention(classes.find(hf_config, kind), classes.engine)
@@ -167,11 +167,11 @@ def build_model(
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
-    lm = _from_config(hf_config, config, kind, folder, torch.device("meta"), classes)
+    lm = make_model(hf_config, config, kind, folder, torch.device("meta"), classes)
     if random:
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
-        lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"), classes)
+        lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
     _refuse_biased_head(lm, kind, classes.engine)
     _refuse_saved_buffers(lm, classes.engine)
     if config.memory.recompute == "full":
@@ -183,7 +183,7 @@ def build_model(
     return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files)
 
 
-def _from_config(
+def make_model(
     hf_config: Any,
     config: EngineConfig,
     kind: Kind,
@@ -219,7 +219,7 @@ def auto_class(kind: Kind) -> Any:
     return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
 
 
-def _hf_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
+def read_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
     """Read config.json, check that the model is of this kind, and apply the overrides."""
     hf_config = read_hf_config(
         folder,

@@ -1,18 +1,98 @@
-"""torchtitan's global variables, contained: its SPMD backend and its kind of device.
+"""torchtitan as a library of models and meshes: its import, its names, and its global variables.
 
-Importing torchtitan's models changes nothing outside of it. Its trainer is never imported, nor is
-anything called that sets up logging, process groups or autograd for the whole process.
+Only this module imports torchtitan. Its trainer is never imported, nor is anything called that sets
+up logging, process groups or autograd for the whole process.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torchtitan.distributed import parallel_dims
-from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
+__all__ = [
+    "SPMD_BACKEND",
+    "CosSinRoPE",
+    "Decoder",
+    "Embedding",
+    "Hold",
+    "Linear",
+    "Llama3Model",
+    "Llama3StateDictAdapter",
+    "Llama3TransformerBlock",
+    "Module",
+    "ParallelDims",
+    "Qwen3Model",
+    "Qwen3StateDictAdapter",
+    "Qwen3TransformerBlock",
+    "RMSNorm",
+    "RoPE",
+    "StateDictAdapter",
+    "TransformerBlock",
+    "building_meshes_for",
+    "make_ffn_config",
+    "make_gqa_config",
+    "set_llama3_sharding_config",
+    "set_qwen3_sharding_config",
+]
 
-__all__ = ["SPMD_BACKEND", "Hold", "building_meshes_for"]
+_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+_KERNEL_NAMES = (
+    "copy_full_counts_to_peers_kernel",
+    "copy_rows_to_peers_kernel",
+    "expand_topk_grad_kernel",
+    "fill_combine_metadata_kernel",
+    "fill_dispatch_metadata_kernel",
+    "invert_flat_indices_kernel",
+    "reduce_topk_slots_kernel",
+    "topk_scores_grad_kernel",
+)
+
+
+def _refuse_kernel(*_: Any, **__: Any) -> None:
+    """Raise ``ModuleNotFoundError``, in the place of a kernel that is written in Triton."""
+    raise ModuleNotFoundError("this exchange of experts needs triton", name="triton")
+
+
+@contextmanager
+def _without_triton() -> Iterator[None]:
+    """Let torchtitan be imported inside the block where Triton is not installed.
+
+    All of its models import one exchange of experts between GPUs that is written in Triton, which
+    torch for a CPU does not bring. This engine does not use it.
+    """
+    if importlib.util.find_spec("triton") is not None or _KERNELS in sys.modules:
+        yield
+        return
+    stand_in = types.ModuleType(_KERNELS)
+    vars(stand_in).update(dict.fromkeys(_KERNEL_NAMES, _refuse_kernel))
+    sys.modules[_KERNELS] = stand_in
+    try:
+        yield
+    finally:
+        # Whoever imports it later shall learn that Triton is absent.
+        del sys.modules[_KERNELS]
+
+
+with _without_triton():
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.decoder import Decoder, TransformerBlock
+    from torchtitan.models.common.nn_modules import RMSNorm
+    from torchtitan.models.common.rope import RoPE
+    from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+    from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.protocols.module import Module
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 # torchtitan's default, spmd_types, fails in fully_shard of torch 2.13. Its full_dtensor loses the
 # gradient of keys and values under context parallelism, because local_map of torch 2.13 drops the

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.models.common import CosSinRoPE
-from torchtitan.protocols.module import Module
 
 from engine_torch.attention import Packing, packed_attention
+from engine_torchtitan.library import CosSinRoPE, Module
 
 __all__ = ["FrequencyRoPE", "PackedAttention"]
 

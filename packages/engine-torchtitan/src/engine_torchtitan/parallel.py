@@ -7,13 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed import ParallelDims
 
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 from engine_torch.parallel import set_timeouts
-from engine_torchtitan.library import SPMD_BACKEND, building_meshes_for
+from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
 
 __all__ = ["Layout", "build_layout", "limit_groups"]
 
