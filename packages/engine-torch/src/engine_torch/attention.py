@@ -12,12 +12,12 @@ A token attends to itself and to earlier tokens of its own document. Kernels (``
   (``register_kernel``), which ``auto`` then prefers on that device.
 
 Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
-tokens.
+tokens. Under context parallelism each rank gathers the keys and values, for sdpa or varlen
+(``engine_torch.context``).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
 
@@ -41,9 +42,6 @@ KERNELS = ("sdpa", "varlen", "cudnn")
 # length of documents of any length.
 _CUDNN_EQUAL = 512
 _CUDNN_MEAN = 8192
-
-# Before torch 2.13 `varlen_attn` accepts fewer key heads than query heads without being asked to.
-_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +59,7 @@ class Packing:
         flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
         mask: ``[1, 1, T, T]`` bool, true where a query (row) attends to a key (column), or None.
         group: process group of Ulysses, or None.
+        context: this rank's part of the pack under context parallelism, or None.
     """
 
     kernel: str
@@ -72,6 +71,7 @@ class Packing:
     flat_index: Tensor | None = None
     mask: Tensor | None = None
     group: Any = None
+    context: Context | None = None
 
 
 def choose_kernel(requested: str, device_type: str, compute: str) -> str:
@@ -162,6 +162,33 @@ def build_packing(
     return Packing(**common, padded_index=padded.to(device), flat_index=flat)
 
 
+def build_context_packing(
+    lengths: list[int],
+    kernel: str,
+    device: torch.device,
+    *,
+    group: Any,
+    parts: int,
+    part: int,
+) -> Packing:
+    """Build the packing of one part of a pack under context parallelism (see ``build_context``).
+
+    ``auto`` is varlen, because cuDNN's kernel takes whole documents.
+    """
+    kernel = "varlen" if kernel == "auto" else kernel
+    context = build_context(lengths, kernel, device, group=group, parts=parts, part=part)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return Packing(
+        kernel=kernel,
+        bounds=cu,
+        cu_seqlens=cu.to(device, torch.int32),
+        max_length=max(lengths),
+        document=document.to(device),
+        context=context,
+    )
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -179,7 +206,7 @@ def packed_attention(
 
     Args:
         module: the attention layer, named in errors.
-        query: ``[1, H, T, d]``, under Ulysses of this rank's tokens.
+        query: ``[1, H, T, d]``, under Ulysses and context parallelism of this rank's tokens.
         key: ``[1, KV, T, d]``.
         value: ``[1, KV, T, d]``.
         attention_mask: always None, since transformers makes no mask for a kernel that it does not
@@ -202,7 +229,15 @@ def packed_attention(
             "unpacked attention", where=NAME, remedy="call the model through its engine"
         )
     _refuse_left_out(module, dropout, extra)
-    if packing.group is None:
+    if packing.context is not None:
+        if sliding_window is not None:
+            raise UnsupportedCapability(
+                "a sliding window under context parallelism",
+                where=type(module).__name__,
+                remedy="set parallelism.cp: 1 for this model",
+            )
+        out = packing.context.attend(query, key, value, scaling)
+    elif packing.group is None:
         out = _attend(query, key, value, packing, scaling, sliding_window)
     else:
         size = torch.distributed.get_world_size(packing.group)
@@ -316,7 +351,6 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
     """Return the attention ``[1, H, T, d]`` by ``torch.nn.attention.varlen``."""
-    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
     # The kernel takes [T, H, d].
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     size = (-1 if window is None else window - 1, 0)
@@ -330,7 +364,7 @@ def _varlen(
         packing.max_length,
         scale=scale,
         window_size=size,
-        **grouped,
+        **GROUPED,
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]

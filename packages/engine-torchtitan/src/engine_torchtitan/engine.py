@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.comm import together
+from engine_api.errors import ConfigError
 from engine_api.results import TokenOutputs
+from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.inputs import pack_inputs
 from engine_torch.options import DTensorOptions
@@ -58,6 +60,7 @@ class TorchTitanEngine(DTensorEngine):
 
     def _build_model(self) -> None:
         config = self.config
+        _refuse_kernel(self.kernel, self.layout.cp)
         models: list[BuiltDecoder] = []
         # A folder may be damaged, or absent, on one machine only.
         together(self.comm, lambda: models.append(self._build_decoder()))
@@ -109,9 +112,12 @@ class TorchTitanEngine(DTensorEngine):
         return self._built_config
 
     def _choices(self) -> dict[str, Any]:
-        return {
+        kernel = self.kernel
+        if kernel == "auto":
             # The kernel depends on the micro-batch where two are as good.
-            "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
+            kernel = "varlen" if self.layout.cp > 1 else "cudnn or varlen"
+        return {
+            "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self.module.lm) else "none",
             "memory.logit_chunk": self.module.logit_chunk,
         }
@@ -129,14 +135,15 @@ class TorchTitanEngine(DTensorEngine):
         """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
         inputs = pack_inputs(
             batch,
-            group=None,
-            parts=1,
-            part=0,
+            group=self.layout.cp_group,
+            parts=self.layout.cp,
+            part=self.layout.cp_rank,
             kernel=self.kernel,
             device=self.device,
             # Sequence parallelism divides the tokens over the tensor-parallel ranks.
             multiple=self.config.memory.pad_to_multiple * self.layout.tp,
             coefficients=coefficients,
+            gathers_keys=True,
         )
         return self.module.outputs(inputs, needs, temperature)
 
@@ -150,3 +157,14 @@ class TorchTitanEngine(DTensorEngine):
         if self._hold is not None:
             self._hold.release()
             self._hold = None
+
+
+def _refuse_kernel(kernel: str, cp: int) -> None:
+    """Raise ``ConfigError`` for a kernel that context parallelism cannot use."""
+    if cp > 1 and kernel not in ("auto", *CONTEXT_KERNELS):
+        raise ConfigError(
+            "model.attention",
+            f"expected {' or '.join(CONTEXT_KERNELS)} with parallelism.cp {cp}, got {kernel}",
+            why="it takes whole documents",
+            remedy=f"use auto, {' or '.join(CONTEXT_KERNELS)}",
+        )

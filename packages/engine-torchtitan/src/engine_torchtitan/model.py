@@ -66,7 +66,7 @@ class PackedDecoder(PackedModel):
     """The FSDP root, made of torchtitan's decoder and the head that computes per-token outputs."""
 
     def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
-        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=None)
+        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=layout.cp_group)
         # The head computes its logits in chunks, from the weight alone.
         lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
         self.tp_group = layout.tp_group
@@ -143,7 +143,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
         lm: Any = tree.build()
     lm.to(DTYPES[config.precision.master])
     if config.model.init == "random":
-        ranks = layout.mesh.size(-1) * layout.tp
+        ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
         require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
     if layout.tp > 1:

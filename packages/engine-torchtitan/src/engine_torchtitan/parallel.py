@@ -30,9 +30,15 @@ class Layout:
     tp: int
     """Number of tensor-parallel ranks."""
 
+    cp: int
+    """Number of context-parallel ranks."""
+
     @property
     def mesh(self) -> DeviceMesh:
-        """Mesh that ``fully_shard`` shards over, ``(fsdp,)``, or ``(dp_replicate, fsdp)``."""
+        """Mesh that ``fully_shard`` shards over, ``(fsdp,)``, or ``(dp_replicate, fsdp)``.
+
+        Context-parallel ranks shard the weights together with the data-parallel ones.
+        """
         names = ["dp_replicate", "fsdp"] if self.dims.dp_replicate_enabled else ["fsdp"]
         return self.dims.get_mesh(names)
 
@@ -40,6 +46,16 @@ class Layout:
     def tp_group(self) -> Any:
         """Process group of tensor parallelism, or None without it."""
         return self.dims.get_mesh("tp").get_group() if self.tp > 1 else None
+
+    @property
+    def cp_group(self) -> Any:
+        """Process group of context parallelism, or None without it."""
+        return self.dims.get_mesh("cp").get_group() if self.cp > 1 else None
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's index in the group of context parallelism."""
+        return self.topology.rank // self.tp % self.cp
 
 
 # Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
@@ -67,7 +83,8 @@ def _build_dims(device_type: str, sizes: dict[str, int]) -> ParallelDims:
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """Build the layout for the current world.
 
-    Tensor-parallel ranks are neighbours, which have the fastest links.
+    Tensor-parallel ranks are neighbours, which have the fastest links, and context-parallel ranks
+    are the next.
 
     Raises:
         ConfigError: the product of the sizes is not the number of ranks.
@@ -75,18 +92,19 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     world = dist.get_world_size()
     rank = dist.get_rank()
     tp = parallelism.tp
+    cp = parallelism.cp
     replicate = parallelism.dp_replicate
     shard = _shard_size(parallelism, world)
-    sizes = {"dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tp}
+    sizes = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
     topology = Topology(
         rank=rank,
         world_size=world,
-        dp_rank=rank // tp,
+        dp_rank=rank // (tp * cp),
         dp_size=replicate * shard,
-        is_primary=rank % tp == 0,
-        sizes={"dp_replicate": replicate, "dp_shard": shard, "tp": tp},
+        is_primary=rank % (tp * cp) == 0,
+        sizes=sizes,
     )
-    return Layout(dims=_build_dims(device_type, sizes), topology=topology, tp=tp)
+    return Layout(dims=_build_dims(device_type, sizes), topology=topology, tp=tp, cp=cp)
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
@@ -97,8 +115,8 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:
-    """Return the number of ranks that share one copy of the weights."""
-    fixed = parallelism.dp_replicate * parallelism.tp
+    """Return the number of data-parallel ranks that share one copy of the weights."""
+    fixed = parallelism.dp_replicate * parallelism.tp * parallelism.cp
     dp_shard = parallelism.dp_shard
     if dp_shard == -1:
         dp_shard = world // fixed
@@ -106,7 +124,7 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
         raise ConfigError(
             "parallelism",
             f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x tp "
-            f"{parallelism.tp} does not make a world of {world}",
+            f"{parallelism.tp} x cp {parallelism.cp} does not make a world of {world}",
             remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
         )
     return dp_shard

@@ -68,6 +68,7 @@ PLUGIN = EnginePlugin(
             Capability.DP,
             Capability.HSDP,
             Capability.TP,
+            Capability.CP,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.BF16,
