@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch import Tensor
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.attention import build_packing, check_heads, choose_kernel, packed_attention
-from engine_torch.head import chunked_log_probs
+from engine_torch.context import build_context
+from engine_torch.head import VocabularyShard, chunked_log_probs
 
 TOKENS = 13
 HIDDEN = 6
@@ -81,6 +85,120 @@ def test_chunked_head_of_no_tokens() -> None:
     assert log_probs.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+@dataclass
+class Exchange:
+    """Values that threads, which stand for ranks, give each other."""
+
+    ranks: int
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadShard(VocabularyShard):
+    """A part of the vocabulary in a thread."""
+
+    rank: int
+
+    def gather(self, values: Tensor) -> Tensor:
+        self.group.values[self.rank] = values
+        self.group.barrier.wait()
+        found = torch.stack([self.group.values[rank] for rank in range(self.group.ranks)])
+        self.group.barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize("bounds", [(0, 9, 17), (0, 1, 16, 17)])
+def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
+    bounds: tuple[int, ...], chunk: int, known: bool
+) -> None:
+    """Each rank's gradient of the hidden states is an addend, that of the weight its own part."""
+    hidden, weight, targets = head_inputs(torch.float32)
+    ranks = len(bounds) - 1
+    exchange = Exchange(ranks)
+    upstream = torch.linspace(-1, 2, TOKENS)
+    found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def run(rank: int) -> None:
+        own_hidden = hidden.detach().clone().requires_grad_()
+        own = weight.detach()[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
+        log_probs, entropy = chunked_log_probs(
+            own_hidden,
+            own,
+            targets,
+            temperature=0.6,
+            chunk=chunk,
+            entropy=True,
+            coefficients=upstream if known else None,
+            shard=ThreadShard(group=exchange, first=bounds[rank], rank=rank),
+        )
+        assert entropy is not None
+        loss = log_probs @ upstream
+        # With known coefficients the entropy of several chunks is not trained on.
+        (loss if known else loss + entropy.sum()).backward()
+        assert own_hidden.grad is not None
+        assert own.grad is not None
+        found[rank] = (log_probs.detach(), entropy.detach(), own_hidden.grad, own.grad)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == ranks
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    want = plain_head(exact_hidden, exact_weight, targets, 0.6)
+    loss = want[0] @ upstream.double()
+    (loss if known else loss + want[1].sum()).backward()
+    assert exact_hidden.grad is not None
+    assert exact_weight.grad is not None
+    for rank in range(ranks):
+        assert torch.equal(found[rank][0], found[0][0])
+        assert torch.equal(found[rank][1], found[0][1])
+    torch.testing.assert_close(found[0][0].double(), want[0], atol=3e-6, rtol=0)
+    torch.testing.assert_close(found[0][1].double(), want[1], atol=3e-6, rtol=0)
+    d_hidden = torch.stack([one[2] for one in found.values()]).sum(0)
+    d_weight = torch.cat([found[rank][3] for rank in range(ranks)])
+    torch.testing.assert_close(d_hidden.double(), exact_hidden.grad, atol=2e-5, rtol=0)
+    torch.testing.assert_close(d_weight.double(), exact_weight.grad, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[12], [1, 11], [3, 3, 6], [5, 1, 1, 1, 4], [1] * 12])
+def test_a_part_of_a_pack_attends_to_the_documents_that_it_is_in(
+    lengths: list[int], parts: int
+) -> None:
+    total = sum(lengths)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    whole = (document[:, None] == document[None, :]) & torch.ones(total, total).tril().bool()
+    size = total // parts
+    for part in range(parts):
+        rows = slice(part * size, (part + 1) * size)
+        context = build_context(
+            lengths, "sdpa", torch.device("cpu"), group=None, parts=parts, part=part
+        )
+        assert context.mask is not None
+        columns = slice(context.first, context.stop)
+        assert torch.equal(context.mask[0, 0], whole[rows, columns])
+        # No token outside of these columns is attended to.
+        assert int(whole[rows].sum()) == int(context.mask.sum())
+        assert int(context.cu_queries[-1]) == size
+        assert int(context.cu_keys[-1]) == context.stop - context.first
+        queries, keys = context.cu_queries.diff(), context.cu_keys.diff()
+        assert (context.max_queries, context.max_keys) == (int(queries.max()), int(keys.max()))
+        # The kernel for documents lets the last query attend to all keys of its document.
+        at = context.cu_queries.tolist()
+        for index, (first, stop) in enumerate(itertools.pairwise(at)):
+            last = context.mask[0, 0, stop - 1]
+            assert int(last.sum()) == int(keys[index])
+            assert first < stop
 
 
 HEADS = 4

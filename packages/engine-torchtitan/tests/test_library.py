@@ -33,7 +33,8 @@ assert logging.getLogger().level == level
 assert torch.autograd.is_multithreading_enabled() == threads
 assert not torch.distributed.is_initialized()
 assert "torchtitan.trainer" not in sys.modules
-assert "torchtitan.distributed.minimal_async_ep.kernels" not in sys.modules or "triton" in sys.modules
+kernels = "torchtitan.distributed.minimal_async_ep.kernels"
+assert kernels not in sys.modules or "triton" in sys.modules
 
 from torchtitan.distributed.utils import get_spmd_backend
 assert get_spmd_backend() == "spmd_types"

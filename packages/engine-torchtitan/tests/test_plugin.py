@@ -13,9 +13,7 @@ from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torchtitan import plugin
 
 
-def state_version(
-    monkeypatch: pytest.MonkeyPatch, distribution: str, version: str | None
-) -> None:
+def state_version(monkeypatch: pytest.MonkeyPatch, distribution: str, version: str | None) -> None:
     """Let the metadata name a version of a distribution, or none."""
     actual = importlib.metadata.version
 
@@ -60,9 +58,7 @@ def test_an_older_torch_is_refused_with_the_least_one(
 
 
 @pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "3.0.0a0"])
-def test_a_torch_that_is_new_enough_is_taken(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_a_torch_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     state_version(monkeypatch, "torch", version)
     assert plugin.find_problem() is None
 
