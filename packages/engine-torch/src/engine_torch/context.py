@@ -83,8 +83,11 @@ class Context:
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         # The kernel takes [T, H, d], and lets the last query attend to the last key.
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            q,
+            k,
+            v,
             self.cu_queries,
             self.cu_keys,
             self.max_queries,

@@ -31,7 +31,7 @@ from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
 from engine_torch.attention import choose_kernel
 from engine_torch.fsdp_modules import reset_after_failure
-from engine_torch.model import Kind
+from engine_torch.model import Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
 from engine_torch.options import DTensorOptions
 from engine_torch.weights import ShardedParam, trainable
@@ -50,7 +50,7 @@ class DTensorEngine(BaseEngine):
     options_class: ClassVar[type[DTensorOptions]] = DTensorOptions
     """Class of ``EngineConfig.options``, which an engine with more options derives."""
 
-    module: Any
+    module: PackedModel
     """The module that computes per-token outputs, set by ``_build_model``.
 
     It is wrapped by ``fully_shard``, unless there is nothing to shard, reduce or cast.

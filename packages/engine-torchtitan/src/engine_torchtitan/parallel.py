@@ -64,7 +64,7 @@ class Layout:
 _DIMS: dict[tuple[Any, ...], ParallelDims] = {}
 
 
-def _build_dims(device_type: str, sizes: dict[str, int]) -> ParallelDims:
+def _build_dims(device_type: str, sizes: dict[str, Any]) -> ParallelDims:
     """Return torchtitan's meshes of these sizes, the same ones at each call."""
     key = (dist.group.WORLD, device_type, *sizes.items())
     # The meshes of a default group that has been destroyed are of no use.
@@ -95,7 +95,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     cp = parallelism.cp
     replicate = parallelism.dp_replicate
     shard = _shard_size(parallelism, world)
-    sizes = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
+    sizes: dict[str, Any] = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
     topology = Topology(
         rank=rank,
         world_size=world,
