@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,13 @@ def set_timeouts(groups: Iterable[Any], device_type: str, timeout_s: int) -> Non
 
 
 def shard_model(
-    root: nn.Module, blocks: list[nn.Module], config: EngineConfig, mesh: DeviceMesh, prefetch: int
+    root: nn.Module,
+    blocks: list[nn.Module],
+    config: EngineConfig,
+    mesh: DeviceMesh,
+    prefetch: int,
+    *,
+    parts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
 ) -> None:
     """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
 
@@ -49,26 +56,25 @@ def shard_model(
         config: the engine's configuration, for dtypes and memory.
         mesh: the ranks to shard over, ``(shard,)``, or ``(replicate, shard)`` for HSDP.
         prefetch: number of blocks whose weights are gathered ahead.
+        parts: modules inside the blocks that are sharded over a mesh of their own, with the mesh.
     """
     dtypes: dict[str, Any] = {
         "param_dtype": DTYPES[config.precision.compute],
         "reduce_dtype": DTYPES[config.precision.reduce],
     }
     pins = device_of(mesh.device_type).pins_memory
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": _offload_policy(config, pins),
-    }
-    for block in blocks:
+    arguments: dict[str, Any] = {"offload_policy": _offload_policy(config, pins)}
+    for module, own_mesh in [*parts.items(), *((block, mesh) for block in blocks)]:
         fully_shard(
-            block,
+            module,
+            mesh=own_mesh,
             mp_policy=MixedPrecisionPolicy(**dtypes),
             reshard_after_forward=config.memory.reshard_after_forward,
             **arguments,
         )
     # The root's inputs are ids, and per-token values that must stay float32.
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **arguments)
     sum_gradients(root)
     _prefetch(blocks, prefetch)
 

@@ -73,8 +73,14 @@ class TorchTitanEngine(DTensorEngine):
             lm, logit_chunk=config.memory.logit_chunk, layout=self.layout
         ).eval()
         if not self._is_plain():
+            expert_mesh = self.layout.expert_mesh
             shard_model(
-                self.module, built.blocks, config, self.layout.mesh, self.options.prefetch_blocks
+                self.module,
+                built.blocks,
+                config,
+                self.layout.mesh,
+                self.options.prefetch_blocks,
+                parts={} if expert_mesh is None else dict.fromkeys(built.experts, expert_mesh),
             )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         self.module.to_empty(device=home)

@@ -18,11 +18,14 @@ __all__ = [
     "CosSinRoPE",
     "Decoder",
     "Embedding",
+    "FeedForward",
+    "GroupedExperts",
     "Hold",
     "Linear",
     "Llama3Model",
     "Llama3StateDictAdapter",
     "Llama3TransformerBlock",
+    "MoE",
     "Module",
     "ParallelDims",
     "Qwen3Model",
@@ -30,11 +33,14 @@ __all__ = [
     "Qwen3TransformerBlock",
     "RMSNorm",
     "RoPE",
+    "RoutedExperts",
     "StateDictAdapter",
+    "TokenChoiceTopKRouter",
     "TransformerBlock",
     "building_meshes_for",
     "make_ffn_config",
     "make_gqa_config",
+    "make_routed_experts_config",
     "set_llama3_sharding_config",
     "set_qwen3_sharding_config",
 ]
@@ -81,8 +87,19 @@ with _without_triton():
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.config_utils import (
+        make_ffn_config,
+        make_gqa_config,
+        make_routed_experts_config,
+    )
     from torchtitan.models.common.decoder import Decoder, TransformerBlock
+    from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.moe import (
+        GroupedExperts,
+        MoE,
+        RoutedExperts,
+        TokenChoiceTopKRouter,
+    )
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import RoPE
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock

@@ -29,9 +29,9 @@ from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
 from engine_torch.model import DTYPES, Kind, ModelClasses, PackedModel, make_model, read_config
 from engine_torch.weights import ShardedParam
-from engine_torchtitan.library import RoPE
+from engine_torchtitan.library import MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
-from engine_torchtitan.tree import FAMILIES, build_tree, set_layouts
+from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
 
 __all__ = ["BuiltDecoder", "PackedDecoder", "build_decoder", "draw", "fill_buffers", "tie"]
 
@@ -123,6 +123,12 @@ class BuiltDecoder:
         """The repeated blocks in their order."""
         return list(self.lm.layers.values())
 
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The modules that hold the weights of experts."""
+        routed = [module for module in self.lm.modules() if isinstance(module, RoutedExperts)]
+        return [module.inner_experts for module in routed]
+
 
 def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bool) -> BuiltDecoder:
     """Build the model of ``config.model`` and divide it by tensor parallelism.
@@ -137,7 +143,13 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
     _refuse_indivisible(hf_config, layout.tp)
-    set_layouts(tree, hf_config.model_type, sequence_parallel=sequence_parallel)
+    _refuse_experts(hf_config, layout.ep)
+    set_layouts(
+        tree,
+        hf_config.model_type,
+        sequence_parallel=sequence_parallel,
+        divides_experts=layout.ep > 1,
+    )
     names = _list_saved(hf_config, config, folder)
     with torch.device("meta"):
         lm: Any = tree.build()
@@ -146,7 +158,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
         require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
-    if layout.tp > 1:
+    if layout.tp > 1 or layout.ep > 1:
         lm.parallelize(layout.dims)
         tie(lm)
     if config.memory.recompute == "full":
@@ -200,9 +212,8 @@ def _map_names(
             plain = plain.replace("lm_head.", "tok_embeddings.")
         layer = re.search(r"\d+", plain)
         theirs = table.get(re.sub(r"\d+", "{}", plain, count=1), plain)
-        theirs = theirs.format(layer[0]) if layer else theirs
-        pieces[name] = [Piece(name=theirs, shape=tuple(param.shape))]
-    own = {parts[0].name: parts[0].shape for parts in pieces.values()}
+        pieces[name] = _list_pieces(theirs, layer[0] if layer else "", tuple(param.shape))
+    own = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
     if own != saved:
         odd = sorted({name for name, _ in own.items() ^ saved.items()})
         raise UnsupportedCapability(
@@ -213,6 +224,40 @@ def _map_names(
         )
     order = {name: index for index, name in enumerate(saved)}
     return dict(sorted(pieces.items(), key=lambda item: order[item[1][0].name]))
+
+
+def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
+    """Return the saved tensors of a parameter, one for each expert where it has several.
+
+    Args:
+        name: saved name, with ``{}`` for the numbers of layer and expert.
+        layer: number of the layer, or an empty text outside of layers.
+        shape: shape of the parameter, with experts in the first dimension where it has several.
+    """
+    if name.count("{}") < 2:
+        return [Piece(name=name.format(layer), shape=shape)]
+    return [
+        Piece(name=name.format(layer, expert), shape=shape[1:], expert=expert, rows=(0, shape[1]))
+        for expert in range(shape[0])
+    ]
+
+
+def _refuse_experts(hf_config: Any, ep: int) -> None:
+    """Raise ``ConfigError`` for a model whose experts cannot be spread over ``ep`` ranks."""
+    if ep == 1:
+        return
+    if not has_experts(hf_config):
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected 1 for a model without experts, got {ep}",
+            remedy="leave parallelism.ep out, or choose a mixture of experts",
+        )
+    if hf_config.num_experts % ep:
+        raise ConfigError(
+            "parallelism.ep",
+            f"num_experts {hf_config.num_experts} cannot be divided over {ep} ranks",
+            remedy="choose a divisor of it",
+        )
 
 
 def _recompute(lm: Any) -> None:
@@ -243,6 +288,9 @@ def fill_buffers(lm: Any, device: torch.device) -> None:
     for module in lm.modules():
         if isinstance(module, RoPE):
             module.init_states(buffer_device=device)
+        elif isinstance(module, MoE):
+            # The number of tokens of each expert, which nothing reads.
+            module.tokens_per_expert_E = torch.zeros_like(module.tokens_per_expert_E, device=device)
 
 
 def draw(table: list[ShardedParam], seed: int, std: float) -> None:

@@ -1,8 +1,9 @@
-"""The engine's own parts of torchtitan's model tree: attention and rotary positions.
+"""The engine's own parts of torchtitan's model tree: attention, rotary positions, experts.
 
 torchtitan's attention casts to bfloat16 or compiles, and knows no documents on a CPU. Its rotary
 positions keep a table of all positions for each layer, and have the scaling of Llama 3 only in the
-order of dimensions that Hugging Face's weights do not have.
+order of dimensions that Hugging Face's weights do not have. Its experts compute in bfloat16,
+whatever the model's dtype is, and its router asks for an autocast that a CPU does not have.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from engine_torch.attention import Packing, packed_attention
-from engine_torchtitan.library import CosSinRoPE, Module
+from engine_torch.boxes import local_of
+from engine_torchtitan.library import CosSinRoPE, GroupedExperts, Module, TokenChoiceTopKRouter
 
-__all__ = ["FrequencyRoPE", "PackedAttention"]
+__all__ = ["Experts", "FrequencyRoPE", "PackedAttention", "Router"]
 
 
 class PackedAttention(Module):
@@ -88,3 +91,59 @@ class FrequencyRoPE(CosSinRoPE):
             return table
         mesh = query.device_mesh
         return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class Experts(GroupedExperts):
+    """Gated experts in the dtype of their input."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """The place of these experts in a model tree."""
+
+    def forward(
+        self,
+        x_RD: Tensor,  # noqa: N803
+        num_tokens_per_expert_E: Tensor,  # noqa: N803
+    ) -> Tensor:
+        """Return the outputs ``[R, D]`` of tokens that are sorted by expert.
+
+        Args:
+            x_RD: inputs of this rank's experts ``[R, D]``.
+            num_tokens_per_expert_E: number of tokens of each of them.
+        """
+        if x_RD.dtype == torch.bfloat16:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        gate, down, up = (local_of(x) for x in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        parts = x_RD.split(num_tokens_per_expert_E.tolist())
+        # An expert without a token takes part as well, so that it has a gradient.
+        outputs = [
+            (F.silu(part @ gate[index].T) * (part @ up[index].T)) @ down[index].T
+            for index, part in enumerate(parts)
+        ]
+        return torch.cat(outputs)
+
+
+class Router(TokenChoiceTopKRouter):
+    """The choice of experts by a softmax in float32, as transformers computes it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        """The place of this router in a model tree."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803
+        expert_bias_E: Tensor | None = None,  # noqa: N803
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores and numbers of the chosen experts ``[1, T, K]``, and all scores.
+
+        Args:
+            x_BLD: inputs ``[1, T, D]``.
+            expert_bias_E: always None, because a bias that moves in training would be in no export.
+        """
+        assert expert_bias_E is None
+        scores = F.softmax(self.gate(x_BLD).float(), dim=-1)
+        chosen, experts = torch.topk(scores, k=self.top_k, dim=-1)
+        if self.route_norm:
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        return chosen, experts, scores

@@ -33,6 +33,9 @@ class Layout:
     cp: int
     """Number of context-parallel ranks."""
 
+    ep: int
+    """Number of ranks that the experts are spread over."""
+
     @property
     def mesh(self) -> DeviceMesh:
         """Mesh that ``fully_shard`` shards over, ``(fsdp,)``, or ``(dp_replicate, fsdp)``.
@@ -46,6 +49,14 @@ class Layout:
     def tp_group(self) -> Any:
         """Process group of tensor parallelism, or None without it."""
         return self.dims.get_mesh("tp").get_group() if self.tp > 1 else None
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Mesh that ``fully_shard`` shards experts over, or None where they are not spread."""
+        if self.ep == 1:
+            return None
+        names = ["dp_replicate", "efsdp"] if self.dims.dp_replicate_enabled else ["efsdp"]
+        return self.dims.get_mesh(names)
 
     @property
     def cp_group(self) -> Any:
@@ -72,7 +83,7 @@ def _build_dims(device_type: str, sizes: dict[str, Any]) -> ParallelDims:
         del _DIMS[stale]
     if key not in _DIMS:
         dims = ParallelDims(
-            **sizes, pp=1, ep=1, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND
+            **sizes, pp=1, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND
         )
         with building_meshes_for(device_type):
             dims.build_mesh()
@@ -84,10 +95,12 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """Build the layout for the current world.
 
     Tensor-parallel ranks are neighbours, which have the fastest links, and context-parallel ranks
-    are the next.
+    are the next. The ranks that share one copy of the weights are the ones that experts are spread
+    over.
 
     Raises:
-        ConfigError: the product of the sizes is not the number of ranks.
+        ConfigError: the product of the sizes is not the number of ranks, or ``ep`` does not divide
+            the ranks of a copy of the weights.
     """
     world = dist.get_world_size()
     rank = dist.get_rank()
@@ -95,7 +108,14 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     cp = parallelism.cp
     replicate = parallelism.dp_replicate
     shard = _shard_size(parallelism, world)
-    sizes: dict[str, Any] = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
+    sizes: dict[str, Any] = {
+        "dp_replicate": replicate,
+        "dp_shard": shard,
+        "cp": cp,
+        "tp": tp,
+        "ep": parallelism.ep,
+    }
+    _refuse_experts(parallelism.ep, shard * cp * tp)
     topology = Topology(
         rank=rank,
         world_size=world,
@@ -104,14 +124,27 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         is_primary=rank % (tp * cp) == 0,
         sizes=sizes,
     )
-    return Layout(dims=_build_dims(device_type, sizes), topology=topology, tp=tp, cp=cp)
+    dims = _build_dims(device_type, sizes)
+    return Layout(dims=dims, topology=topology, tp=tp, cp=cp, ep=parallelism.ep)
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     """Set the engine's timeout on the meshes' groups."""
-    meshes = [layout.mesh, *layout.dims.get_all_one_dimensional_meshes().values()]
+    experts = [] if layout.expert_mesh is None else [layout.expert_mesh]
+    meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     set_timeouts(groups, device_type, timeout_s)
+
+
+def _refuse_experts(ep: int, ranks: int) -> None:
+    """Raise ``ConfigError`` unless ``ep`` divides the ranks that share one copy of the weights."""
+    if ranks % ep:
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected a divisor of dp_shard x cp x tp = {ranks}, got {ep}",
+            why="experts are spread over the ranks that share one copy of the weights",
+            remedy="choose a divisor of it",
+        )
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:

@@ -69,6 +69,8 @@ PLUGIN = EnginePlugin(
             Capability.HSDP,
             Capability.TP,
             Capability.CP,
+            Capability.EP,
+            Capability.MOE,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.BF16,
@@ -78,7 +80,7 @@ PLUGIN = EnginePlugin(
             Capability.SAVE_HF,
         }
     ),
-    families=("qwen3", "llama"),
+    families=("qwen3", "llama", "qwen3_moe"),
     options="engine_torchtitan.options:TorchTitanOptions",
     variants=(
         Variant(options={"sequence_parallel": False}, parallelism={"tp": 2}),

@@ -17,10 +17,12 @@ from engine_api.errors import UnsupportedCapability
 from engine_torchtitan.library import (
     Decoder,
     Embedding,
+    FeedForward,
     Linear,
     Llama3Model,
     Llama3StateDictAdapter,
     Llama3TransformerBlock,
+    MoE,
     Qwen3Model,
     Qwen3StateDictAdapter,
     Qwen3TransformerBlock,
@@ -29,12 +31,13 @@ from engine_torchtitan.library import (
     TransformerBlock,
     make_ffn_config,
     make_gqa_config,
+    make_routed_experts_config,
     set_llama3_sharding_config,
     set_qwen3_sharding_config,
 )
-from engine_torchtitan.modules import FrequencyRoPE, PackedAttention
+from engine_torchtitan.modules import Experts, FrequencyRoPE, PackedAttention, Router
 
-__all__ = ["FAMILIES", "Family", "build_tree", "set_layouts"]
+__all__ = ["FAMILIES", "Family", "build_tree", "has_experts", "set_layouts"]
 
 _ENGINE = "engine-torchtitan"
 
@@ -52,8 +55,11 @@ class Family:
     adapter: type[StateDictAdapter]
     """Class with torchtitan's names of the saved tensors."""
 
-    normalizes_heads: bool
+    normalizes_heads: bool = False
     """True if queries and keys are normalized head by head."""
+
+    has_experts: bool = False
+    """True if its layers may be mixtures of experts."""
 
     set_layouts: Callable[..., None]
     """Function that gives each part of the tree its layout of tensor parallelism."""
@@ -64,7 +70,6 @@ FAMILIES: Mapping[str, Family] = {
         model=Llama3Model.Config,
         block=Llama3TransformerBlock.Config,
         adapter=Llama3StateDictAdapter,
-        normalizes_heads=False,
         set_layouts=set_llama3_sharding_config,
     ),
     "qwen3": Family(
@@ -72,6 +77,14 @@ FAMILIES: Mapping[str, Family] = {
         block=Qwen3TransformerBlock.Config,
         adapter=Qwen3StateDictAdapter,
         normalizes_heads=True,
+        set_layouts=set_qwen3_sharding_config,
+    ),
+    "qwen3_moe": Family(
+        model=Qwen3Model.Config,
+        block=Qwen3TransformerBlock.Config,
+        adapter=Qwen3StateDictAdapter,
+        normalizes_heads=True,
+        has_experts=True,
         set_layouts=set_qwen3_sharding_config,
     ),
 }
@@ -93,6 +106,18 @@ _MAPPED = frozenset(
         "vocab_size",
     }
 )
+# Fields that `build_tree` reads of a family with experts.
+_MAPPED_OF_EXPERTS = frozenset(
+    {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    }
+)
 # Fields that say nothing about what a model computes in a forward pass: names and versions, tokens
 # of generation, what transformers returns, and numbers for training and initialization that the
 # engine reads elsewhere or that other keys turn on.
@@ -112,9 +137,11 @@ _IDLE = frozenset(
         "max_window_layers",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "problem_type",
         "return_dict",
+        "router_aux_loss_coef",
         "torch_dtype",
         "transformers_version",
         "use_cache",
@@ -179,7 +206,16 @@ def build_tree(hf_config: Any) -> Decoder.Config:
     def make_norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=hf_config.rms_norm_eps)
 
-    def make_block() -> TransformerBlock.Config:
+    def make_dense() -> FeedForward.Config:
+        return make_ffn_config(
+            dim=dim,
+            hidden_dim=hf_config.intermediate_size,
+            w1_param_init={},
+            w2w3_param_init={},
+        )
+
+    def make_block(index: int) -> TransformerBlock.Config:
+        sparse = family.has_experts and _is_sparse(hf_config, index)
         return family.block(
             attention_norm=make_norm(dim),
             ffn_norm=make_norm(dim),
@@ -197,12 +233,8 @@ def build_tree(hf_config: Any) -> Decoder.Config:
                 rope=rope,
                 qk_norm=make_norm(head_dim) if family.normalizes_heads else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim,
-                hidden_dim=hf_config.intermediate_size,
-                w1_param_init={},
-                w2w3_param_init={},
-            ),
+            feed_forward=None if sparse else make_dense(),
+            moe=_make_experts(hf_config) if sparse else None,
         )
 
     return family.model(
@@ -212,19 +244,66 @@ def build_tree(hf_config: Any) -> Decoder.Config:
         enable_weight_tying=hf_config.tie_word_embeddings,
         tok_embeddings=Embedding.Config(num_embeddings=hf_config.vocab_size, embedding_dim=dim),
         lm_head=Linear.Config(in_features=dim, out_features=hf_config.vocab_size),
-        layers=[make_block() for _ in range(hf_config.num_hidden_layers)],
+        layers=[make_block(index) for index in range(hf_config.num_hidden_layers)],
     )
 
 
-def set_layouts(tree: Decoder.Config, model_type: str, *, sequence_parallel: bool) -> None:
-    """Give each part of a tree torchtitan's layout of tensor parallelism.
+def has_experts(hf_config: Any) -> bool:
+    """Return whether a model that ``build_tree`` has taken has a layer with experts."""
+    family = FAMILIES[hf_config.model_type]
+    layers = range(hf_config.num_hidden_layers)
+    return family.has_experts and any(_is_sparse(hf_config, index) for index in layers)
+
+
+def _is_sparse(hf_config: Any, index: int) -> bool:
+    """Return whether a layer is a mixture of experts, by the rule of Qwen3's configuration."""
+    return (
+        index not in hf_config.mlp_only_layers
+        and hf_config.num_experts > 0
+        and (index + 1) % hf_config.decoder_sparse_step == 0
+    )
+
+
+def _make_experts(hf_config: Any) -> MoE.Config:
+    """Return the configuration of a layer's experts and their router."""
+    sizes = {
+        "dim": hf_config.hidden_size,
+        "hidden_dim": hf_config.moe_intermediate_size,
+        "num_experts": hf_config.num_experts,
+    }
+    top_k = hf_config.num_experts_per_tok
+    # This exchange of tokens is torch's all-to-all, and nothing where experts are not divided.
+    routed = make_routed_experts_config(
+        **sizes, top_k=top_k, param_init={}, comm_backend="standard"
+    )
+    routed.inner_experts = Experts.Config(**sizes)
+    return MoE.Config(
+        num_experts=hf_config.num_experts,
+        routed_experts=routed,
+        router=Router.Config(
+            num_experts=hf_config.num_experts,
+            gate=Linear.Config(in_features=sizes["dim"], out_features=sizes["num_experts"]),
+            top_k=top_k,
+            score_func="softmax",
+            route_norm=hf_config.norm_topk_prob,
+        ),
+        # A bias that balances the experts would move in training and be in no export, so that a
+        # rollout would serve another model.
+        load_balance_coeff=None,
+    )
+
+
+def set_layouts(
+    tree: Decoder.Config, model_type: str, *, sequence_parallel: bool, divides_experts: bool
+) -> None:
+    """Give each part of a tree torchtitan's layout of tensor and expert parallelism.
 
     ``Decoder.Config.update_from_config`` would do so, too, and imports torchtitan's trainer.
     """
     FAMILIES[model_type].set_layouts(
         tree,
         enable_sp=sequence_parallel,
-        **({"enable_ep": False} if model_type == "qwen3" else {}),
+        **({} if model_type == "llama" else {"enable_ep": divides_experts}),
     )
     for block in tree.layers:
         # The frequencies are the same on each rank, and take part as a plain tensor.
@@ -233,9 +312,12 @@ def set_layouts(tree: Decoder.Config, model_type: str, *, sequence_parallel: boo
 
 def _refuse_unmapped(hf_config: Any) -> None:
     """Raise ``UnsupportedCapability`` for the first field that would be left out."""
+    mapped = _MAPPED
+    if FAMILIES[hf_config.model_type].has_experts:
+        mapped |= _MAPPED_OF_EXPERTS
     for name, value in hf_config.to_dict().items():
         # transformers' own null means that a field says nothing.
-        if name in _MAPPED or name in _IDLE or name in _RATES or value is None:
+        if name in mapped or name in _IDLE or name in _RATES or value is None:
             continue
         if name == "layer_types" and set(value) == {"full_attention"}:
             continue
@@ -243,7 +325,11 @@ def _refuse_unmapped(hf_config: Any) -> None:
             _refuse(name, value, "this engine has no mapping for it")
         if value != _FIXED[name]:
             _refuse(name, value, f"torchtitan's blocks compute {_FIXED[name]!r} alone")
-    rope = dict(hf_config.rope_parameters)
+    _refuse_unmapped_rope(dict(hf_config.rope_parameters))
+
+
+def _refuse_unmapped_rope(rope: dict[str, Any]) -> None:
+    """Raise ``UnsupportedCapability`` for rotary positions that would be computed differently."""
     kind = rope.pop("rope_type", "default")
     rope.pop("rope_theta", None)
     if kind not in _ROPE:
