@@ -131,6 +131,16 @@ class RouterGradientOfOwnPart(Model):
         return mix.detach() + (mix - mix.detach()) / self.layout.tensor
 
 
+@mutant(
+    "train.moe", group="moe", part="model", world=2, layout={"tp": 2}, seen_in="torchtitan 0.3.0"
+)
+class ExpertInputsWithoutGradient(Model):
+    """The input of experts that tensor parallelism splits has a gradient by the router alone."""
+
+    def experts(self, params: Params, x: Tensor, mix: Tensor) -> Tensor:
+        return super().experts(params, x.detach() if self.layout.tensor > 1 else x, mix)
+
+
 @mutant("train.moe", group="moe", world=2)
 class ExpertsAveraged(LoopbackEngine):
     """Experts' gradients are divided by the number of ranks, as no other weight's are."""

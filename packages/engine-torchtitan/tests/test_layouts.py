@@ -9,28 +9,43 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_torchtitan.model import _refuse_experts, _refuse_indivisible
 
 PEERS = Path(__file__).with_name("layout_peers.py")
-LAYOUTS: dict[int, list[dict[str, int]]] = {
+DENSE: dict[int, list[dict[str, int]]] = {
     2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}],
     4: [{}, {"tp": 2, "cp": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2, "dp_replicate": 2}],
+}
+EXPERTS: dict[int, list[dict[str, int]]] = {
+    2: [{}, {"tp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}],
+    4: [
+        {},
+        {"tp": 2, "ep": 4},
+        {"dp_replicate": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "ep": 2},
+        {"ep": 2},
+    ],
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", sorted(LAYOUTS))
-def test_layouts_beside_each_other_compute_the_same(tmp_path: Path, ranks: int) -> None:
-    model = TinyModel(family="qwen3", num_heads=8, num_kv_heads=4)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", EXPERTS)])
+def test_layouts_beside_each_other_compute_the_same(
+    tmp_path: Path, family: str, layouts: dict[int, list[dict[str, int]]], ranks: int
+) -> None:
+    model = TinyModel(family=family, tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    layouts = [json.dumps(sizes) for sizes in LAYOUTS[ranks]]
+    sizes = [json.dumps(one) for one in layouts[ranks]]
     done = subprocess.run(
-        [*launcher, f"--nproc-per-node={ranks}", str(PEERS), str(folder), *layouts],
+        [*launcher, f"--nproc-per-node={ranks}", str(PEERS), str(folder), *sizes],
         capture_output=True,
         text=True,
         check=False,
@@ -39,13 +54,47 @@ def test_layouts_beside_each_other_compute_the_same(tmp_path: Path, ranks: int) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def refused(folder: Path, sizes: dict[str, int]) -> ConfigError:
+    """Return the refusal of sizes on one rank."""
+    config = EngineConfig(model=ModelSource(path=str(folder)), parallelism=Parallelism(**sizes))
+    engine = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    with pytest.raises(ConfigError) as caught:
+        engine.initialize()
+    return caught.value
+
+
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 3}, {"dp_replicate": 2}])
 def test_sizes_that_do_not_make_the_world_are_refused(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3"))
-    config = EngineConfig(model=ModelSource(path=str(folder)), parallelism=Parallelism(**sizes))
-    engine = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
-    with pytest.raises(ConfigError, match="does not make a world of 1") as caught:
-        engine.initialize()
-    assert caught.value.field == "parallelism"
+    error = refused(write_checkpoint(tmp_path / "model", TinyModel(family="qwen3")), sizes)
+    assert error.field == "parallelism"
+    assert "does not make a world of 1" in error.what
+
+
+def test_experts_on_more_ranks_than_share_the_weights_are_refused(tmp_path: Path) -> None:
+    error = refused(write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe")), {"ep": 2})
+    assert error.field == "parallelism.ep"
+    assert "expected a divisor of dp_shard x cp x tp = 1, got 2" in error.what
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "tp", "ep", "named"),
+    [
+        ("qwen3", {"num_heads": 3, "num_kv_heads": 3}, 2, 1, "num_attention_heads 3"),
+        ("qwen3", {"num_kv_heads": 1}, 2, 1, "num_key_value_heads 1"),
+        ("qwen3", {"intermediate_size": 129}, 2, 1, "intermediate_size 129"),
+        ("qwen3_moe", {"num_experts": 5}, 1, 2, "num_experts 5"),
+        ("qwen3", {}, 1, 2, "model without experts"),
+    ],
+)
+def test_sizes_of_a_model_that_a_layout_does_not_divide_are_refused_by_name(
+    tmp_path: Path, family: str, sizes: dict[str, int], tp: int, ep: int, named: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family=family, **sizes))
+    hf_config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(ConfigError) as caught:
+        _refuse_indivisible(hf_config, tp)
+        _refuse_experts(hf_config, ep)
+    assert named in caught.value.what
+    assert caught.value.remedy

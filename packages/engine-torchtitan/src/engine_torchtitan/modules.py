@@ -18,9 +18,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine_torch.attention import Packing, packed_attention
 from engine_torch.boxes import local_of
-from engine_torchtitan.library import CosSinRoPE, GroupedExperts, Module, TokenChoiceTopKRouter
+from engine_torchtitan.library import (
+    CosSinRoPE,
+    GroupedExperts,
+    Module,
+    MoE,
+    TokenChoiceTopKRouter,
+)
 
-__all__ = ["Experts", "FrequencyRoPE", "PackedAttention", "Router"]
+__all__ = ["Experts", "FrequencyRoPE", "Mixture", "PackedAttention", "Router"]
 
 
 class PackedAttention(Module):
@@ -121,6 +127,21 @@ class Experts(GroupedExperts):
             for index, part in enumerate(parts)
         ]
         return torch.cat(outputs)
+
+
+class Mixture(MoE):
+    """A mixture of experts whose input keeps its gradient under tensor parallelism."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        """The place of this mixture in a model tree."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+        """Return the outputs ``[1, T, D]`` of inputs ``[1, T, D]``."""
+        # torchtitan gathers the tokens without waiting, and gives them to a local_map as they are.
+        # In torch 2.13 it waits for such a tensor outside of autograd, so that the experts' inputs
+        # would have no gradient. A copy waits inside.
+        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
 
 
 class Router(TokenChoiceTopKRouter):

@@ -22,7 +22,6 @@ from engine_torchtitan.library import (
     Llama3Model,
     Llama3StateDictAdapter,
     Llama3TransformerBlock,
-    MoE,
     Qwen3Model,
     Qwen3StateDictAdapter,
     Qwen3TransformerBlock,
@@ -35,7 +34,7 @@ from engine_torchtitan.library import (
     set_llama3_sharding_config,
     set_qwen3_sharding_config,
 )
-from engine_torchtitan.modules import Experts, FrequencyRoPE, PackedAttention, Router
+from engine_torchtitan.modules import Experts, FrequencyRoPE, Mixture, PackedAttention, Router
 
 __all__ = ["FAMILIES", "Family", "build_tree", "has_experts", "set_layouts"]
 
@@ -264,7 +263,7 @@ def _is_sparse(hf_config: Any, index: int) -> bool:
     )
 
 
-def _make_experts(hf_config: Any) -> MoE.Config:
+def _make_experts(hf_config: Any) -> Mixture.Config:
     """Return the configuration of a layer's experts and their router."""
     sizes = {
         "dim": hf_config.hidden_size,
@@ -277,7 +276,7 @@ def _make_experts(hf_config: Any) -> MoE.Config:
         **sizes, top_k=top_k, param_init={}, comm_backend="standard"
     )
     routed.inner_experts = Experts.Config(**sizes)
-    return MoE.Config(
+    return Mixture.Config(
         num_experts=hf_config.num_experts,
         routed_experts=routed,
         router=Router.Config(
