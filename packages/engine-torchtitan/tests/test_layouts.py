@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_torchtitan.model import _refuse_experts, _refuse_indivisible
+from engine_torchtitan.model import _refuse_indivisible
 
 PEERS = Path(__file__).with_name("layout_peers.py")
 DENSE: dict[int, list[dict[str, int]]] = {
@@ -85,6 +85,7 @@ def test_experts_on_more_ranks_than_share_the_weights_are_refused(tmp_path: Path
         ("qwen3", {"num_kv_heads": 1}, 2, 1, "num_key_value_heads 1"),
         ("qwen3", {"intermediate_size": 129}, 2, 1, "intermediate_size 129"),
         ("qwen3_moe", {"num_experts": 5}, 1, 2, "num_experts 5"),
+        ("qwen3_moe", {"moe_intermediate_size": 33}, 2, 1, "moe_intermediate_size 33"),
         ("qwen3", {}, 1, 2, "model without experts"),
     ],
 )
@@ -94,7 +95,6 @@ def test_sizes_of_a_model_that_a_layout_does_not_divide_are_refused_by_name(
     folder = write_checkpoint(tmp_path / "model", TinyModel(family=family, **sizes))
     hf_config = AutoConfig.from_pretrained(folder)
     with pytest.raises(ConfigError) as caught:
-        _refuse_indivisible(hf_config, tp)
-        _refuse_experts(hf_config, ep)
+        _refuse_indivisible(hf_config, tp, ep)
     assert named in caught.value.what
     assert caught.value.remedy

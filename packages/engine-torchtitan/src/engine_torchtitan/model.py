@@ -142,8 +142,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
     tree = build_tree(hf_config)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
-    _refuse_indivisible(hf_config, layout.tp)
-    _refuse_experts(hf_config, layout.ep)
+    _refuse_indivisible(hf_config, layout.tp, layout.ep)
     set_layouts(
         tree,
         hf_config.model_type,
@@ -170,21 +169,39 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
     return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
 
 
-def _refuse_indivisible(hf_config: Any, tp: int) -> None:
-    """Raise ``ConfigError`` for sizes that tensor parallelism does not divide."""
-    for name in (
+def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
+    """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
+    divided = [
         "num_attention_heads",
         "num_key_value_heads",
         "intermediate_size",
         "vocab_size",
-    ):
-        size = getattr(hf_config, name)
-        if size % tp:
-            raise ConfigError(
-                "parallelism.tp",
-                f"{name} {size} cannot be divided over {tp} ranks",
-                remedy="choose a divisor of it",
-            )
+    ]
+    if has_experts(hf_config) and ep == 1:
+        # Tensor-parallel ranks divide each expert, unless the experts are spread over them.
+        divided.append("moe_intermediate_size")
+    for name in divided:
+        _refuse_size(hf_config, name, "tp", tp)
+    if ep == 1:
+        return
+    if not has_experts(hf_config):
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected 1 for a model without experts, got {ep}",
+            remedy="leave parallelism.ep out, or choose a mixture of experts",
+        )
+    _refuse_size(hf_config, "num_experts", "ep", ep)
+
+
+def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
+    """Raise ``ConfigError`` for a size of the model that a number of ranks does not divide."""
+    size = getattr(hf_config, name)
+    if size % ranks:
+        raise ConfigError(
+            f"parallelism.{kind}",
+            f"{name} {size} cannot be divided over {ranks} ranks",
+            remedy="choose a divisor of it",
+        )
 
 
 def _list_saved(hf_config: Any, config: EngineConfig, folder: str) -> dict[str, tuple[int, ...]]:
@@ -240,24 +257,6 @@ def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
         Piece(name=name.format(layer, expert), shape=shape[1:], expert=expert, rows=(0, shape[1]))
         for expert in range(shape[0])
     ]
-
-
-def _refuse_experts(hf_config: Any, ep: int) -> None:
-    """Raise ``ConfigError`` for a model whose experts cannot be spread over ``ep`` ranks."""
-    if ep == 1:
-        return
-    if not has_experts(hf_config):
-        raise ConfigError(
-            "parallelism.ep",
-            f"expected 1 for a model without experts, got {ep}",
-            remedy="leave parallelism.ep out, or choose a mixture of experts",
-        )
-    if hf_config.num_experts % ep:
-        raise ConfigError(
-            "parallelism.ep",
-            f"num_experts {hf_config.num_experts} cannot be divided over {ep} ranks",
-            remedy="choose a divisor of it",
-        )
 
 
 def _recompute(lm: Any) -> None:
