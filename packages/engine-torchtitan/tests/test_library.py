@@ -19,7 +19,9 @@ from engine_torchtitan.library import Hold
 IMPORT = """
 import logging, os, sys
 import torch, transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+constructor = FakeTensorMode.__init__
 environment = dict(os.environ)
 handlers = list(logging.getLogger().handlers)
 level = logging.getLogger().level
@@ -32,6 +34,7 @@ assert logging.getLogger().handlers == handlers
 assert logging.getLogger().level == level
 assert torch.autograd.is_multithreading_enabled() == threads
 assert not torch.distributed.is_initialized()
+assert FakeTensorMode.__init__ is constructor
 assert "torchtitan.trainer" not in sys.modules
 kernels = "torchtitan.distributed.minimal_async_ep.kernels"
 assert kernels not in sys.modules or "triton" in sys.modules

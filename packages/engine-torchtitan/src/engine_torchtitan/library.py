@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 __all__ = [
     "SPMD_BACKEND",
     "CosSinRoPE",
@@ -83,7 +85,21 @@ def _without_triton() -> Iterator[None]:
         del sys.modules[_KERNELS]
 
 
-with _without_triton():
+@contextmanager
+def _contain_patches() -> Iterator[None]:
+    """Undo what torchtitan changes in torch when it is imported inside the block.
+
+    It keeps dynamo from tracing a constructor, which its own compilation of whole models needs.
+    """
+    mode: Any = FakeTensorMode
+    constructor = mode.__init__
+    try:
+        yield
+    finally:
+        mode.__init__ = constructor
+
+
+with _without_triton(), _contain_patches():
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
