@@ -1,7 +1,8 @@
 """The program of the ranks of test_layouts: engines of several layouts in one process.
 
-Run it as ``python layout_peers.py MODEL SIZES…``, where SIZES is a JSON object of parallelism. Each
-engine lives until all are built, and each must return the log-probs of the first, and train alike.
+Run it as ``python layout_peers.py MODEL SIZES…``, where SIZES is a JSON object of parallelism, in
+which ``compile`` asks for compiled blocks. Each engine lives until all are built, and each must
+return the log-probs of the first, and train alike.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ NEAR = 1e-4
 
 
 def create(folder: str, sizes: dict[str, int], recompute: bool) -> Any:
+    compiled = bool(sizes.pop("compile", 0))
     config = EngineConfig(
         model=ModelSource(path=folder),
         parallelism=Parallelism(**sizes),
         optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.1),
-        memory=Memory(recompute="full" if recompute else "none"),
+        memory=Memory(recompute="full" if recompute else "none", compile=compiled),
     )
     engine = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
     engine.initialize()

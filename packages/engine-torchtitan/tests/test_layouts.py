@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
+from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_torchtitan.engine import _refuse_compilation
 from engine_torchtitan.model import _refuse_indivisible
 
 PEERS = Path(__file__).with_name("layout_peers.py")
@@ -42,8 +43,13 @@ def test_layouts_beside_each_other_compute_the_same(
 ) -> None:
     model = TinyModel(family=family, tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)
+    run_ranks(folder, ranks, layouts[ranks])
+
+
+def run_ranks(folder: Path, ranks: int, layouts: list[dict[str, int]]) -> None:
+    """Run the peers with these layouts."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    sizes = [json.dumps(one) for one in layouts[ranks]]
+    sizes = [json.dumps(one) for one in layouts]
     done = subprocess.run(
         [*launcher, f"--nproc-per-node={ranks}", str(PEERS), str(folder), *sizes],
         capture_output=True,
@@ -52,6 +58,24 @@ def test_layouts_beside_each_other_compute_the_same(
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same_in_parts_of_a_pack_and_of_the_experts(
+    tmp_path: Path,
+) -> None:
+    model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
+    folder = write_checkpoint(tmp_path / "model", model)
+    run_ranks(folder, 2, [{}, {"cp": 2, "compile": 1}, {"ep": 2}, {"ep": 2, "compile": 1}])
+
+
+def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:
+    config = EngineConfig(model=ModelSource(path="any"), memory=Memory(compile=True))
+    with pytest.raises(ConfigError, match=r"expected false with parallelism\.tp 2") as caught:
+        _refuse_compilation(config, 2)
+    assert caught.value.field == "memory.compile"
 
 
 def refused(folder: Path, sizes: dict[str, int]) -> ConfigError:

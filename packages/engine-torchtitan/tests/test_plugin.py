@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism, Precision
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism, Precision
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torchtitan import plugin
 
@@ -75,7 +75,6 @@ def test_the_tested_version_runs_on_a_cpu_and_on_no_unknown_device() -> None:
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(ulysses=2)}, "ulysses"),
         ({"precision": Precision(compute="float8")}, "fp8"),
-        ({"memory": Memory(compile=True)}, "compile"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capability: str) -> None:

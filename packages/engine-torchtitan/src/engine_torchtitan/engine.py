@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.comm import together
+from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_api.results import TokenOutputs
 from engine_torch.context import CONTEXT_KERNELS
@@ -25,6 +26,7 @@ from engine_torchtitan.model import (
     build_decoder,
     draw,
     fill_buffers,
+    is_compiled,
     is_recomputing,
     tie,
 )
@@ -61,6 +63,7 @@ class TorchTitanEngine(DTensorEngine):
     def _build_model(self) -> None:
         config = self.config
         _refuse_kernel(self.kernel, self.layout.cp)
+        _refuse_compilation(config, self.layout.tp)
         models: list[BuiltDecoder] = []
         # A folder may be damaged, or absent, on one machine only.
         together(self.comm, lambda: models.append(self._build_decoder()))
@@ -91,6 +94,9 @@ class TorchTitanEngine(DTensorEngine):
         self.table.sort(key=lambda entry: order[entry.name])
         # A file may be damaged on one machine only.
         together(self.comm, lambda: self._fill(built))
+        if config.memory.compile:
+            for block in built.blocks:
+                block.compile()
 
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(
@@ -125,6 +131,7 @@ class TorchTitanEngine(DTensorEngine):
         return {
             "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self.module.lm) else "none",
+            "memory.compile": is_compiled(self.module.lm),
             "memory.logit_chunk": self.module.logit_chunk,
         }
 
@@ -163,6 +170,18 @@ class TorchTitanEngine(DTensorEngine):
         if self._hold is not None:
             self._hold.release()
             self._hold = None
+
+
+def _refuse_compilation(config: EngineConfig, tp: int) -> None:
+    """Raise ``ConfigError`` for compiled blocks under tensor parallelism."""
+    if config.memory.compile and tp > 1:
+        raise ConfigError(
+            "memory.compile",
+            f"expected false with parallelism.tp {tp}, got true",
+            why="torchtitan hands each block a tensor that is still being gathered, which "
+            "torch.compile does not take",
+            remedy="turn it off, or use context or data parallelism",
+        )
 
 
 def _refuse_kernel(kernel: str, cp: int) -> None:

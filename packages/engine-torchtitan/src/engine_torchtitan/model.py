@@ -33,7 +33,16 @@ from engine_torchtitan.library import MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
 from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
 
-__all__ = ["BuiltDecoder", "PackedDecoder", "build_decoder", "draw", "fill_buffers", "tie"]
+__all__ = [
+    "BuiltDecoder",
+    "PackedDecoder",
+    "build_decoder",
+    "draw",
+    "fill_buffers",
+    "is_compiled",
+    "is_recomputing",
+    "tie",
+]
 
 
 class TorchTitanClasses(ModelClasses):
@@ -271,6 +280,12 @@ def _recompute(lm: Any) -> None:
 def is_recomputing(lm: Any) -> bool:
     """Return whether each block computes its activations again in the backward pass."""
     return all(isinstance(block, CheckpointWrapper) for block in lm.layers.values())
+
+
+def is_compiled(lm: Any) -> bool:
+    """Return whether each block runs compiled."""
+    # torch keeps a block's compiled call under this name and has no public one.
+    return all(block._compiled_call_impl is not None for block in lm.layers.values())  # noqa: SLF001
 
 
 def tie(lm: Any) -> None:

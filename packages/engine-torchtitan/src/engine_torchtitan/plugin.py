@@ -73,6 +73,7 @@ PLUGIN = EnginePlugin(
             Capability.MOE,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
+            Capability.COMPILE,
             Capability.BF16,
             Capability.ASYNC_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
