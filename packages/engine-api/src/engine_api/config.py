@@ -148,8 +148,8 @@ class Parallelism:
     """Number of pipeline stages, which engine-megatron has. 1 turns the pipeline off."""
 
     cp: int = 1
-    """Number of context-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns it
-    off.
+    """Number of context-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns
+    it off.
     """
 
     ep: int = 1
