@@ -552,7 +552,8 @@ def campaign(session: nox.Session) -> None:
     """Change an engine's source by machine at one place at a time, and see which cases fail.
 
     After `--`: `--engine fsdp2|loopback|megatron|minimal`, `--budget SECONDS`, `--seed N`,
-    `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`.
+    `--count N`, `--tier quick|full`, `--world 1,2`, `--lanes N`, `--resume FILE`, `--only ID`,
+    `--edits FILE`.
     """
     install(session, [*packages(), *EXAMPLES])
     session.run("python", "tools/campaign.py", *session.posargs)

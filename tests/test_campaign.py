@@ -77,6 +77,18 @@ def mutate(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
+def edits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("campaign_edits")
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("campaign_lanes")
+
+
+@pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("campaign_record")
@@ -201,3 +213,66 @@ def test_a_survivor_counts_as_equivalent_only_with_a_reason(record, tmp_path: Pa
 
 def test_the_triage_of_the_tree_has_classes_and_reasons(record) -> None:
     assert record.triaged()
+
+
+EDITS = sorted((ROOT / "conformance/mutants/edits").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EDITS, ids=lambda path: path.stem)
+def test_each_edit_changes_a_text_that_is_there_once_into_python(
+    edits, lanes, record, path
+) -> None:
+    files = lanes.ENGINES[path.stem].files()
+    anchors = (ROOT / "docs/contract.md").read_text()
+    read = edits.read_edits(path)
+
+    assert read
+    for one in read:
+        changed = edits.mutation_of(one, files).apply(files[one.file])
+        compile(changed, one.file, "exec", dont_inherit=True)
+        assert changed != files[one.file], one.name
+        assert f'<a id="{one.clause}">' in anchors, f"{one.name}: no clause {one.clause}"
+        assert one.world in (1, 2, 4), one.name
+        assert not one.why or one.why.partition(":")[0] in record.CLASSES, one.name
+
+
+def test_an_edit_touches_the_statements_that_it_changes(edits) -> None:
+    source = "def f(a):\n    b = a(\n        1,\n        2,\n    )\n    return b\n"
+    given = {"name": "x", "group": "g", "defect": "D.", "clause": "c", "file": "f.py"}
+
+    changed = edits.Edit(**given, before="        2,\n", after="        3,\n")
+    added = edits.Edit(**given, before="    )\n", after="    )\n    b = 2\n")
+    found = [edits.mutation_of(one, {"f.py": source}) for one in (changed, added)]
+
+    assert [one.lines for one in found] == [(2, 5), (2, 6)]
+    assert found[0].apply(source) == source.replace("2", "3")
+    assert [(one.function, one.place) for one in found] == [("f", "x"), ("f", "x")]
+
+
+@pytest.mark.parametrize("text", ["", "absent", "a"])
+def test_an_edit_whose_text_is_not_there_once_is_refused(edits, text: str) -> None:
+    one = edits.Edit(
+        name="x", group="g", defect="D.", clause="c", file="f.py", before=text, after="b"
+    )
+    with pytest.raises(ValueError, match=r"edit x: expected its text once in f\.py, got it"):
+        edits.mutation_of(one, {"f.py": "a = a\n"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[edit]]\nname = "x"\n', "expected the fields .*, got no group"),
+        ("clauses", "expected fields of .*, got 'clauses'"),
+        ("twice", "expected a name of its own"),
+    ],
+)
+def test_a_file_of_edits_is_refused_by_the_edit_that_is_wrong(
+    edits, tmp_path: Path, text: str, message: str
+) -> None:
+    fields = ("name", "group", "defect", "clause", "file", "before", "after")
+    whole = "[[edit]]\n" + "".join(f'{field} = "x"\n' for field in fields)
+    path = tmp_path / "edits.toml"
+    path.write_text({"clauses": f'{whole}clauses = "x"\n', "twice": whole * 2}.get(text, text))
+
+    with pytest.raises(ValueError, match=message):
+        edits.read_edits(path)

@@ -4,8 +4,13 @@
 one place at a time (`mutate.OPERATORS`), runs the cases that execute the place until one fails, and
 writes one line of JSON for each changed engine. The same seed gives the same list of changes on any
 machine. ``--resume FILE`` goes on with such a file, and ``--only ID`` runs one change alone.
-``--record`` writes the rates and the survivors into ``conformance/mutants/campaign``, from which
-``tools/mutants.py --page`` writes the section of docs/mutants.md.
+``--record`` writes the rates and the survivors into ``conformance/mutants/campaign.json``, from
+which ``tools/mutants.py --page`` writes the section of docs/mutants.md.
+
+``--edits FILE`` runs changes that were written by hand instead (`campaign_edits`), such as those of
+``conformance/mutants/edits/fsdp2.toml``, each on the number of ranks that it names. The cases that
+a whole run repeats in other layouts run as well. ``--record`` then writes
+``conformance/mutants/edits.json``.
 
 The quick tier's cases run first, at world 1 and then at world 2, and the full tier's after them. A
 first pass over the unchanged engine shows which lines each case executes: a change of a line that
@@ -40,9 +45,14 @@ from typing import Any
 
 # torch reads it when it is imported: without threads a process of it can be forked.
 os.environ["OMP_NUM_THREADS"] = "1"
+# pyarrow's jemalloc reads it when pyarrow is imported, whichever allocator is used then. Otherwise
+# it keeps a thread (jemalloc_bg_thd). transformers imports pyarrow with scikit-learn.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 import torch
+from campaign_edits import Edit, mutation_of, read_edits
 from campaign_lanes import (
+    ENGINES,
     Child,
     EngineUnderChange,
     Forking,
@@ -53,7 +63,7 @@ from campaign_lanes import (
     executed_lines,
     imports,
 )
-from campaign_record import KILLED, record, stale, summary
+from campaign_record import KILLED, record, record_edits, stale, summary
 from mutate import Mutation, declared_defaults, option_defaults, sampled, sites
 
 import engine_api.config
@@ -74,31 +84,6 @@ AT_LEAST_S = 30.0
 TIERS = ("quick", "full")
 # Verdicts after which the next stage may still kill a changed engine, from the least.
 UNDECIDED = ("not-executed", "survived", "suite-error")
-
-
-ENGINES = {
-    one.backend: one
-    for one in (
-        EngineUnderChange(
-            backend="fsdp2",
-            source="packages/engine-fsdp/src",
-            package="engine_fsdp",
-            libraries={"engine_torch": "packages/engine-torch/src"},
-        ),
-        EngineUnderChange(
-            backend="loopback", source="conformance/loopback", package="engine_loopback"
-        ),
-        EngineUnderChange(
-            backend="megatron",
-            source="packages/engine-megatron/src",
-            package="engine_megatron",
-            shim=True,
-        ),
-        EngineUnderChange(
-            backend="minimal", source="examples/engine-minimal/src", package="engine_minimal"
-        ),
-    )
-}
 
 
 def mutations_of(engine: EngineUnderChange) -> list[Mutation]:
@@ -165,6 +150,11 @@ def _joined(
     }
 
 
+def _name_of(item: Item) -> str:
+    name = f"{item.case.id} {item.target.model_type} {item.target.world}"
+    return f"{name} {item.variant}" if item.variant else name
+
+
 def patient(item: Item, seconds: float) -> Item:
     """Return the item with a deadline for a case that takes so long on the unchanged engine."""
     deadline = max(AT_LEAST_S, SLOWER * seconds)
@@ -184,6 +174,8 @@ class Campaign:
         lanes: number of changed engines that run at the same time.
         deadline: time of `time.monotonic` after which none is started.
         cases: globs of the cases that run; empty means all.
+        repeats: whether the cases that a whole run repeats in other layouts run as well. They
+            about double the time.
     """
 
     engine: EngineUnderChange
@@ -191,6 +183,7 @@ class Campaign:
     lanes: int = 1
     deadline: float = float("inf")
     cases: tuple[str, ...] = ()
+    repeats: bool = False
     known: dict[str, CaseFacts] = field(default_factory=dict[str, CaseFacts])
     names: dict[Stage, list[str]] = field(default_factory=dict[Stage, list[str]])
 
@@ -234,16 +227,16 @@ class Campaign:
     def items(self, stage: Stage) -> dict[str, Item]:
         """Return the cases of a stage in their settings, by name.
 
-        Cases that a whole run repeats in other layouts are left out: they would double the time.
-
         Raises:
             CannotRun: if the engine, as it is now, cannot be resolved.
         """
         selection = Selection(name=self.engine.backend, worlds=(stage.world,), cases=self.cases)
         return {
-            f"{item.case.id} {item.target.model_type} {item.target.world}": item
+            _name_of(item): item
             for item in make_plan(selection, self.root)
-            if item.case.quick == (stage.tier == "quick") and not (item.absent or item.variant)
+            if item.case.quick == (stage.tier == "quick")
+            and not item.absent
+            and (self.repeats or not item.variant)
         }
 
     # --- the unchanged engine ------------------------------------------------------------------
@@ -390,8 +383,10 @@ class Campaign:
         )
 
     def executed(self, mutation: Mutation, stage: Stage) -> bool:
-        """Return whether a case of the stage executes a change."""
-        return any(self.known[name].executes(mutation) for name in self.names[stage])
+        """Return whether a case of the stage executes a change that shows in its world."""
+        return mutation.world in (0, stage.world) and any(
+            self.known[name].executes(mutation) for name in self.names[stage]
+        )
 
     def _look(
         self, mutation: Mutation, stage: Stage, chosen: Sequence[str], pipe: Connection
@@ -471,7 +466,11 @@ class Results:
 
     def of(self, mutation: Mutation) -> dict[str, Any]:
         """Return the result of a change so far."""
-        return self.rows.get(identity(self._engine, mutation), {"verdict": "", "passed": []})
+        found = self.rows.get(identity(self._engine, mutation))
+        # A change that was written by hand keeps its name when its text changes.
+        if found is None or (found["before"], found["after"]) != (mutation.before, mutation.after):
+            return {"verdict": "", "passed": []}
+        return found
 
     def add(self, mutation: Mutation, stage: Stage, result: Mapping[str, Any]) -> None:
         """Add the result of a stage."""
@@ -555,21 +554,16 @@ def main() -> int:
     """Run a campaign and return 0, or 1 if ``--only`` names a change that survives."""
     options = _options()
     engine = ENGINES[options.engine]
-    everything = mutations_of(engine)
-    if options.only:
-        by_id = {identity(engine, one): one for one in everything}
-        if unknown := [name for name in options.only if name not in by_id]:
-            raise SystemExit(f"no change is called {', '.join(unknown)}; --list shows all")
-        chosen = [by_id[name] for name in options.only]
-    else:
-        chosen = sampled(everything, options.seed, options.count)
+    edits = read_edits(options.edits) if options.edits else []
+    chosen = _chosen(options, engine, edits)
     if options.list:
         for one in chosen:
             print(f"{identity(engine, one)}\n  - {one.before}\n  + {one.after}")
         return 0
     tiers = TIERS[: TIERS.index(options.tier) + 1]
     stages = [Stage(tier, world) for tier in tiers for world in options.world]
-    out: Path = options.resume or options.out or Path(f"build/campaign/{engine.backend}.jsonl")
+    default = f"{engine.backend}-edits" if options.edits else engine.backend
+    out: Path = options.resume or options.out or Path(f"build/campaign/{default}.jsonl")
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     single = options.only and not (options.out or options.resume)
@@ -590,6 +584,7 @@ def main() -> int:
             lanes=options.lanes,
             deadline=deadline,
             cases=tuple(filter(None, options.case.split(","))),
+            repeats=bool(options.edits),
         )
         try:
             run(campaign, chosen, stages, results)
@@ -599,9 +594,42 @@ def main() -> int:
     rows = [results.of(one) for one in chosen if results.of(one)["verdict"]]
     print("\n".join(_shown(row) for row in rows) if options.only else summary(rows, stages))
     if options.record:
-        record(engine.backend, rows, seed=options.seed, stages=list(map(str, stages)))
-        print("\n".join(f"triaged, and no survivor: {line}" for line in stale()))
+        _record(options, rows, edits, stages)
     return int(bool(options.only) and any(row["verdict"] not in KILLED for row in rows))
+
+
+def _chosen(
+    options: argparse.Namespace, engine: EngineUnderChange, edits: Sequence[Edit]
+) -> list[Mutation]:
+    """Return the changes that the options choose, in the order in which they run."""
+    if options.edits:
+        files = engine.files()
+        everything = [mutation_of(one, files) for one in edits]
+    else:
+        everything = mutations_of(engine)
+    if options.only:
+        by_id = {identity(engine, one): one for one in everything}
+        if unknown := [name for name in options.only if name not in by_id]:
+            raise SystemExit(f"no change is called {', '.join(unknown)}; --list shows all")
+        return [by_id[name] for name in options.only]
+    if options.edits:
+        return everything[: options.count]
+    return sampled(everything, options.seed, options.count)
+
+
+def _record(
+    options: argparse.Namespace,
+    rows: Sequence[Mapping[str, Any]],
+    edits: Sequence[Edit],
+    stages: Sequence[Stage],
+) -> None:
+    """Write the results into the tree."""
+    names = list(map(str, stages))
+    if options.edits:
+        record_edits(options.engine, rows, edits, stages=names)
+        return
+    record(options.engine, rows, seed=options.seed, stages=names)
+    print("\n".join(f"triaged, and no survivor: {line}" for line in stale()))
 
 
 def _shown(row: Mapping[str, Any]) -> str:
@@ -630,6 +658,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=1, help="changed engines at the same time")
     parser.add_argument("--out", type=Path, help="results; default: build/campaign/ENGINE.jsonl")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with these results")
+    parser.add_argument(
+        "--edits", type=Path, metavar="FILE", help="changes written by hand instead"
+    )
     parser.add_argument("--only", metavar="ID", nargs="+", help="these changes alone")
     parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
     parser.add_argument("--list", action="store_true", help="show the changes and run none")

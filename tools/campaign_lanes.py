@@ -30,6 +30,7 @@ from engine_api.registry import EngineRegistry
 from engine_conformance._rank_worker import main as run_rank
 
 __all__ = [
+    "ENGINES",
     "Child",
     "EngineUnderChange",
     "Forking",
@@ -80,6 +81,31 @@ class EngineUnderChange:
     def is_module(self, name: str) -> bool:
         """Return whether a module belongs to the package or its libraries."""
         return name.partition(".")[0] in self.folders
+
+
+ENGINES = {
+    one.backend: one
+    for one in (
+        EngineUnderChange(
+            backend="fsdp2",
+            source="packages/engine-fsdp/src",
+            package="engine_fsdp",
+            libraries={"engine_torch": "packages/engine-torch/src"},
+        ),
+        EngineUnderChange(
+            backend="loopback", source="conformance/loopback", package="engine_loopback"
+        ),
+        EngineUnderChange(
+            backend="megatron",
+            source="packages/engine-megatron/src",
+            package="engine_megatron",
+            shim=True,
+        ),
+        EngineUnderChange(
+            backend="minimal", source="examples/engine-minimal/src", package="engine_minimal"
+        ),
+    )
+}
 
 
 class ForkedRank:

@@ -2,7 +2,8 @@
 
 ``conformance/mutants/campaign.json`` has the counts and the survivors of the last recorded campaign
 on each engine. ``conformance/mutants/triage.json`` is written by hand: a class and a reason for
-each survivor.
+each survivor. ``conformance/mutants/edits.json`` has the same of the changes that were written by
+hand, whose file states class and reason.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from campaign_edits import Edit
 from matrix import ROOT, table
 from mutate import OPERATORS
 
-__all__ = ["CLASSES", "KILLED", "record", "render", "stale", "summary", "triaged"]
+__all__ = ["CLASSES", "KILLED", "record", "record_edits", "render", "stale", "summary", "triaged"]
 
 CAMPAIGN = ROOT / "conformance" / "mutants" / "campaign.json"
 TRIAGE = ROOT / "conformance" / "mutants" / "triage.json"
+EDITS = ROOT / "conformance" / "mutants" / "edits.json"
 KILLED = ("killed", "timeout", "crash")
 CLASSES: Mapping[str, str] = {
     "equivalent": "no engine that fulfils the contract can be told from it by its results",
@@ -55,6 +58,16 @@ changed engine on which a case ends as *suite-error*, and none fails, counts as 
 """
 
 
+INTRODUCTION_OF_EDITS = """\
+## Edits by hand
+
+These changes of an engine were written by someone who had read the contract and looked for
+plausible defects, not for what the cases look at (`conformance/mutants/edits`). `nox -s campaign --
+--engine fsdp2 --edits conformance/mutants/edits/fsdp2.toml` runs them. A rate is the share of the
+changed engines that some case fails, without survivors that are equivalent.
+"""
+
+
 def summary(rows: Sequence[Mapping[str, Any]], stages: Sequence[object]) -> str:
     """Return the tables of a campaign by operator and by file."""
     names = list(map(str, stages))
@@ -67,7 +80,10 @@ def summary(rows: Sequence[Mapping[str, Any]], stages: Sequence[object]) -> str:
 
 def _keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     found = {row[name] for row in rows}
-    return [key for key in OPERATORS if key in found] if name == "operator" else sorted(found)
+    if name != "operator":
+        return sorted(found)
+    # Changes that were written by hand have groups of their own.
+    return [key for key in OPERATORS if key in found] + sorted(found - OPERATORS.keys())
 
 
 def _counts(
@@ -145,6 +161,48 @@ def record(
     CAMPAIGN.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n")
 
 
+def record_edits(
+    engine: str, rows: Sequence[Mapping[str, Any]], edits: Sequence[Edit], *, stages: Sequence[str]
+) -> None:
+    """Write the results of an engine's edits into ``edits.json``.
+
+    Raises:
+        ValueError: if the reason that an edit states for its survival has an unknown class.
+    """
+    recorded: dict[str, Any] = json.loads(EDITS.read_text()) if EDITS.exists() else {}
+    names = {row["id"].partition(":")[2] for row in rows if _survives(row)}
+    recorded[engine] = {
+        "commit": _commit(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "stages": list(stages),
+        "groups": {key: _counts(rows, stages, "operator", key) for key in _keys(rows, "operator")},
+        "survivors": [
+            {"name": one.name, "group": one.group, "defect": one.defect, "clause": one.clause}
+            | dict(zip(("class", "why"), _reason(one), strict=True))
+            for one in edits
+            if one.name in names
+        ],
+    }
+    EDITS.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n")
+
+
+def _survives(row: Mapping[str, Any]) -> bool:
+    return row["verdict"] not in (*KILLED, "invalid")
+
+
+def _reason(edit: Edit) -> tuple[str, str]:
+    """Return the class and the reason that an edit states for its survival."""
+    if not edit.why:
+        return "not looked at", ""
+    kind, _, why = edit.why.partition(":")
+    if kind not in CLASSES or not why.strip():
+        raise ValueError(
+            f"edit {edit.name}: expected a class of {', '.join(CLASSES)}, a colon and a reason, "
+            f"got {edit.why!r}"
+        )
+    return kind, why.strip()
+
+
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(
@@ -181,14 +239,35 @@ def _key(survivor: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def render() -> str:
-    """Return the section of docs/mutants.md, or "" without a recorded campaign."""
+    """Return the sections of docs/mutants.md, or "" without a recorded campaign."""
     recorded: dict[str, Any] = json.loads(CAMPAIGN.read_text()) if CAMPAIGN.exists() else {}
-    if not recorded:
-        return ""
-    operators = [(f"`{name}`", text) for name, text in OPERATORS.items()]
-    parts = [INTRODUCTION, table(("operator", "change"), operators)]
-    parts += [_section(engine, one) for engine, one in recorded.items()]
+    parts = list[str]()
+    if recorded:
+        operators = [(f"`{name}`", text) for name, text in OPERATORS.items()]
+        parts += [INTRODUCTION, table(("operator", "change"), operators)]
+        parts += [_section(engine, one) for engine, one in recorded.items()]
+    edited: dict[str, Any] = json.loads(EDITS.read_text()) if EDITS.exists() else {}
+    if edited:
+        parts += [INTRODUCTION_OF_EDITS]
+        parts += [_section_of_edits(engine, one) for engine, one in edited.items()]
     return "\n".join(parts)
+
+
+def _section_of_edits(engine: str, campaign: Mapping[str, Any]) -> str:
+    equivalent: dict[str, int] = {}
+    rows: list[tuple[str, ...]] = []
+    for one in campaign["survivors"]:
+        if one["class"] == "equivalent":
+            equivalent[one["group"]] = equivalent.get(one["group"], 0) + 1
+        clause = f"[{one['clause']}](contract.md#{one['clause']})"
+        rows.append((f"`{one['name']}`", _cell(one["defect"]), clause, one["class"], one["why"]))
+    about = (
+        f"Commit `{campaign['commit']}`, {campaign['date']}; "
+        f"stages: {'; '.join(campaign['stages'])}."
+    )
+    counts = _table("group", campaign["groups"], equivalent, full=_is_full(campaign["stages"]))
+    head = ("edit", "defect", "clause", "class", "why")
+    return f"### Edits of {engine}\n\n{about}\n\n{counts}\nSurvivors:\n\n{table(head, rows)}"
 
 
 def _section(engine: str, campaign: Mapping[str, Any]) -> str:

@@ -25,6 +25,13 @@ def entry_points(project: dict[str, Any]) -> str:
     )
 
 
+def metadata(project: dict[str, Any]) -> str:
+    """Return the text of ``METADATA``, without what optional dependencies require."""
+    lines = ["Metadata-Version: 2.4", f"Name: {project['name']}", f"Version: {project['version']}"]
+    lines += [f"Requires-Dist: {one}" for one in project.get("dependencies", ())]
+    return "\n".join(lines) + "\n"
+
+
 def write(folder: Path) -> list[Path]:
     """Write the metadata of every package into ``folder``.
 
@@ -35,10 +42,11 @@ def write(folder: Path) -> list[Path]:
         [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"]
     ):
         project = tomllib.loads(pyproject.read_text())["project"]
-        name, version = project["name"], project["version"]
+        name = project["name"]
+        version = project["version"]
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+        (info / "METADATA").write_text(metadata(project))
         (info / "entry_points.txt").write_text(entry_points(project))
         sources.append(pyproject.parent / "src")
     return sources

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
 
-__all__ = ["OPERATORS", "Mutation", "declared_defaults", "option_defaults", "sampled", "sites"]
+__all__ = [
+    "OPERATORS",
+    "Mutation",
+    "declared_defaults",
+    "option_defaults",
+    "own_lines",
+    "sampled",
+    "sites",
+]
 
 OPERATORS: Mapping[str, str] = {
     "drop-call": "a statement that is a call is left out",
@@ -84,6 +92,8 @@ class Mutation:
         start, end: byte offsets of the text that is replaced.
         text: the replacement.
         before, after: the changed lines before and after, each as one line.
+        name: the name of a change that was written by hand, or "".
+        world: the number of ranks at which it shows; 0 if it is not known.
     """
 
     file: str
@@ -99,11 +109,13 @@ class Mutation:
     text: str
     before: str
     after: str
+    name: str = ""
+    world: int = 0
 
     @property
     def place(self) -> str:
         """The name of the change within its package."""
-        return f"{self.file}:{self.line}:{self.column}:{self.operator}:{self.ordinal}"
+        return self.name or f"{self.file}:{self.line}:{self.column}:{self.operator}:{self.ordinal}"
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -269,7 +281,7 @@ class _Finder:
     def _statement(self, node: ast.stmt) -> None:
         if _is_left_out(node):
             return
-        self._lines = _own_lines(node)
+        self._lines = own_lines(node)
         if isinstance(node, ast.Raise):
             if node.exc is not None:
                 self._add("drop-raise", node, "pass")
@@ -305,7 +317,7 @@ class _Finder:
                     self._lines = lines
 
     def _definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        self._lines = _own_lines(node)
+        self._lines = own_lines(node)
         if isinstance(node, ast.FunctionDef):
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
@@ -478,7 +490,7 @@ class _Finder:
         body = [one for one in node.body if not _is_text(one)]
         if not body or body[0].lineno == node.lineno:
             return
-        self._lines = _own_lines(body[0])
+        self._lines = own_lines(body[0])
         positional = [*node.args.posonlyargs, *node.args.args]
         pairs = list(zip(positional[::-1], node.args.defaults[::-1], strict=False))
         pairs += [
@@ -522,7 +534,7 @@ def _is_left_out(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name in _SHOWN
 
 
-def _own_lines(node: ast.stmt) -> tuple[int, int]:
+def own_lines(node: ast.stmt) -> tuple[int, int]:
     """Return the lines of a statement, without the blocks in it."""
     blocks = [
         value[0].lineno

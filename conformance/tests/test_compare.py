@@ -39,7 +39,7 @@ from engine_conformance.oracle import (
 )
 from engine_conformance.tolerances import (
     Tolerance,
-    gradient_tolerance,
+    gradient_tolerances,
     moment_tolerance,
     tolerance,
     weight_tolerance,
@@ -293,9 +293,7 @@ def test_gradient_and_moment_tolerances_hold_for_bfloat16_and_see_defects(
         )
         got = bfloat16_gradients(folder, batch)
         (_, want) = loss_and_grads(oracle, batch, sft, batch.denominator)
-        bounds = {
-            name: gradient_tolerance(grad, half, layers=layers) for name, grad in want.items()
-        }
+        bounds = gradient_tolerances(want, half, layers=layers)
         assert assert_weights_close(got, want, bounds) < 0.9
         result = train_steps(oracle, [batch], optimizer=config, schedule=Schedule(lr=1e-3))
         zero = AdamWState(step=0, exp_avg=_zeros(want), exp_avg_sq=_zeros(want))

@@ -130,6 +130,43 @@ def test_a_package_that_was_installed_from_a_repository_has_the_recorded_commit(
     assert environment.commits("anvil", stated="f" * 40) == {"anvil": COMMIT}
 
 
+def _install(folder: Path, package: str, *requires: str, recorded: bool) -> None:
+    """Install a package as a wheel does, or as the metadata of a source checkout do."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("")
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {package.replace('_', '-')}", "Version: 1.0"]
+    lines += [f"Requires-Dist: {one}" for one in requires]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    if recorded:
+        (info / "RECORD").write_text(f"{package}/__init__.py,,\n")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["wheel", "checkout"])
+def test_the_parts_of_an_engine_are_what_it_requires_and_requires_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    api = "engine-api>=0.1,<0.2"
+    _install(tmp_path, "acme_engine", api, "Acme_Base[fast]>=1", "anvil", recorded=recorded)
+    extra = 'acme-tool>=1; extra == "tool"'
+    _install(tmp_path, "acme_base", api, "acme-parts", extra, recorded=recorded)
+    _install(tmp_path, "acme_parts", api, recorded=recorded)
+    _install(tmp_path, "acme_tool", api, recorded=recorded)
+    _install(tmp_path, "anvil", "numpy", recorded=recorded)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    parts = environment.parts_of("acme_engine.engine")
+
+    assert parts == ("acme_base", "acme_parts")
+    assert environment.sources(*parts).keys() == {"acme_base", "acme_parts"}
+    assert environment.parts_of("nowhere.engine") == ()
+
+
+def test_the_parts_of_engines_of_this_tree_are_found() -> None:
+    assert environment.parts_of("engine_fsdp.engine") == ("engine_torch",)
+
+
 def test_a_certificate_names_the_commits(tmp_path: Path) -> None:
     commits = {"acme": COMMIT, "engine_api": COMMIT}
     document = to_document(*made(commits=commits))

@@ -20,6 +20,7 @@ from engine_conformance.oracle import (
     loss_and_grads,
     sft,
     spread,
+    spreads,
     train_steps,
 )
 from engine_conformance.oracle.adamw import zero_state
@@ -201,6 +202,21 @@ def test_ppo_loss_on_policy_is_minus_the_mean_advantage(checkpoint: Any) -> None
     )
     want = -(batch.loss_weight.astype(float) * batch.advantages).sum() / batch.denominator
     assert got.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_a_bias_of_one_element_has_the_spread_of_its_weight_where_tokens_cancel() -> None:
+    squares = {
+        "score.weight": torch.tensor([[4.0, 16.0]]),
+        "score.bias": torch.tensor([1e-6]),
+        "layer.bias": torch.tensor([1e-6, 4e-6]),
+        "layer.weight": torch.tensor([[4.0, 16.0]]),
+    }
+
+    found = spreads(squares)
+
+    assert found["score.bias"].tolist() == [4.0]
+    assert torch.equal(found["layer.bias"], spread(squares["layer.bias"]))
+    assert torch.equal(found["score.weight"], spread(squares["score.weight"]))
 
 
 def test_an_error_of_a_gradient_stays_in_the_first_moment(checkpoint: Any) -> None:

@@ -99,8 +99,12 @@ class CheckpointEngine(BaseEngine):
         layout: dict[str, tuple[ShardSpec, torch.dtype]] = {}
         for key, (name, _, _) in saved.items():
             if self.is_trained(name):
-                box = self.weights[name].box if entries[key].shape else ShardSpec.whole(())
-                layout[key] = (box, getattr(torch, entries[key].dtype))
+                weight = self.weights[name]
+                # Moments have the dtype of this engine's weights, whatever the writer's had.
+                if entries[key].shape:
+                    layout[key] = (weight.box, weight.dtype)
+                else:
+                    layout[key] = (ShardSpec.whole(()), getattr(torch, entries[key].dtype))
         return layout
 
     def is_trained(self, name: str) -> bool:

@@ -58,7 +58,7 @@ class Layout:
     """Grid of ranks, whose sizes must multiply to the world (else ``ConfigError``)."""
 
     def __init__(self, parallelism: Parallelism, world: int, rank: int) -> None:
-        p = parallelism
+        self.parallelism = p = parallelism
         self.stages = p.pp
         self.tensor = p.tp
         self.sequence = p.cp * p.ulysses
@@ -112,7 +112,8 @@ class Layout:
         sizes = {
             "pp": self.stages,
             "dp": self.data,
-            "sequence": self.sequence,
+            "cp": self.parallelism.cp,
+            "ulysses": self.parallelism.ulysses,
             "tp": self.tensor,
             "ep": self.expert,
         }

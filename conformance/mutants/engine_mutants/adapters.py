@@ -18,6 +18,7 @@ from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport
 from engine_loopback.engine import LoopbackEngine
 from engine_loopback.layers import Params
+from engine_loopback.lora import pair_of
 from engine_loopback.model import Model
 from engine_loopback.weights import Weight
 from engine_mutants.mutant import mutant
@@ -53,6 +54,20 @@ class MergedInBfloat16(LoopbackEngine):
     def merged(self, weight: Weight) -> Tensor:
         whole = super().merged(weight)
         return weight.local + (whole - weight.local).bfloat16().to(whole.dtype)
+
+
+@mutant("lora.train", group="lora")
+class ProductRoundedToMasters(LoopbackEngine):
+    """The product of B and A is rounded to the masters' dtype before it is merged."""
+
+    def merged(self, weight: Weight) -> Tensor:
+        pair = pair_of(weight.name, self.weights) if weight.merges else None
+        if pair is None or self.config.lora is None:
+            return super().merged(weight)
+        a, b = pair
+        scale = self.config.lora.alpha / self.config.lora.rank
+        delta = scale * (b.local.float() @ a.local.float())
+        return weight.local + delta.to(weight.dtype)
 
 
 @mutant("lora.train", group="lora", part="model")
@@ -106,6 +121,26 @@ class AdapterDropsInInference(Model):
             return super().linear(params, name, x)
         finally:
             self.training = was
+
+
+@mutant("lora.switched", group="lora", world=2)
+class RanksDropAlike(LoopbackEngine):
+    """All data-parallel ranks drop the same inputs of an adapter."""
+
+    @property
+    def _seed_rank(self) -> int:
+        return 0
+
+
+@mutant("lora.switched", group="lora")
+class StepsDropAlike(LoopbackEngine):
+    """Each training pass drops the same inputs of an adapter."""
+
+    @contextmanager
+    def _accumulation(self, *, last: bool) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]), super()._accumulation(last=last):
+            torch.manual_seed(self.config.seed)
+            yield
 
 
 @mutant("lora.train", group="lora")

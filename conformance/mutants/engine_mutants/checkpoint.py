@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine_api import base, checkpoint, manifest
 from engine_api.comm import Comm
+from engine_api.errors import EngineError
 from engine_api.manifest import Entry
 from engine_api.results import CheckpointHandle, CheckpointInfo
 from engine_api.schedule import lr_factor
@@ -248,6 +249,20 @@ class LatestBelieved(LoopbackEngine):
         return super().load_checkpoint(named)
 
 
+@mutant("checkpoint.into_stepped", group=GROUP)
+class SecondSaveNotWritten(LoopbackEngine):
+    """A save under the name of an earlier one is not written."""
+
+    def _save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> CheckpointHandle:
+        handle: Future[CheckpointInfo] = Future()
+        if not (directory / "manifest.json").exists():
+            return super()._save_checkpoint(directory, extra)
+        handle.set_result(
+            CheckpointInfo(path=directory, step=self.weight_version, extra=extra, num_bytes=0)
+        )
+        return handle
+
+
 @mutant("checkpoint.resume_bfloat16", group="bf16")
 class MomentsInComputedDtype(LoopbackEngine):
     """Moments are kept in the dtype of the computation, not in the masters'."""
@@ -441,6 +456,18 @@ class AsyncFailureSwallowed(LoopbackEngine):
         self._saving = None
         if saving is not None:
             saving.exception()
+
+
+@mutant("checkpoint.asynchronous", group="async-checkpoint")
+class SaveWaits(LoopbackEngine):
+    """An asynchronous save returns when its files are written."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        handle = super().save_checkpoint(directory, extra=extra)
+        # A failure is the next call's, as it is the engine's.
+        with suppress(EngineError):
+            handle.result()
+        return handle
 
 
 @mutant("checkpoint.asynchronous", group="async-checkpoint")

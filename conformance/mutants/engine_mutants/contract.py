@@ -394,6 +394,15 @@ class DaemonStays(LoopbackEngine):
 
 
 @mutant("contract.leaves_nothing", group="core")
+class WeightsLiveWithTheEngine(LoopbackEngine):
+    """``close`` frees nothing: weights live as long as the caller has the engine."""
+
+    def _release(self) -> None:
+        self.kept = list(self.weights.values())
+        super()._release()
+
+
+@mutant("contract.leaves_nothing", group="core")
 class ThreadStays(LoopbackEngine):
     """A thread that watches the ranks outlives ``close``."""
 

@@ -362,3 +362,12 @@ class ValuesShiftedInTraining(Model):
 
     def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
         return super().align(about_next.roll(-1, 0) if self.training else about_next, packed)
+
+
+@mutant("forward.microbatch_split", group="core")
+class EntropyUnasked(LoopbackEngine):
+    """Inference returns entropy without being asked for it, at its cost."""
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        del entropy
+        return super()._inference_needs(entropy=True)

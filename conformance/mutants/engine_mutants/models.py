@@ -96,6 +96,33 @@ class HeadWidthDerived(Rereads):
         return {"head_dim": raw["hidden_size"] // raw["num_attention_heads"]}
 
 
+@mutant("models.shapes", group="core")
+class ActivationIsSilu(Rereads):
+    """The MLP's activation is SiLU, whatever ``config.json`` names."""
+
+    def reread(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        del raw
+        return {"hidden_act": "silu"}
+
+
+@mutant("models.files", group="core")
+class ScalesUnread(Rereads):
+    """Quantized weights are read without their scales."""
+
+    def reread(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        del raw
+        return {"quantization_config": None}
+
+
+@mutant("export.first_values", group="core")
+class RandomWeightsOfOneSize(Edits):
+    """Random weights have a standard deviation of 0.02, whatever ``initializer_range`` is."""
+
+    def _build_model(self) -> None:
+        self.shape = replace(self.shape, std=0.02)
+        super()._build_model()
+
+
 class KeepsDropout(Rereads):
     """An engine that accepts dropout and applies it to what a training pass returns."""
 

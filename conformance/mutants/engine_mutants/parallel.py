@@ -378,6 +378,17 @@ class TensorRanksCountAsData(Layout):
         return replace(super().topology, dp_rank=self.rank, dp_size=self.world, is_primary=True)
 
 
+@mutant("parallel.topology", group="ulysses", part="layout", world=2)
+class UlyssesRanksCountAsData(Layout):
+    """The topology counts sequence-parallel ranks in the size of data parallelism as well."""
+
+    @property
+    def topology(self) -> Topology:
+        found = super().topology
+        sizes = {**found.sizes, "dp": self.data * self.sequence}
+        return replace(found, sizes=sizes)
+
+
 @mutant("parallel.misfit", group="core", part="layout", world=2)
 class MisfitFallsBack(Layout):
     """Sizes that do not multiply to the world are replaced by data parallelism."""

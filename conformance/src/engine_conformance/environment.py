@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -26,6 +27,7 @@ __all__ = [
     "commits",
     "devices_of",
     "environment",
+    "parts_of",
     "reported",
     "sources",
     "suite",
@@ -37,6 +39,9 @@ SHIMMED = "cpu (shimmed)"
 SIMULATED = "simulated"
 # These parts of the suite show results and decide none.
 _DECIDES_NOTHING = ("report", "explain.py")
+_API = "engine-api"
+# The name at the beginning of a requirement (PEP 508).
+_NAME = re.compile(r"[A-Za-z0-9]+(?:[-_.]+[A-Za-z0-9]+)*")
 _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
 
 
@@ -109,6 +114,46 @@ def commits(*modules: str, stated: str = "") -> dict[str, str]:
         if commit := _commit_of_checkout(folder) or _commit_of_installation(name) or stated:
             found[name] = commit
     return found
+
+
+def parts_of(*modules: str) -> tuple[str, ...]:
+    """Return the top-level packages of the parts that each module's distribution is made of.
+
+    A part is an installed distribution that the module's distribution requires, itself or through
+    other parts, and that requires engine-api in turn: another engine that it derives from, or a
+    library of engines. Requirements of extras do not count. Nothing is imported.
+    """
+    owners = importlib.metadata.packages_distributions()
+    tops = {module.partition(".")[0] for module in modules}
+    left = [name for top in sorted(tops) for name in owners.get(top, [top])]
+    found = set[str]()
+    while left:
+        for name in _requirements(left.pop()):
+            if name not in found and _API in _requirements(name):
+                found.add(name)
+                left.append(name)
+    packages = {name.replace("-", "_") for name in found}
+    packages |= {
+        package
+        for package, names in owners.items()
+        if not found.isdisjoint(map(_normalized, names))
+    }
+    return tuple(sorted(packages - tops))
+
+
+def _requirements(distribution: str) -> list[str]:
+    """Return the names of the distributions that an installed one requires, without extras."""
+    try:
+        stated = importlib.metadata.requires(distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    plain = (text for text in stated if not re.search(r"\bextra\s*==", text.partition(";")[2]))
+    return [_normalized(found[0]) for text in plain if (found := _NAME.match(text.strip()))]
+
+
+def _normalized(distribution: str) -> str:
+    """Return a distribution's name as packages of Python compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _packages(*modules: str) -> Iterator[tuple[str, Path]]:

@@ -20,7 +20,7 @@ from engine_conformance.cases import Target, run_case
 from engine_conformance.cases._case import LM
 from engine_conformance.cases.plugin import find_missing_class
 from engine_conformance.deviations import Deviation, with_deviations
-from engine_conformance.environment import commits, environment, sources, suite
+from engine_conformance.environment import commits, environment, parts_of, sources, suite
 from engine_conformance.errors import CannotRun
 from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, make_plan, resolve
@@ -104,6 +104,7 @@ def describe_run(
     if selection.partner is not None:
         tested += _partner(selection, selection.partner)
     modules = [row.target.partition(":")[0] for found in tested for row in found.plugin.rows]
+    modules += parts_of(*modules)
     return SuiteRun(
         name=selection.name,
         distribution=chosen.source,

@@ -31,18 +31,19 @@ docs/tolerances.md shows how near right engines come to these bounds over seeds 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from engine_conformance.oracle.train import TrainResult, spread
+from engine_conformance.oracle.train import TrainResult, spreads
 
 __all__ = [
     "Quantity",
     "Tolerance",
-    "gradient_tolerance",
+    "gradient_tolerances",
     "moment_tolerance",
     "tolerance",
     "weight_tolerance",
@@ -162,7 +163,7 @@ def weight_tolerance(
       means that a weight moved in the opposite direction, which is allowed;
     - one rounding per step of the weight itself, which is float32 whatever the computation is in.
 
-    The gradient's error is relative to its `spread`: see `gradient_tolerance`.
+    The gradient's error is relative to its `spread`: see `gradient_tolerances`.
     """
     path = result.path_length
     base = path * max(_ADAM, 2 * _SAFETY * _noise(dtype, layers))
@@ -175,21 +176,24 @@ def weight_tolerance(
     return bounds
 
 
-def gradient_tolerance(
-    grad: Tensor, dtype: torch.dtype = torch.float32, *, layers: int = 2
-) -> Tensor:
-    """Return the largest error of each element of a gradient, absolute.
+def gradient_tolerances(
+    grads: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, *, layers: int = 2
+) -> dict[str, Tensor]:
+    """Return the largest error of each element of each gradient, absolute, by name.
 
     An element is a sum over tokens of products with independent errors: backward's,
     with twice the roundings of forward (``sqrt(2) noise``), and the loss's own, whose
     derivative moves by as much as a logit does (``_LOGIT_STD noise``); at the largest
-    of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`.
+    of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`
+    (`spreads`).
 
     For 2 layers it is 1.0e-4 in float32 and 0.60 in bfloat16. Seen in float32 under a
     clipped policy loss, where old log-probs enter: 3.3e-5, and 1.2e-5 under the
     likelihood. Seen in bfloat16, over 70 batches and seven models: 0.43.
     """
-    return _gradient_error(dtype, layers) * spread(grad.square())
+    error = _gradient_error(dtype, layers)
+    units = spreads({name: grad.square() for name, grad in grads.items()})
+    return {name: error * unit for name, unit in units.items()}
 
 
 def moment_tolerance(
@@ -197,14 +201,14 @@ def moment_tolerance(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the largest error of Adam's moments after ``result``, by field and name.
 
-    The errors of the steps' gradients are independent, as in `gradient_tolerance`:
+    The errors of the steps' gradients are independent, as in `gradient_tolerances`:
     ``(1 - beta1) e`` of the first moment, with ``e`` relative to the root of the sum of
     squares that the second one holds, and by the derivative of a square twice that
     times the element of the second.
     """
     second = result.optimizer.exp_avg_sq
     beta1, beta2 = result.config.betas
-    error = {n: _gradient_error(dtype, layers) * spread(squares) for n, squares in second.items()}
+    error = {n: _gradient_error(dtype, layers) * unit for n, unit in spreads(second).items()}
     return {
         "exp_avg": {n: (1 - beta1) / math.sqrt(1 - beta2) * e for n, e in error.items()},
         "exp_avg_sq": {n: e * (2 * second[n].sqrt() + e) for n, e in error.items()},

@@ -52,6 +52,7 @@ CASES = (
     "export.exact",
     "lora.train",
     "lora.resume",
+    "models.windows",
     "rl.ratio_is_one",
 )
 # An engine may refuse to spread the experts of a model that has none.

@@ -275,6 +275,26 @@ def test_a_metric_that_is_no_number_leaves_no_gradient_for_the_next_step(make_en
         engine.optimizer_step()
 
 
+@pytest.mark.parametrize("place", ["_clip_gradients", "_sum_over_data_parallel"])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_call_that_ends_after_its_backward_leaves_no_gradient_for_the_next_step(
+    make_engine, make_batch, monkeypatch, place, error
+):
+    engine, other = make_engine(), make_engine()
+
+    def fail(*arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, place, fail)
+        with pytest.raises(type(error)):
+            engine.train_batch(make_batch([4], seed=1), sft_loss)
+    for one in (engine, other):
+        one.forward_backward(make_batch([5], seed=2), sft_loss)
+        one.optimizer_step()
+    assert same(weights(engine), weights(other))
+
+
 def test_a_loss_that_needs_what_there_is_not_is_refused_before_any_forward(make_engine, make_batch):
     def about_values(outputs, batch):
         raise AssertionError

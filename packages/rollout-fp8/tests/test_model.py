@@ -69,3 +69,17 @@ def test_overrides_are_applied(folder: Path) -> None:
     assert architecture_of(source) == "Qwen3ForCausalLM"
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         config_of(ModelSource(path=str(folder), config_overrides={"hidden_size": "wide"}))
+
+
+@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers"])
+@pytest.mark.parametrize("overrides", [False, True], ids=["in the file", "as an override"])
+def test_counts_that_no_model_has_are_refused_before_a_list_is_made(
+    folder: Path, key: str, overrides: bool
+) -> None:
+    count = 2**17 + 1
+    config = folder / "config.json"
+    if not overrides:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {key: count}))
+    source = ModelSource(path=str(folder), config_overrides={key: count} if overrides else {})
+    with pytest.raises(ConfigError, match=f"expected at most 131,072 as {key}, got 131,073"):
+        config_of(source)

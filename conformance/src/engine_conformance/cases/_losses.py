@@ -17,12 +17,14 @@ from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, wei
 from engine_conformance.oracle.train import Loss
 
 __all__ = [
+    "FIRST_KEY",
     "CorruptedLoss",
     "ForModelType",
     "RaisesLater",
     "default_loss",
     "entropy_bonus",
     "infinite_gradient",
+    "no_gradient",
     "oracle_default",
     "oracle_entropy_bonus",
     "oracle_policy",
@@ -34,6 +36,8 @@ __all__ = [
     "value",
 ]
 
+FIRST_KEY = 2**40
+FIVE = 5
 _BONUS, _WARM = 1.0, 0.7  # a bonus as large as the likelihood: its gradient shows in bfloat16 too
 
 
@@ -77,7 +81,17 @@ def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     advantage = batch["advantages"]
     terms = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     clipped = ((ratio - 1).abs() > 0.2) & (batch.loss_weight > 0)
-    metrics = {"clipped": clipped.sum(), "weight": batch.loss_weight.sum()}
+    metrics: dict[str, Tensor | float] = {
+        "clipped": clipped.sum(),
+        "weight": batch.loss_weight.sum(),
+    }
+    # Names do not say how a metric is reduced.
+    metrics |= {f"{name}/weight": metrics["weight"] for name in ("max", "min", "mean")}
+    # Of whole numbers that float32 does not hold.
+    metrics["rare"] = ((batch["key"] - FIRST_KEY) % 8 == 1).sum()
+    # Reported by the micro-batch, and the rank, that has such a document.
+    if FIVE in batch.lengths:
+        metrics["fives"] = FIVE * batch.lengths.count(FIVE)
     return LossOutput(loss=(batch.loss_weight * terms).sum(), metrics=metrics)
 
 
@@ -126,7 +140,8 @@ def entropy_bonus(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     )
 
 
-entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
+# Not in the order in which an engine computes them.
+entropy_bonus.needs = ("entropy", "log_probs")  # type: ignore[attr-defined]
 
 
 def oracle_entropy_bonus(
@@ -178,6 +193,11 @@ class CorruptedLoss:
         """Return the loss."""
         total = -(batch.loss_weight * _outputs(outputs)).sum()
         return LossOutput(loss=total * self.factor + self.constant if self.here else total)
+
+
+def no_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Return a loss whose gradient is zero, as of a policy whose advantages all are."""
+    return LossOutput(loss=(_outputs(outputs) * batch.loss_weight).sum() * 0.0)
 
 
 def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:

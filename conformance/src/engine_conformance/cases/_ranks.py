@@ -21,7 +21,7 @@ from engine_api.errors import EngineError
 from engine_api.losses import LossFn
 from engine_api.results import TokenOutputs, Topology, TrainOutput
 from engine_conformance.cases._case import must
-from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._losses import FIRST_KEY, default_loss
 from engine_conformance.cases._target import Setup
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.rank_failure import REFUSED
@@ -91,6 +91,7 @@ def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
         name: torch.tensor(array, device=device) for name, array in documents.per_token().items()
     }
     ids = torch.tensor(documents.input_ids, device=device)
+    fields["key"] = ids + FIRST_KEY
     return Batch(
         input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields
     )

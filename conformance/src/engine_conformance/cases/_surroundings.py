@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -15,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 __all__ = ["ImportedVariables", "Surroundings", "read_surroundings"]
@@ -89,6 +92,8 @@ class Surroundings:
     """Number of open files and sockets."""
     temporary: int
     """Number of entries in the folder for temporary files."""
+    tensors: int
+    """Number of tensors of more than one dimension."""
 
 
 def _umask() -> int:
@@ -129,6 +134,11 @@ _SWITCHES: Mapping[str, Callable[[], Any]] = {
     "hooks of errors": lambda: [sys.excepthook, threading.excepthook, sys.unraisablehook],
     "level of the root logger": lambda: logging.getLogger().level,
     "garbage collector": gc.isenabled,
+    "timeout of sockets": socket.getdefaulttimeout,
+    # torch's compiler raises it to 2,000.
+    "limit of recursion": lambda: max(sys.getrecursionlimit(), 2000),
+    "NumPy's errors": numpy.geterr,
+    "the compiler's errors": lambda: torch._dynamo.config.suppress_errors,  # noqa: SLF001
     "working folder": Path.cwd,
     "file mode": _umask,
 }
@@ -154,7 +164,17 @@ def read_surroundings(device: str, imported: frozenset[str]) -> Surroundings:
         daemons=sum(thread.daemon for thread in threading.enumerate()),
         descriptors=_count("/proc/self/fd"),
         temporary=_count(tempfile.gettempdir()),
+        tensors=_tensors(),
     )
+
+
+def _tensors() -> int:
+    # The ranks freeze the objects of earlier jobs, which gc.get_objects would then leave out. By
+    # the exact type: isinstance would ask objects of others for their class.
+    gc.unfreeze()
+    gc.collect()
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return sum(type(one) in kinds and one.dim() > 1 for one in gc.get_objects())
 
 
 def _count(folder: str) -> int:

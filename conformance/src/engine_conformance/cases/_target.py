@@ -14,6 +14,7 @@ import torch
 
 from engine_api.capabilities import REQUESTS, Capability
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Parallelism, Precision
+from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.oracle.config import FAMILIES
@@ -90,6 +91,13 @@ class Target:
     def capabilities(self) -> frozenset[Capability]:
         """The capabilities that the plug-in declares."""
         return self.resolution.plugin.capabilities
+
+    def is_asked_since(self, version: str) -> bool:
+        """Return whether the engine was written for this version of the contract, or a newer one.
+
+        A case that is older than one of its requirements asks for the requirement then.
+        """
+        return not is_older(self.resolution.plugin.contract, version)
 
     @property
     def families(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 from engine_api.capabilities import Capability
 from engine_api.config import (
     CheckpointConfig,
+    EngineConfig,
     OptimizerConfig,
     Parallelism,
     Precision,
@@ -79,6 +80,13 @@ def _draws(device: str) -> list[float]:
     return draws if device == "cpu" else [*draws, float(torch.rand((), device=device))]
 
 
+# Each kind of value that JSON has, and a number that a float does not hold.
+_EXTRA: dict[str, Any] = {
+    "data_position": 2**60 + 1,
+    "note": "of the caller's",
+    "shards": {"seen": [[1, 2.5], None, True], "tokens": 2**60 + 3, "é": {}},
+}
+
 CheckpointRun = tuple[list[TrainOutput], list[float], str]
 
 
@@ -95,8 +103,12 @@ def save_and_go_on(
         torch.manual_seed(100 + engine.topology.rank)
         outputs = []
         for index, batch in enumerate(batches):
+            if index == 1:
+                # Nothing of an earlier save may be in a later one.
+                save(engine, folder / "earlier", data_position=1)
+                _draws(setup.device)
             if index == at:
-                save(engine, folder / "middle", data_position=7, note="of the caller's")
+                save(engine, folder / "middle", **_EXTRA)
                 draws = _draws(setup.device)
             outputs.append(step(engine, setup, batch))
         save(engine, folder / "end")
@@ -137,7 +149,7 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
     """Require a resumed run to equal the one that went on, and return the checkpoints' folder."""
     folder = target.scratch()
     batches = _batches()[:6]
-    config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE, **sections)
+    config = target.config(model, **{"optimizer": OPTIMIZER, "schedule": SCHEDULE, **sections})
     went_on = target.run(save_and_go_on, config, batches=batches, at=3, folder=folder)
     # Another seed: nothing of the old run but the checkpoint may be needed.
     resumed = target.run(resume, replace(config, seed=5), batches=batches[3:], folder=folder)
@@ -181,7 +193,7 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
             where=where,
         )
         must(
-            dict(info.extra) == {"data_position": 7, "note": "of the caller's"},
+            dict(info.extra) == _EXTRA,
             "extra",
             f"{info.extra}",
             where=where,
@@ -195,15 +207,18 @@ def _resumes(target: Target, model: Path, **sections: Any) -> Path:
 def resume_bitwise(target: Target) -> None:
     """A run that is saved, loaded and continued MUST equal the one that went on, bit for bit.
 
-    A fresh engine loads it. Compared are weights, moments, losses, schedule,
-    ``weight_version``, every rank's generators and the caller's ``extra``. A gradient
-    that was there before the load is dropped.
+    A fresh engine loads it, with AdamW and with SGD's momentum. Compared are weights,
+    moments, losses, schedule, ``weight_version``, every rank's generators and the caller's
+    ``extra``. A gradient that was there before the load is dropped.
 
     If this fails: the optimizer is not restored, or steps once with zero gradients when
     it is (NeMo-RL #3171, #3345, Megatron-Bridge #5680, Automodel #3191); the schedule
     starts again.
     """
     _resumes(target, target.model())
+    if target.model_type == LM:
+        sgd = OptimizerConfig(name="torch.optim.SGD", lr=1e-3, kwargs={"momentum": 0.9})
+        _resumes(target, target.model(), optimizer=sgd)
 
 
 Stepped = tuple[list[TrainOutput], str]
@@ -243,16 +258,56 @@ def load_when_stepped(
     return found
 
 
+def save_over(
+    setup: Setup, batches: Sequence[PackedDocuments], folder: Path
+) -> tuple[list[tuple[int, str]], EngineError | None, tuple[CheckpointInfo, str]]:
+    """Save twice under one name with a step in between, and load it.
+
+    Return step and digest at each save, the error of the second one, and what is loaded.
+    """
+    with opened(setup) as engine:
+        states = list[tuple[int, str]]()
+        error = None
+        for index, batch in enumerate(batches):
+            step(engine, setup, batch)
+            states.append((engine.weight_version, digest(whole_weights(engine))))
+            try:
+                number = engine.save_checkpoint(folder, extra={"save": index}).result().step
+                must(number == index + 1, "save", f"says step {number}, not {index + 1}")
+            except EngineError as raised:
+                error = raised.with_traceback(None)
+                must(index == 1, "save", f"fails under a new name: {raised}")
+        info = engine.load_checkpoint(folder)
+        return states, error, (info, digest(whole_weights(engine)))
+
+
+def _replaces_or_refuses(target: Target, config: EngineConfig) -> None:
+    """Require a save under the name of an earlier one to replace it whole, or to be refused."""
+    folder = target.scratch() / "same"
+    ranks = target.run(save_over, config, batches=_batches()[:2], folder=folder)
+    refused = any(error is not None for _, error, _ in ranks)
+    if refused:
+        errors = [error for _, error, _ in ranks]
+        raised_everywhere("a save under an earlier one's name", errors, EngineError)
+    kept = 0 if refused else 1
+    for rank, (states, _, (info, loaded)) in enumerate(ranks):
+        got = (info.step, dict(info.extra), loaded)
+        want = (states[kept][0], {"save": kept}, states[kept][1])
+        problem = "is not the second one, which was not refused"
+        must(got == want, "save under an earlier one's name", problem, where=f"rank {rank}")
+
+
 @case(id="checkpoint.into_stepped", model_types=TYPES, quick=True)
 def into_stepped(target: Target) -> None:
     """A load into an engine that has stepped MUST replace all of its state, bit for bit.
 
     Weights, moments, their step count, schedule and version are the checkpoint's: the run
     goes on as the one that saved it. The folder's latest checkpoint is ``step-10``, though
-    ``latest`` names ``step-9``, as after a kill between rename and replacement.
+    ``latest`` names ``step-9``, as after a kill between rename and replacement. A save under
+    the name of an earlier one replaces it whole, or is refused.
 
-    If this fails: the step count or moments of before are kept, which no fresh engine
-    shows, or names are compared as text.
+    If this fails: a second save under a name is not written; the step count or moments of
+    before are kept, which no fresh engine shows, or names are compared as text.
     """
     folder = target.scratch()
     batches = _batches()[:4]
@@ -268,11 +323,19 @@ def into_stepped(target: Target) -> None:
             saved = dict(info.extra)
             must(saved == {"steps": done}, name, f"extra {saved}, not {done} steps", where=where)
             steps = (info.step, version)
+            must(
+                info.path.name == f"step-{done + 8}",
+                name,
+                f"is said to be {info.path}",
+                where=where,
+            )
             must(steps == (done, done), name, f"step and version {steps}, not {done}", where=where)
             want, end = went_on[rank][done - 1]
             problem = f"{outputs} after the load, {want} without"
             must(outputs == want, f"train outputs after {name}", problem, where=where)
             must(last == end, f"weights after {name}", "differ from the other run's", where=where)
+    if target.is_asked_since("1.3"):
+        _replaces_or_refuses(target, config)
 
 
 @case(id="checkpoint.resume_bfloat16", requires=(Capability.BF16,), model_types=TYPES)
@@ -280,7 +343,7 @@ def resume_bfloat16(target: Target) -> None:
     """A run in bfloat16 MUST resume bit for bit as well, with moments in the masters' dtype.
 
     With bfloat16 masters, whose moments must stay finite, and with float32 masters, whose
-    moments must not be rounded.
+    moments must not be rounded. bfloat16 masters load a checkpoint of float32 ones.
 
     If this fails: moments become NaN when they are restored (NeMo-RL #3544), as by a
     read in another dtype, or they have the computation's dtype, not the masters'.
@@ -290,6 +353,19 @@ def resume_bfloat16(target: Target) -> None:
         folder = _resumes(target, target.model(), precision=precision)
         if Capability.PORTABLE_CHECKPOINT in target.capabilities:
             _moments_have_dtype(folder / "resumed", getattr(torch, master))
+    if Capability.PORTABLE_CHECKPOINT in target.capabilities:
+        _takes_other_masters(target, folder / "end")
+
+
+def _takes_other_masters(target: Target, source: Path) -> None:
+    """Require bfloat16 masters to take the moments of float32 ones in their own dtype."""
+    precision = Precision(master="bfloat16", compute="bfloat16")
+    config = target.config(
+        target.model(), optimizer=OPTIMIZER, schedule=SCHEDULE, precision=precision
+    )
+    folder = target.scratch() / "other"
+    target.run(train, config, batches=_batches()[6:7], load=source, save_to=folder)
+    _moments_have_dtype(folder, torch.bfloat16)
 
 
 def _moments_have_dtype(folder: Path, dtype: torch.dtype) -> None:
@@ -346,6 +422,8 @@ def keys(target: Target) -> float:
         {n: ranks[0].weights[n] for n in names},
         name="saved weights",
     )
+    others = {key: t.dtype for key, t in state.items() if t.dtype != torch.float32}
+    must(not others, "dtypes", f"not float32: {sorted(others.items())[:3]}")
     must(
         all(float(state[f"optim.{n}.step"]) == 3 for n in names),
         "optim step",
@@ -431,6 +509,10 @@ def _stage_matches(
     )
 
 
+# Further runs in which a save may still be pending when its call returns.
+_LOOKS = 2
+
+
 def _remains(folder: Path) -> None:
     """Leave the remains of a killed save.
 
@@ -441,14 +523,20 @@ def _remains(folder: Path) -> None:
         (folder / str(index)).touch()
 
 
-def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
-    """Save without waiting, step meanwhile, save again, and close, which must wait for the save."""
+def save_while_training(
+    setup: Setup, batches: Sequence[PackedDocuments], folder: Path
+) -> tuple[Trained, bool]:
+    """Save without waiting, step meanwhile, save again, and close, which must wait for the save.
+
+    Return the results, and whether the first save was still to be written behind its call.
+    """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batches[0])]
         if engine.topology.rank == 0:
             _remains(folder / "first.partial")
         position = {"epoch": 1, "seen": [3]}
         first = engine.save_checkpoint(folder / "first", extra={"data": position})
+        pending = not first.done()
         # The caller goes on with its own objects.
         position["epoch"] = 2
         position["seen"].append(4)
@@ -459,7 +547,26 @@ def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder
         _done_when_written(first, folder / "first")
         result = summary(engine, outputs)
         engine.save_checkpoint(folder / "last")
-        return result
+        return result, pending
+
+
+def _returns_first(
+    target: Target,
+    config: EngineConfig,
+    batches: Sequence[PackedDocuments],
+    pending: Sequence[bool],
+) -> None:
+    """Require a save that is still to be written when its call returns, in one of several runs.
+
+    On a busy machine a thread may have written everything before the caller looks; a call that
+    writes the files itself never returns earlier.
+    """
+    for _ in range(_LOOKS):
+        if all(pending):
+            return
+        runs = target.run(save_while_training, config, batches=batches, folder=target.scratch())
+        pending = [now for _, now in runs]
+    must(all(pending), "save", "returns when its files are written, with checkpoint.async_save")
 
 
 def _done_when_written(handle: CheckpointHandle, folder: Path) -> None:
@@ -482,17 +589,20 @@ def asynchronous(target: Target) -> float:
     """An asynchronous save MUST hold the state at its call, and ``close`` MUST wait for it.
 
     The state includes the caller's ``extra``, in all its parts. Its handle is done when
-    the checkpoint stands under its final name, not before.
+    the checkpoint stands under its final name, not before. The call returns before that.
 
-    If this fails: the writer reads live tensors that the next step changes, or the
-    caller's own lists.
+    If this fails: the call itself writes the files; the writer reads live tensors that the next
+    step changes, or the caller's own lists.
     """
     model = target.model()
     folder = target.scratch()
     batches = _batches()[:3]
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     later = replace(config, checkpoint=CheckpointConfig(async_save=True))
-    ranks = target.run(save_while_training, later, batches=batches, folder=folder)
+    runs = target.run(save_while_training, later, batches=batches, folder=folder)
+    ranks = [trained for trained, _ in runs]
+    if target.is_asked_since("1.3"):
+        _returns_first(target, later, batches, [pending for _, pending in runs])
     plain = target.run(train, config, batches=batches[:1], save_to=folder / "plain")
     all_steps = target.run(train, config, batches=batches, save_to=folder / "end")
     must(

@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import Memory, flatten_config
+from engine_api.config import (
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    OptimizerConfig,
+    ScheduleConfig,
+    flatten_config,
+)
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
@@ -29,6 +36,7 @@ from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     Trained,
+    build,
     caught,
     local_batch,
     opened,
@@ -264,10 +272,14 @@ def registry(target: Target) -> None:
     must(not silent, "trace", f"rejected without a reason: {silent}")
 
 
-def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
+def lives(
+    setup: Setup, batch: PackedDocuments, folder: Path, failing: EngineConfig
+) -> list[Surroundings]:
     """Return the surroundings before and after each of two engines' lives.
 
-    They live in a working folder of the rank's own, and have one for temporary files.
+    Before the second one an engine is not built, and behind it the closed engine is still there at
+    the first of two looks. They live in a working folder of the
+    rank's own, and have one for temporary files.
     """
     home, temporary = Path.cwd(), tempfile.tempdir
     rank = os.environ.get("RANK", "0")
@@ -281,12 +293,18 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
     try:
         seen = [read_surroundings(setup.device, others)]
         for index in range(2):
+            if index:
+                error = build(replace(setup, config=failing))
+                must(error is not None, "engine", "is built with an unknown argument")
+                del error
             with opened(setup) as engine:
                 step(engine, setup, batch)
                 engine.infer_batch(local_batch(engine, batch, setup.device))
                 whole_weights(engine)
                 save(engine, folder / f"asked-{index}")
             others = imported.set_by_others(type(engine))
+            if index:
+                seen.append(read_surroundings(setup.device, others))
             del engine
             seen.append(read_surroundings(setup.device, others))
         return seen
@@ -301,24 +319,28 @@ def leaves_nothing(target: Target) -> None:
 
     Switches of torch (dtype, device, determinism, TF32, attention kernels, threads) and
     of Python (signal handlers, hooks, umask) are as before. Process groups,
-    daemon threads, descriptors, temporary files and memory of the device are compared
-    after a first life, which may fill caches, and a second one. Variables that a library
+    daemon threads, descriptors, temporary files, tensors and memory of the device are
+    compared after a first life, which may fill caches, and a second one, before which
+    another engine's build fails. Tensors and memory are free as soon as the engine is closed,
+    also while the caller still has it. Variables that a library
     sets when it is imported, and the workers of torch's compiler, are not the engine's.
 
-    If this fails: a writer thread or a worker keeps the process from ending; groups
-    pile up with each engine; the default process group is destroyed though the engine
-    did not make it.
+    If this fails: a writer thread or a worker keeps the process from ending; groups pile up
+    with each engine; weights live as long as the engine's object; the default process group
+    is destroyed though the engine did not make it.
     """
     folder = target.scratch()
     # In ranks of other cases the engine may have left its traces already.
+    config = target.config(target.model())
     ranks = target.run(
         lives,
-        target.config(target.model()),
+        config,
         fresh=True,
         batch=documents(2, "uneven"),
         folder=folder,
+        failing=replace(config, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})),
     )
-    for rank, (before, warm, after) in enumerate(ranks):
+    for rank, (before, warm, held, after) in enumerate(ranks):
         where = f"rank {rank}"
         for name in ("threads", "children", "files", "group"):
             old = getattr(before, name)
@@ -328,9 +350,15 @@ def leaves_nothing(target: Target) -> None:
             (name, old, dict(after.switches)[name]) for name, old in before.switches
         ):
             must(old == new, name, f"{new} after close, {old} before", where=where)
-        for name in ("groups", "daemons", "descriptors", "temporary"):
+        for name in ("groups", "daemons", "descriptors", "temporary", "tensors"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
+        if target.is_asked_since("1.3"):
+            kept = held.tensors - after.tensors
+            must(kept <= 0, "tensors", f"{kept} live until the closed engine goes", where=where)
+            kept = held.memory - after.memory
+            problem = f"{kept} bytes are not free until the closed engine goes"
+            must(kept <= _LEAK, "device memory", problem, where=where)
         differing = {name for name, _ in {*before.environment} ^ {*after.environment}}
         changed = sorted(differing - after.imported)
         must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)
@@ -342,8 +370,12 @@ def leaves_nothing(target: Target) -> None:
     must(set(names) <= asked, "files", f"not asked for: {sorted(set(names) - asked)}")
 
 
-def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trained, bool]]:
+def outlive(
+    setup: Setup, other: EngineConfig, batches: Sequence[PackedDocuments]
+) -> list[tuple[Trained, bool]]:
     """Train two engines, close the first, and train the second on; then close the second first.
+
+    The second one has the configuration ``other``.
 
     Return the results of the engine that is left, and whether this rank has a process group after
     both are closed, of the one order and the other.
@@ -351,7 +383,8 @@ def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trai
     found = list[tuple[Trained, bool]]()
     for closed, left in ((0, 1), (1, 0)):
         with ExitStack() as stack:
-            engines = [stack.enter_context(opened(setup)) for _ in range(2)]
+            both = (setup, replace(setup, config=other))
+            engines = [stack.enter_context(opened(one)) for one in both]
             before = [step(engine, setup, batches[0]) for engine in engines]
             engines[closed].close()
             after = step(engines[left], setup, batches[1])
@@ -364,20 +397,33 @@ def outlive(setup: Setup, batches: Sequence[PackedDocuments]) -> list[tuple[Trai
 def closed_first(target: Target) -> None:
     """An engine MUST work on when another engine of its process is closed, in whatever order.
 
-    The ranks are those of a launcher, so that the engines make the process group. Each
+    The ranks are those of a launcher, so that the engines make the process group. They have
+    different optimizers, schedules, chunks and adapters. Each
     ends with the bits of an engine alone, the group is gone with the last one, and other
     engines can be built after them.
 
-    If this fails: the engine that made the process group destroys it under the other one,
+    If this fails: a setting of one engine is kept in a module or a class, where the other one
+    reads it; the engine that made the process group destroys it under the other one,
     which then raises or waits for ranks that never come; the group stays; a group that is
     made again meets the addresses of the former one in the launcher's store.
     """
-    config = target.config(target.model())
+    lora = [None, None]
+    if Capability.LORA in target.capabilities:
+        lora = [LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=2, alpha=3.0)]
+    config = target.config(target.model(tied=False), lora=lora[0])
+    other = target.config(
+        target.model(tied=False),
+        lora=lora[1],
+        optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.2, clip_norm=0.1),
+        schedule=ScheduleConfig(name="linear", warmup_steps=2, total_steps=9),
+        memory=Memory(max_tokens=32, logit_chunk=5),
+    )
     batches = [documents(3, "uneven"), documents(4, "equal")]
-    alone = target.run(train, config, batches=batches)
-    ranks = target.run(outlive, config, launched=True, batches=batches)
-    for rank, (orders, want) in enumerate(zip(ranks, alone, strict=True)):
-        for (trained, stays), name in zip(orders, ("first", "second"), strict=True):
+    alone = [target.run(train, one, batches=batches) for one in (other, config)]
+    ranks = target.run(outlive, config, other=other, launched=True, batches=batches)
+    for rank, orders in enumerate(ranks):
+        wanted = [runs[rank] for runs in alone]
+        for (trained, stays), want, name in zip(orders, wanted, ("first", "second"), strict=True):
             where = f"rank {rank}, the {name} engine is closed before the other one"
             same = trained.digest == want.digest
             must(same, "weights", "differ from those of an engine alone", where=where)
@@ -424,7 +470,14 @@ def seeds(target: Target) -> None:
     If this fails: the seed is ignored, so that all seeds give one run; weights are drawn
     from the process's generators, so that a run depends on what came before it.
     """
-    for rank, found in enumerate(target.run(draws, target.config(target.model()), states=(11, 12))):
+    model = target.model()
+    # One that only infers may be built in the middle of a run, as a reference is.
+    for config in (target.config(model), target.config(model, optimizer=None)):
+        _follow_seed(target.run(draws, config, states=(11, 12)))
+
+
+def _follow_seed(ranks: Sequence[list[tuple[Draws, Draws]]]) -> None:
+    for rank, found in enumerate(ranks):
         (plain, first), (other_plain, second), (_, next_seed) = found
         where = f"rank {rank}"
         if (first, second) == (plain, other_plain):

@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from engine_conformance.cases._expect import documents, outputs_match
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
+    build,
     digest,
     infer_on_rank,
     opened,
@@ -154,20 +156,53 @@ def round_trip(target: Target) -> None:
     assert_bitwise(again, first, name="export of the loaded export")
 
 
-def first_values(setup: Setup, adapter: Adapter) -> tuple[EngineError | None, str]:
-    """Return the digest of a new engine's weights, or the error by which it refuses to make any."""
+# A standard deviation of random weights that no family has by default.
+INITIALIZER_RANGE = 0.11
+# The standard deviation of so many values is within a tenth of the distribution's.
+_ENOUGH = 1024
+
+
+def first_values(
+    setup: Setup, adapter: Adapter, spread: float | None
+) -> tuple[EngineError | None, str]:
+    """Return the digest of a new engine's weights, or the error by which it refuses to make any.
+
+    ``spread`` is the standard deviation of its matrices, if it is to be compared.
+    """
     try:
         with opened(setup) as engine:
-            return None, digest(whole_weights(engine, adapter=adapter))
+            weights = whole_weights(engine, adapter=adapter)
+            drawn = {
+                n: t for n, t in weights.items() if t.numel() > 1 and bool((t != t.max()).any())
+            }
+            for one, other in combinations(drawn, 2):
+                equal = torch.equal(drawn[one], drawn[other])
+                must(not equal, one, f"has the values of {other}: they do not depend on the name")
+            if spread is not None:
+                _check_spread(weights, spread)
+            return None, digest(weights)
     except (ConfigError, UnsupportedCapability) as error:
         return error, ""
+
+
+def _check_spread(weights: Mapping[str, Tensor], spread: float) -> None:
+    """Require matrices of a standard deviation, and vectors of one value."""
+    for name, tensor in weights.items():
+        values = tensor.double()
+        if values.dim() == 1:
+            must(bool((values == values[0]).all()), name, "is drawn, expected ones or zeros")
+        elif values.numel() >= _ENOUGH:
+            got = float(values.std())
+            problem = f"standard deviation {got:.4g}, initializer_range is {spread}"
+            must(0.8 * spread <= got <= 1.25 * spread, name, problem)
 
 
 def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
     """Return configurations by the weights that no file holds, and the export that has them."""
     model = target.model()
     plain = target.config(model, optimizer=None)
-    source = ModelSource(path=str(model), init="random")
+    ranged = target.model(keys={"initializer_range": INITIALIZER_RANGE})
+    source = ModelSource(path=str(ranged), init="random")
     made: dict[str, tuple[EngineConfig, Adapter]] = {
         "random weights": (replace(plain, model=source), "merged")
     }
@@ -186,20 +221,24 @@ def first_values_follow_seed(target: Target) -> None:
     """Weights that no file holds MUST follow from the seed: the same on all ranks, in all worlds.
 
     Random weights (``init: random``), a new value head, a new adapter; another seed makes
-    others. An engine may refuse to make any.
+    others. Random matrices have the standard deviation ``initializer_range`` of config.json,
+    and vectors are ones or zeros. An engine may refuse to make any.
 
-    If this fails: each rank draws weights of its own, which the first reduction hides; a
-    run of another world size starts from another model.
+    If this fails: a standard deviation of 0.02 whatever config.json says; each rank draws
+    weights of its own, which the first reduction hides; a run of another world size starts
+    from another model; all layers start alike.
     """
     alone = target.with_world(1)
     shown = _made_from_seed(target)
     for name, (config, adapter) in shown.items():
-        ranks = target.run(first_values, replace(config, seed=3), adapter=adapter)
+        spread = INITIALIZER_RANGE if config.model.init == "random" else None
+        asked = {"adapter": adapter, "spread": spread}
+        ranks = target.run(first_values, replace(config, seed=3), **asked)
         if all(error is not None for error, _ in ranks):
             continue
         one = replace(_made_from_seed(alone)[name][0], seed=3)
-        ((_, want),) = alone.run(first_values, one, adapter=adapter)
-        ((_, other),) = alone.run(first_values, replace(one, seed=4), adapter=adapter)
+        ((_, want),) = alone.run(first_values, one, **asked)
+        ((_, other),) = alone.run(first_values, replace(one, seed=4), **asked)
         for rank, (error, got) in enumerate(ranks):
             where = f"rank {rank}"
             must(error is None, name, f"refused on this rank alone: {error!r}", where=where)
@@ -315,7 +354,7 @@ def shards_cover(target: Target) -> float:
     return 0.0
 
 
-_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Exported = tuple[Shards, list[str], dict[str, Tensor]]
 
 
@@ -343,7 +382,7 @@ def _exported(engine: Engine, dtype: torch.dtype | None, *, has_shards: bool) ->
 def dtypes(target: Target) -> None:
     """Each requested dtype MUST be the stored weights rounded once; None is the masters' dtype.
 
-    float32, bfloat16 and float16, whole and as shards, of float32 and of bfloat16
+    float32, bfloat16, float16 and float64, whole and as shards, of float32 and of bfloat16
     masters. An engine may refuse the latter.
 
     If this fails: one half type stands for both, so that float16 has bfloat16's three
@@ -445,21 +484,28 @@ def save_hf(target: Target) -> float:
     Weights and outputs are equal to the engine's own.
 
     If this fails: config.json names another dtype, head, architecture or base of rotary
-    angles; a tied head is stored under both names.
+    angles, or lacks the overrides with which the model was built; a tied head is stored
+    under both names.
     """
     folder = target.scratch()
     margins = list[float]()
     call = InferCall(documents=documents(42, "single"))
-    models = target.models({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False})
+    tokens = {"bos_token_id": 5, "eos_token_id": 7, "pad_token_id": 9}
+    models = target.models(
+        {"family": "qwen3", "tied": True, "keys": tokens}, {"family": "llama", "tied": False}
+    )
     for model in models or [target.model()]:
         place = folder / model.name
         place.mkdir()
-        outputs = target.run(save_folder, target.config(model), folder=place, call=call)
+        config, overrides = _overridden(target, model)
+        outputs = target.run(save_folder, config, folder=place, call=call)
         whole = torch.load(place / "whole.pt", weights_only=True)
         assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
         assert_bitwise(
             read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf"
         )
+        for written in ("float32", "bfloat16"):
+            _says_the_same(model, place / written, overrides)
         ids = torch.tensor(call.documents.input_ids)
         oracle = _written(place / "float32")
         want = oracle.token_outputs(ids, [0, len(ids)]).log_probs
@@ -551,6 +597,31 @@ def _holds(folder: Path, files: Mapping[str, bytes]) -> None:
         where = f"{folder.name}/{name}"
         must(path.is_file(), "save_hf", "the file is not in the folder", where=where)
         must(path.read_bytes() == content, "save_hf", "the file has another content", where=where)
+
+
+def _overridden(target: Target, model: Path) -> tuple[EngineConfig, dict[str, float]]:
+    """Return the configuration of a model with an override, and the override.
+
+    It has none for an engine that refuses them.
+    """
+    plain = target.config(model)
+    overrides = {"rms_norm_eps": 1e-3}
+    config = replace(plain, model=replace(plain.model, config_overrides=overrides))
+    refused = any(error is not None for error in target.run(build, config))
+    return (plain, {}) if refused else (config, overrides)
+
+
+def _says_the_same(source: Path, written: Path, overrides: Mapping[str, float]) -> None:
+    """Require ``config.json`` to say what the source's says, but for its dtype and RoPE's keys.
+
+    transformers has renamed the latter two; the oracle reads RoPE.
+    """
+    want, got = (json.loads((folder / "config.json").read_text()) for folder in (source, written))
+    want |= overrides
+    renamed = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
+    for key in want.keys() - renamed:
+        problem = f"{key} is {got.get(key)!r}, the model's folder says {want[key]!r}"
+        must(got.get(key) == want[key], "config.json of save_hf", problem)
 
 
 def _written(folder: Path) -> OracleModel:

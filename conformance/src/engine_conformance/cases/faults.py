@@ -454,6 +454,8 @@ def save_onto_file(
             caught(lambda place=place: save(engine, place)) for place in (file, file / "inside")
         ]
         errors.append(caught(lambda: engine.load_checkpoint(file)))
+        if Capability.SAVE_HF in engine.capabilities:
+            errors.append(caught(lambda: engine.save_hf(file / "inside")))
         output = step(engine, setup, batch)
         save(engine, folder / "good")
         return errors, summary(engine, [output])
@@ -463,7 +465,7 @@ def save_onto_file(
 def file_in_the_way(target: Target) -> float:
     """A save to a path that is or lies in a file MUST raise ``CheckpointWriteError``.
 
-    It is raised on every rank, and the file is kept.
+    It is raised on every rank, and the file is kept. ``save_hf`` raises as well.
 
     If this fails: rank 0 raises while the others wait for it; the file is overwritten.
     """
@@ -478,6 +480,9 @@ def file_in_the_way(target: Target) -> float:
     raised_everywhere(
         "a load of a file", [errors[2] for errors, _ in ranks], CheckpointError, faulty=[0]
     )
+    for index in range(3, len(ranks[0][0])):
+        written = [errors[index] for errors, _ in ranks]
+        raised_everywhere("save_hf inside a file", written, EngineError, faulty=[0])
     must((folder / "file").read_text() == "kept", "file", "was changed")
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))

@@ -76,8 +76,8 @@ def llama(target: Target) -> float:
     """Every token's outputs MUST be the oracle's for Llama, with its own head and a tied one.
 
     The outputs are log-probs and entropy. Also with another base of RoPE and epsilon of
-    the norms, by the new and the old keys of config.json, and in a document of 300
-    tokens. In bfloat16 the softmax is float32's.
+    the norms, by the new and the old keys of config.json, in a document of 600 tokens and
+    in 300 documents. In bfloat16 the softmax is float32's.
 
     If this fails: the hint under the failure names a shift (alignment), a document or
     its first tokens; positions in bfloat16, which holds no odd number above 256
@@ -91,8 +91,11 @@ def llama(target: Target) -> float:
             family="llama", rope_theta=500000.0, rms_norm_eps=1e-3, old_config_keys=old
         )
         margins.append(_all_match(target, model, [asking(target, documents(7))]))
-    long = asking(target, packed_documents(41, (300, 7)))
-    return max(*margins, _all_match(target, target.model(family="llama"), [long]))
+    long = asking(target, packed_documents(41, (600, 7)))
+    # More documents than a byte counts, of which one is long enough for a mask of all tokens.
+    many = asking(target, packed_documents(42, (40, *([2] * 299))))
+    model = target.model(family="llama", max_position=1024)
+    return max(*margins, _all_match(target, model, [long, many]))
 
 
 @case(id="forward.qwen2", families=("qwen2",))
@@ -132,8 +135,8 @@ def qwen3_moe(target: Target) -> float:
     fused expert tensors in another order.
     """
     models = [
-        target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed)
-        for normed in (True, False)
+        target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed, top_k=chosen)
+        for normed, chosen in ((True, 2), (False, 3))
     ]
     return max(_per_token(target, model) for model in models)
 
@@ -165,7 +168,7 @@ def temperature(target: Target) -> float:
     temperature.
     """
     calls = [
-        InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.5, 0.7, 1.6)
+        InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.1, 0.5, 0.7, 1.6)
     ]
     return _all_match(target, target.model(), calls)
 
@@ -280,21 +283,26 @@ def repeats(target: Target) -> None:
 def microbatch_split(target: Target) -> float:
     """Outputs MUST come in the batch's token order whatever the token budget of a micro-batch is.
 
-    If this fails: outputs of micro-batches are concatenated, though balancing has
-    reordered the documents.
+    No others than those that the call asks for.
+
+    If this fails: entropy is returned, and paid for, without being asked for; outputs of
+    micro-batches are concatenated, though balancing has reordered the documents.
     """
     model = target.model()
-    call = asking(target, documents(5, "uneven"))
+    calls = [asking(target, documents(5, "uneven"), entropy=asked) for asked in (True, False)]
+    if target.model_type == VALUE:
+        calls = [asking(target, documents(5, "uneven"))]
     margins = list[float]()
     for memory in (
         Memory(max_tokens=12),
         Memory(max_tokens=16, pad_to_multiple=8),
         Memory(logit_chunk=5),
     )[: _lengths_for_short_checks(target)]:
-        ranks = target.run(infer, target.config(model, memory=memory), calls=[call])
-        margins.append(
-            outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
-        )
+        ranks = target.run(infer, target.config(model, memory=memory), calls=calls)
+        margins += [
+            outputs_match(target, oracle_of(str(model)), call, rows)
+            for call, rows in zip(calls, _by_call(ranks), strict=True)
+        ]
     return max(margins)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch._dynamo
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,6 +34,7 @@ from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
     Trained,
+    infer,
     infer_on_rank,
     local_batch,
     opened,
@@ -264,12 +266,23 @@ def half_precision(target: Target) -> float:
     """bfloat16 on float32 masters MUST stay within its tolerance and move the float32 weights.
 
     If this fails: masters are rounded to bfloat16 after the step, so that small updates
-    are lost.
+    are lost; the computation is in float32 all the same; outputs are bfloat16.
     """
     model = target.model()
     half = replace(target, dtype="bfloat16")
     config = half.config(model, optimizer=OPTIMIZER, precision=Precision(compute="bfloat16"))
     ranks = target.run(train, config, batches=_batches())
+    full = replace(config, precision=Precision(compute="float32"))
+    exact = target.run(train, full, batches=_batches()[:1])[0].outputs[0]
+    must(exact != ranks[0].outputs[0], "precision.compute", "bfloat16 gives float32's bits")
+    for rank, (outputs,) in enumerate(
+        target.run(infer, config, calls=[asking(target, _batches()[0])])
+    ):
+        for name, values in outputs.fields.items():
+            must(values.dtype == torch.float32, name, f"{values.dtype}", where=f"rank {rank}")
+            # A softmax in float32 gives more digits; values come of a linear layer.
+            rounded = name != "values" and torch.equal(values, values.bfloat16().float())
+            must(not rounded, name, "hold bfloat16 values only", where=f"rank {rank}")
     rounded = [n for n, w in ranks[0].weights.items() if bool((w == w.bfloat16().float()).all())]
     must(not rounded, "masters", f"{rounded[:3]} hold bfloat16 values only")
     want = oracle_training(

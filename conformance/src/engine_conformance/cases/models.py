@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
+from safetensors.torch import save_file
+
 from engine_api.config import EngineConfig
 from engine_api.errors import (
     BatchError,
@@ -17,7 +20,7 @@ from engine_api.errors import (
     RankFailure,
     UnsupportedCapability,
 )
-from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._case import EXPERTS, LM, VALUE, case, must
 from engine_conformance.cases._expect import (
     asking,
     documents,
@@ -36,12 +39,19 @@ from engine_conformance.cases._ranks import (
     summary,
 )
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.compare import ConformanceFailure
+from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.oracle import read_safetensors
+from engine_conformance.oracle.config import ACTIVATIONS
+from engine_conformance.seeds import cached_by_seed
 
 TYPES = (LM, VALUE)
 SINCE = "1.3"
-# Documents have up to 12 tokens in one call and 24 in the other.
 CONTEXT = 16
+# Documents within the context, of different lengths, of one length and as long as it may be, then
+# documents beyond it, by one token and by many.
+LENGTHS = ((7, 1, 12, 5, 3, 9), (8, 8, 8, 8), (CONTEXT, 3, 5), (CONTEXT + 1, 2, 3), (24, 2, 2, 2))
+_WITHIN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +63,22 @@ class ModelRequest:
         model: arguments of `TinyModel`.
         overrides: ``model.config_overrides``, which lead from another model's folder, without
             the same keys, to this model.
+        has_kinks: True where the gradient jumps, on either side of which rounding may put a unit:
+            outputs alone are compared.
     """
 
     words: tuple[str, ...]
     model: dict[str, Any]
     overrides: dict[str, Any] = field(default_factory=dict[str, Any])
+    has_kinks: bool = False
 
 
 def _rope(kind: str, **keys: Any) -> ModelRequest:
     rope = {"rope_type": kind, **keys}
+    # A longrope has the context of its short factors, and a longer one altogether.
+    longest = 4 * CONTEXT if kind == "longrope" else CONTEXT
     return ModelRequest(
-        words=("rope", "rotary"), model={"family": "llama", "max_position": CONTEXT, "rope": rope}
+        words=("rope", "rotary"), model={"family": "llama", "max_position": longest, "rope": rope}
     )
 
 
@@ -81,6 +96,18 @@ def _cap(*, missing: str, **keys: Any) -> ModelRequest:
     return ModelRequest(words=words, model={"family": "gemma2", "keys": given})
 
 
+def _activation(name: str, **model: Any) -> ModelRequest:
+    # Experts may be what is refused.
+    words = ("activation", "hidden_act", name, "moe", "expert")
+    keys = {"hidden_act": name}
+    return ModelRequest(words=words, model={"keys": keys, **model}, has_kinks=name == "relu")
+
+
+def _mixture(**keys: Any) -> ModelRequest:
+    words = ("moe", "expert", *keys)
+    return ModelRequest(words=words, model={"family": "qwen3_moe", "tied": False, "keys": keys})
+
+
 ROPES: dict[str, ModelRequest] = {
     "linear": _rope("linear", factor=2.5),
     "dynamic": _rope("dynamic", factor=2.0),
@@ -96,6 +123,22 @@ ROPES: dict[str, ModelRequest] = {
         "longrope",
         factor=4.0,
         original_max_position_embeddings=CONTEXT,
+        short_factor=[1.0 + i / 16 for i in range(8)],
+        long_factor=[1.0 + i / 2 for i in range(8)],
+    ),
+    "yarn with bounds and a factor of its own": _rope(
+        "yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        attention_factor=1.3,
+    ),
+    "longrope with a factor of its own": _rope(
+        "longrope",
+        factor=4.0,
+        original_max_position_embeddings=CONTEXT,
+        attention_factor=1.2,
         short_factor=[1.0 + i / 16 for i in range(8)],
         long_factor=[1.0 + i / 2 for i in range(8)],
     ),
@@ -119,6 +162,10 @@ WINDOWS: dict[str, ModelRequest] = {
 CAPS: dict[str, ModelRequest] = {
     "of scores": _cap(missing="final_logit_softcapping", attn_logit_softcapping=2.0),
     "of logits": _cap(missing="attn_logit_softcapping", final_logit_softcapping=3.0),
+    # Heads are 16 wide, so that the scale is another one than theirs.
+    "none, and another scale of scores": _cap(
+        missing="attn_logit_softcapping", final_logit_softcapping=None, query_pre_attn_scalar=40
+    ),
 }
 SHAPES: dict[str, ModelRequest] = {
     "biases on every projection": ModelRequest(
@@ -134,6 +181,13 @@ SHAPES: dict[str, ModelRequest] = {
     "another vocabulary, untied": ModelRequest(
         words=("vocab",), model={"vocab_size": 331, "tied": False}
     ),
+    "a vocabulary beyond 16 bits": ModelRequest(
+        words=("vocab",), model={"vocab_size": 70_001, "hidden_size": 16, "num_layers": 1}
+    ),
+    **{f"activation {name}": _activation(name) for name in ACTIVATIONS if name != "silu"},
+    "activation gelu of experts": _activation("gelu", family="qwen3_moe", tied=False),
+    "a mixture with a dense layer": _mixture(mlp_only_layers=[0]),
+    "a mixture in every second layer": _mixture(decoder_sparse_step=2),
 }
 DROPOUTS: dict[str, dict[str, ModelRequest]] = {
     LM: {
@@ -156,6 +210,12 @@ FILES: dict[str, ModelRequest] = {
         words=("override", "model.path"),
         model={"rms_norm_eps": 0.01},
         overrides={"rms_norm_eps": 0.01},
+    ),
+    "weights in float16": ModelRequest(words=("float16",), model={"stored": "float16"}),
+    "an override of a part": ModelRequest(
+        words=("override", "rope", "model.path"),
+        model={"rope_theta": 500.0},
+        overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
 }
 
@@ -202,40 +262,66 @@ def _require_right_or_refused(target: Target, requests: dict[str, ModelRequest])
     """
     margins = [0.0]
     for name, one in requests.items():
-        if one.model.get("family", target.families[0]) in target.families:
+        family = one.model.get("family", target.families[0])
+        # In 16 bits rounding decides which experts a token has, and with them its gradient.
+        decided = family in EXPERTS and target.dtype != "float32"
+        if family in target.families and not decided:
             margins.append(_compare_model(target, name, one))
     return max(margins)
 
 
 def _compare_model(target: Target, name: str, request: ModelRequest) -> float:
     model = target.model(**request.model)
-    return _compare_built(target, name, request.words, model, _request_config(target, request))
+    config = _request_config(target, request)
+    smooth = not request.has_kinks
+    try:
+        return _compare_built(target, name, request.words, model, config, smooth=smooth)
+    except ConformanceFailure as failure:
+        hint = f"the model is the one of {name!r}, which may be refused by name instead"
+        raise failure.with_hint(hint) from failure
 
 
 def _compare_built(
-    target: Target, name: str, words: Sequence[str], model: Path, config: EngineConfig
+    target: Target,
+    name: str,
+    words: Sequence[str],
+    model: Path,
+    config: EngineConfig,
+    *,
+    smooth: bool = True,
 ) -> float:
-    """Compare what a configuration builds with the oracle of ``model``, unless it is refused."""
-    calls = [asking(target, documents(81, lengths)) for lengths in ("uneven", "skewed")]
-    batch = documents(82)
+    """Compare what a configuration builds with the oracle of ``model``, unless it is refused.
+
+    A step is compared too where the gradient is ``smooth``.
+    """
+    oracle = oracle_of(str(model))
+    calls = [asking(target, _batch(81, lengths, oracle.config.vocab_size)) for lengths in LENGTHS]
+    batch = _batch(82, LENGTHS[0], oracle.config.vocab_size)
     ranks: list[Attempt] = target.run(attempt, config, calls=calls, batch=batch)
     if any(rank.refused for rank in ranks):
         _require_refusal_by_name(name, words, [rank.refused for rank in ranks])
         return 0.0
-    oracle = oracle_of(str(model))
     margins = list[float]()
     for i, call in enumerate(calls):
         rows = [rank.outputs[i] for rank in ranks]
         errors = [row for row in rows if not _has_outputs(row)]
-        if i > 0 and any(isinstance(error, BatchError) for error in errors):
+        if i >= _WITHIN and any(isinstance(error, BatchError) for error in errors):
             # A document beyond the model's context may be refused when it comes.
             must(len(errors) == len(rows), name, "a long document is refused on some ranks only")
             continue
         must(not errors, name, f"a short document is refused: {errors[:1]}")
         margins.append(outputs_match(target, oracle, call, [r for r in rows if _has_outputs(r)]))
-    trained = [rank.trained for rank in ranks if rank.trained is not None]
-    margins.append(training_matches(target, trained, oracle_training(str(model), (batch,)), oracle))
+    trained = [rank.trained for rank in ranks if smooth and rank.trained is not None]
+    if trained:
+        want = oracle_training(str(model), (batch,))
+        margins.append(training_matches(target, trained, want, oracle))
     return max(margins)
+
+
+@cached_by_seed
+def _batch(seed: int, lengths: tuple[int, ...], vocab_size: int) -> PackedDocuments:
+    """Return documents with ids of the whole vocabulary."""
+    return packed_documents(seed, lengths, vocab_size)
 
 
 def _has_outputs(row: RankOutputs | Refusal) -> TypeGuard[RankOutputs]:
@@ -246,7 +332,8 @@ def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
     """Return the configuration that asks for it, by the folder or by overrides."""
     if not request.overrides:
         return target.config(target.model(**request.model))
-    plain = {key: value for key, value in request.model.items() if key not in request.overrides}
+    changed = {*request.overrides, *request.overrides.get("rope_parameters", {})}
+    plain = {key: value for key, value in request.model.items() if key not in changed}
     config = target.config(target.model(**plain))
     return replace(config, model=replace(config.model, config_overrides=request.overrides))
 
@@ -272,6 +359,10 @@ Path({marker!r}).touch()
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
+
+
+class Own:
+    config_class = OwnConfig
 """
 
 
@@ -280,7 +371,9 @@ def _add_own_code(model: Path, folder: Path, marker: Path, **keys: Any) -> Path:
     shutil.copytree(model, folder)
     (folder / "own.py").write_text(_OWN_CODE.format(marker=str(marker)))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "own.OwnConfig"}, **keys}
+    auto = {"AutoConfig": "own.OwnConfig"}
+    auto |= dict.fromkeys(("AutoModelForCausalLM", "AutoModelForTokenClassification"), "own.Own")
+    config |= {"auto_map": auto, **keys}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -342,7 +435,7 @@ def windows(target: Target) -> float:
 
 @case(id="models.caps", since=SINCE, families=("gemma2",))
 def caps(target: Target) -> float:
-    """Caps of scores and logits MUST be applied, or the model be refused by name.
+    """Caps and scales of scores and logits MUST be applied, or the model be refused by name.
 
     A cap c makes x ``c * tanh(x / c)``, before the temperature. The model is Gemma 2.
 
@@ -354,14 +447,15 @@ def caps(target: Target) -> float:
 
 @case(id="models.shapes", since=SINCE)
 def shapes(target: Target) -> float:
-    """Biases, heads and vocabularies of every shape MUST be computed rightly or be refused by name.
+    """Biases, heads, vocabularies and activations MUST be computed rightly or be refused by name.
 
     These are biases on each projection (the output's and the MLP's too), heads whose
-    width is not hidden size / heads, one head of keys, and vocabularies that no two ranks
-    divide.
+    width is not hidden size / heads, one head of keys, vocabularies that no two ranks
+    divide, the activations gelu, gelu_pytorch_tanh and relu, and mixtures with dense layers.
 
-    If this fails: a bias is dropped, ``head_dim`` is derived where it is given, or rows of
-    the vocabulary are lost where ranks share it.
+    If this fails: the MLP's activation is SiLU whatever ``hidden_act`` is, a bias is dropped,
+    ``head_dim`` is derived where it is given, or rows of the vocabulary are lost where
+    ranks share it.
     """
     return _require_right_or_refused(target, SHAPES)
 
@@ -378,11 +472,82 @@ def dropout(target: Target) -> float:
     return _require_right_or_refused(target, DROPOUTS[target.model_type])
 
 
-@case(id="models.files", since=SINCE)
+# Methods of quantization, each with its quantization_config apart from the method's name.
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "bitsandbytes": {"load_in_8bit": True, "load_in_4bit": False},
+    "gptq": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+}
+# Largest values of the formats.
+_E4M3 = 448.0
+_INT8 = 127.0
+
+
+def _quantize(model: Path, scratch: Path, method: str) -> tuple[Path, Path]:
+    """Write a model with quantized projections, and the model that they stand for.
+
+    Weights are at most 128 wide and high, so that each has one block, and one scale in fp8.
+    """
+    stored, plain = scratch / "stored", scratch / "plain"
+    quantized = dict[str, torch.Tensor]()
+    meant = dict[str, torch.Tensor]()
+    for name, tensor in read_safetensors(model).items():
+        quantized[name] = meant[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        stem = name.removesuffix(".weight")
+        if method == "fp8":
+            scale = tensor.abs().max() / _E4M3
+            quantized[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            quantized[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            meant[name] = quantized[name].float() * scale
+        elif method == "bitsandbytes":
+            scale = tensor.abs().amax(dim=1) / _INT8
+            quantized[name] = (tensor / scale[:, None]).round().to(torch.int8)
+            quantized[f"{stem}.SCB"] = scale * _INT8
+            meant[name] = quantized[name].float() * scale[:, None]
+        else:
+            # All values are the zero point, 8 of 0 to 15, so that the weight is zero.
+            del quantized[name]
+            rows, columns = tensor.shape
+            groups = columns // QUANTIZATIONS[method]["group_size"]
+            quantized[f"{stem}.qweight"] = torch.full((columns // 8, rows), -0x77777778).int()
+            quantized[f"{stem}.qzeros"] = torch.full((groups, rows // 8), 0x77777777).int()
+            quantized[f"{stem}.scales"] = torch.ones(groups, rows, dtype=torch.float16)
+            quantized[f"{stem}.g_idx"] = torch.arange(columns).int() // (columns // groups)
+            meant[name] = torch.zeros_like(tensor)
+    config = json.loads((model / "config.json").read_text())
+    asked = {"quantization_config": {"quant_method": method, **QUANTIZATIONS[method]}}
+    for folder, tensors, keys in ((stored, quantized, asked), (plain, meant, {})):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+    return stored, plain
+
+
+@case(id="models.files", since=SINCE, model_types=TYPES)
 def files(target: Target) -> float:
     """Weights in bfloat16 and overrides of ``config.json`` MUST be read, or be refused by name.
 
-    If this fails: masters are in the files' dtype, so that small updates are lost, or
-    an override does not reach the model.
+    In float16 too, and overrides of a part of a key's value. A file that the folder's index
+    does not name is not read. Quantized weights (``quantization_config``: fp8, bitsandbytes,
+    GPTQ) are read with their scales.
+
+    If this fails: masters are in the files' dtype, so that small updates are lost, an
+    override does not reach the model, an older copy in the folder replaces the weights, or
+    quantized weights are read without their scales.
     """
-    return _require_right_or_refused(target, FILES)
+    margin = _require_right_or_refused(target, FILES)
+    model = target.model(shards=2)
+    folder = target.scratch() / "model"
+    shutil.copytree(model, folder)
+    stale = {name: torch.zeros_like(tensor) for name, tensor in read_safetensors(model).items()}
+    save_file(stale, folder / "older.safetensors", metadata={"format": "pt"})
+    words = ("older.safetensors", "index")
+    margins = [margin]
+    margins.append(_compare_built(target, "an unnamed file", words, model, target.config(folder)))
+    for method in QUANTIZATIONS:
+        stored, plain = _quantize(target.model(), target.scratch(), method)
+        words = ("quant", method)
+        margins.append(_compare_built(target, method, words, plain, target.config(stored)))
+    return max(margins)

@@ -5,7 +5,9 @@ An arrangement that does not fit is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -27,6 +29,7 @@ from engine_conformance.cases._layouts import (
     OPTIMIZER,
     initialize,
     layout_holds,
+    right_or_refused,
 )
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
@@ -37,6 +40,7 @@ from engine_conformance.oracle import TrainResult
 from engine_conformance.tolerances import weight_tolerance
 
 BOTH = (LM, VALUE)
+DATA = ("dp_replicate", "dp_shard")
 _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"}
 
 
@@ -111,11 +115,16 @@ def ulysses(target: Target) -> float:
 def ulysses_kv_heads(target: Target) -> float:
     """Sequence parallelism over more ranks than there are KV heads MUST be right.
 
-    If this fails: ranks that share a KV head read another one, or its gradient is not
-    summed.
+    Heads that the ranks do not divide are right as well, or a ``ConfigError`` on all ranks.
+
+    If this fails: ranks that share a KV head read another one, its gradient is not
+    summed, or the remainder of the heads is dropped.
     """
     model = target.model(num_kv_heads=target.world // 2, tied=False)
-    return layout_holds(target, model, Parallelism(ulysses=target.world))
+    layout = Parallelism(ulysses=target.world)
+    odd = [target.model(num_heads=3, num_kv_heads=count) for count in (3, 1)]
+    margins = [right_or_refused(target, one, layout) for one in odd]
+    return max(layout_holds(target, model, layout), *margins)
 
 
 @case(id="parallel.ulysses_with_data", requires=(Capability.ULYSSES, Capability.HSDP), world=(4,))
@@ -150,9 +159,10 @@ def _declared(target: Target) -> dict[Capability, str]:
 def topology_holds(target: Target) -> None:
     """Ranks and primaries MUST be numbered without gaps, one primary per data-parallel rank.
 
-    In every layout that the engine declares.
+    In every layout that the engine declares. The sizes by name are those of the layout.
 
-    If this fails: a trainer gives two groups of ranks the same documents, or one none.
+    If this fails: a trainer gives two groups of ranks the same documents, or one none; a size
+    counts ranks of another kind as well.
     """
     layouts = [(1, target.layout)]
     if target.world > 1:
@@ -168,6 +178,9 @@ def topology_holds(target: Target) -> None:
         model = target.model(family="qwen3_moe", tied=False) if layout.ep > 1 else target.model()
         rows = target.run(topology, target.config(model, parallelism=layout))
         _numbered(rows, target.world, 1 if target.world == 1 else members, layout)
+        if target.is_asked_since("1.3"):
+            for row in rows:
+                _sizes_are(row, target.world, layout)
 
 
 def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parallelism) -> None:
@@ -208,6 +221,25 @@ def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parall
         f"true on {primaries} ranks of each data-parallel rank",
         where=where,
     )
+
+
+def _sizes_are(row: Topology, world: int, layout: Parallelism) -> None:
+    """Require the sizes of a topology, by name and in their product, to be the layout's."""
+    sizes = dict(row.sizes)
+    where = f"rank {row.rank}, {layout}"
+    for one in fields(Parallelism):
+        wanted = getattr(layout, one.name)
+        got = sizes.get(one.name, 1)
+        # "dp" may stand for both kinds of data parallelism.
+        unnamed = one.name in DATA and one.name not in sizes
+        right = unnamed or wanted in (got, -1)
+        must(right, "sizes", f"{one.name} is {got}, expected {wanted}: {sizes}", where=where)
+    data = sizes.get("dp", math.prod(sizes.get(name, 1) for name in DATA))
+    must(data == row.dp_size, "sizes", f"{data} data-parallel ranks of {row.dp_size}", where=where)
+    joined = math.prod(sizes.get(name, 1) for name in MODEL_PARALLEL.values())
+    right_products = {world, world // layout.ep}
+    problem = f"{sizes} make {data * joined} ranks of {world}"
+    must(data * joined in right_products, "sizes", problem, where=where)
 
 
 def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | None]:

@@ -16,10 +16,19 @@ from engine_api.config import (
     OptimizerConfig,
 )
 from engine_api.errors import BatchError, ConfigError, EngineError, EngineStateError
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
-from engine_conformance.cases._ranks import build, caught, local_batch, opened, step
+from engine_conformance.cases._ranks import (
+    build,
+    caught,
+    digest,
+    local_batch,
+    opened,
+    step,
+    whole_weights,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
@@ -93,10 +102,26 @@ def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | 
             lambda: engine.train_batch(mine, loss, temperature=0.0),
             lambda: engine.infer_batch(mine, temperature=-1.0),
             lambda: list(engine.get_per_tensor_param(adapter="both")),  # type: ignore[arg-type]
+            lambda: list(engine.get_per_tensor_param(dtype=torch.int8)),
+            lambda: list(engine.get_per_tensor_param(bucket_bytes=0)),
+            lambda: engine.infer_batch(mine, adapter="no"),  # type: ignore[arg-type]
+            lambda: engine.train_batch(mine, _needs_another_output),
         ]
+        if setup.model_type == VALUE:
+            calls.append(lambda: engine.infer_batch(mine, entropy=True))
+        if Capability.EXPORT_SHARDS in engine.capabilities:
+            calls.append(lambda: list(engine.get_per_tensor_param_shard(dtype=torch.int8)))
         if Capability.OFFLOAD in engine.capabilities:
             calls.append(lambda: engine.to("abacus"))
         return [caught(call) for call in calls], step(engine, setup, batch).loss
+
+
+def _needs_another_output(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Fail, since no engine gives the output that it needs."""
+    raise AssertionError(f"called with {outputs} of {batch}")
+
+
+_needs_another_output.needs = ("likelihood",)  # type: ignore[attr-defined]
 
 
 @case(id="contract.bad_arguments", model_types=TYPES, quick=True)
@@ -104,7 +129,8 @@ def bad_arguments(target: Target) -> None:
     """Arguments that make no sense MUST raise ``ConfigError``, and leave the engine usable.
 
     If this fails: a temperature of zero gives infinite logits, a denominator of zero
-    NaN gradients.
+    NaN gradients, an export in integers zeros; what a loss or caller asks for, and the
+    engine does not have, is left out.
     """
     ranks = target.run(bad_calls, target.config(target.model()), batch=documents(1, "equal"))
     for rank, (errors, loss) in enumerate(ranks):
@@ -122,7 +148,7 @@ def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 
     No engine is left behind. A folder without weights, a folder that is absent, an
-    unknown optimizer, a misspelt option, head or kernel.
+    unknown optimizer, a misspelt option, head or kernel, a size that the weights do not have.
 
     If this fails: an unknown key is ignored; weights that are missing stay random.
     """
@@ -140,6 +166,9 @@ def bad_configuration(target: Target) -> None:
         "option": replace(base, options={"no_such_option": 1}),
         "override": replace(
             base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})
+        ),
+        "another size than the files'": replace(
+            base, model=ModelSource(path=str(model), config_overrides={"vocab_size": 250})
         ),
         "kernel": replace(base, model=ModelSource(path=str(model), attention="no-such-kernel")),
     }
@@ -166,9 +195,10 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
     with opened(with_optimizer) as engine:
         step(engine, setup, batch)
         engine.save_checkpoint(folder / "c").result()
+        saved = digest(whole_weights(engine))
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
-        return [
+        errors = [
             caught(lambda: engine.train_batch(mine, loss)),
             caught(lambda: engine.forward_backward(mine, loss)),
             caught(engine.optimizer_step),
@@ -176,6 +206,10 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
             caught(lambda: list(engine.get_per_tensor_param())),
             caught(lambda: engine.load_checkpoint(folder / "c")),
         ]
+        loaded = digest(whole_weights(engine))
+        must(loaded == saved, "weights", "are not those of the checkpoint after a load")
+        must(engine.weight_version == 1, "weight_version", f"{engine.weight_version} after a load")
+        return errors
 
 
 @case(id="contract.inference_only", model_types=TYPES)

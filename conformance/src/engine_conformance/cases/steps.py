@@ -47,7 +47,7 @@ from engine_conformance.compare import assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
 from engine_conformance.seeds import cached_by_seed
-from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
+from engine_conformance.tolerances import gradient_tolerances, weight_tolerance
 
 TYPES = (LM, VALUE)
 Step = tuple[PackedDocuments, LossFn]
@@ -488,12 +488,11 @@ def clipping(target: Target) -> float:
     )
     params = dict[str, Tensor]()
     bounds = dict[str, Tensor]()
+    gradients = gradient_tolerances(grads, target.torch_dtype)
     for name, grad in grads.items():
         params[name] = oracle.params[name] - 1e-2 * 0.5 * grad
         # The gradient's error, the norm's that it is scaled by, and a rounding of the weight.
-        wrong = gradient_tolerance(grad, target.torch_dtype) + target.tolerance("grad_norm").bound(
-            grad
-        )
+        wrong = gradients[name] + target.tolerance("grad_norm").bound(grad)
         bounds[name] = 1e-2 * 0.5 * wrong + 2e-7 * params[name].abs()
     return max(
         *margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params)
@@ -517,6 +516,15 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, in
         seen["save_checkpoint"] = engine.weight_version
         seen["train_batch"] = step(engine, setup, batch).weight_version
         seen["a skipped step"] = step(engine, setup, silent(batch)).weight_version
+        still = losses.ForModelType(setup.model_type, losses.no_gradient)
+        seen["a step whose gradient is zero"] = step(
+            engine, setup, batch, loss=still
+        ).weight_version
+        seen["a step whose gradient is large"] = step(
+            engine, setup, batch, denominator=1e-6
+        ).weight_version
+        nothing = Batch.pack([]).to(setup.device)
+        seen["a batch without documents"] = engine.train_batch(nothing, loss).weight_version
         whole_weights(engine)
         seen["get_per_tensor_param"] = engine.weight_version
         engine.load_checkpoint(folder / "one")
@@ -529,7 +537,8 @@ def version(target: Target) -> None:
     """``weight_version`` MUST count applied steps, take a load's value, and change by nothing else.
 
     If this fails: skipped steps or halves are counted, and rollouts are thrown away as
-    stale, or never are.
+    stale, or never are; a step is left out though its gradient is finite, and tokens
+    carry loss.
     """
     want = {
         "initialize": 0,
@@ -539,7 +548,10 @@ def version(target: Target) -> None:
         "save_checkpoint": 1,
         "train_batch": 2,
         "a skipped step": 2,
-        "get_per_tensor_param": 2,
+        "a step whose gradient is zero": 3,
+        "a step whose gradient is large": 4,
+        "a batch without documents": 4,
+        "get_per_tensor_param": 4,
         "load_checkpoint": 1,
     }
     ranks = target.run(

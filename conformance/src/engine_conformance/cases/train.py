@@ -33,6 +33,7 @@ from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
     Trained,
+    build,
     checked,
     infer_on_rank,
     local_batch,
@@ -41,7 +42,7 @@ from engine_conformance.cases._ranks import (
     summary,
     train,
 )
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
@@ -53,7 +54,7 @@ from engine_conformance.fixtures import (
 )
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
 from engine_conformance.seeds import cached_by_seed
-from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
+from engine_conformance.tolerances import gradient_tolerances, weight_tolerance
 
 TYPES = (LM, VALUE)
 
@@ -354,7 +355,8 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
     want = {name: large[name] + faint[name] for name in whole}
     # What float32 loses in sums of another order, and three roundings of a weight.
     bounds = {
-        n: gradient_tolerance(g) + 2e-7 * stored[n].abs() + 1e-7 * g.abs() for n, g in want.items()
+        n: bound + 2e-7 * stored[n].abs() + 1e-7 * want[n].abs()
+        for n, bound in gradient_tolerances(want).items()
     }
     return assert_weights_close(whole, want, bounds, name="accumulated gradient")
 
@@ -401,24 +403,52 @@ def visible_at_once(target: Target) -> float:
     return max(margins)
 
 
+_DECAY = 0.1
+
+
 @case(id="train.optimizer_by_path")
 def optimizer_by_path(target: Target) -> float:
     """An optimizer named by path MUST be used: ``torch.optim.SGD`` with momentum, in float64.
 
-    The oracle is in float64.
+    With weight decay, and the oracle is in float64. Arguments of ``adamw`` in
+    ``optimizer.kwargs`` are used or refused: one step with ``maximize`` is the mirror
+    image of a step.
 
     If this fails: another optimizer is used in silence, or its arguments are dropped.
     """
     model = target.model()
     batches = _batches("uneven", "equal", "uneven")
     optimizer = OptimizerConfig(
-        name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9}
+        name="torch.optim.SGD",
+        lr=1e-2,
+        weight_decay=_DECAY,
+        clip_norm=None,
+        kwargs={"momentum": 0.9},
     )
     ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
     same_on_all_ranks(ranks)
     oracle = oracle_of(str(model))
+    _uses_arguments_of_adamw(target, model, batches[0])
     params, bounds = _sgd(target, oracle, batches)
     return assert_weights_close(ranks[0].weights, params, bounds, start=oracle.params)
+
+
+def _uses_arguments_of_adamw(target: Target, model: Path, batch: PackedDocuments) -> None:
+    """Require ``maximize`` to turn the update around, or to be refused."""
+    adamw = OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS)
+    turned = replace(adamw, kwargs={"maximize": True})
+    if any(
+        error is not None for error in target.run(build, target.config(model, optimizer=turned))
+    ):
+        return
+    start = oracle_of(str(model)).params
+    up, down = (
+        target.run(train, target.config(model, optimizer=one), batches=[batch])[0].weights
+        for one in (turned, adamw)
+    )
+    for name, weight in start.items():
+        moved = (up[name] - weight) * (down[name] - weight)
+        must(float(moved.sum()) <= 0, name, "moves as without optimizer.kwargs: {maximize: true}")
 
 
 def _sgd(
@@ -436,9 +466,10 @@ def _sgd(
     for batch in batches:
         _, grads = loss_and_grads(model, batch, sft, batch.denominator)
         params = {}
+        bound = gradient_tolerances(grads, target.torch_dtype)
         for name, grad in grads.items():
-            momentum[name] = 0.9 * momentum[name] + grad
-            errors[name] = 0.9 * errors[name] + gradient_tolerance(grad, target.torch_dtype)
+            momentum[name] = 0.9 * momentum[name] + grad + _DECAY * model.params[name]
+            errors[name] = 0.9 * errors[name] + bound[name]
             bounds[name] = bounds[name] + 1e-2 * errors[name]
             params[name] = model.params[name] - 1e-2 * momentum[name]
         model = OracleModel(config=oracle.config, params=params)

@@ -14,6 +14,7 @@ from engine_conformance.oracle.train import (
     loss_and_grads,
     sft,
     spread,
+    spreads,
     train_steps,
 )
 from engine_conformance.oracle.weights import (
@@ -49,5 +50,6 @@ __all__ = [
     "read_safetensors",
     "sft",
     "spread",
+    "spreads",
     "train_steps",
 ]

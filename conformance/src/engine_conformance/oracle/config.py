@@ -11,10 +11,13 @@ from typing import Any
 
 from engine_conformance.oracle.rope import ROPE_KINDS, Rope
 
-__all__ = ["FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
+__all__ = ["ACTIVATIONS", "FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
-_ACTIVATIONS = {"gemma2": ("hidden_activation", "gelu_pytorch_tanh")}
+# The names in config.json of the activations that the oracle computes.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+# The key of a family's activation and its default, where they are not hidden_act and silu.
+_ACTIVATION_KEYS = {"gemma2": ("hidden_activation", "gelu_pytorch_tanh")}
 
 
 class UnsupportedModel(ValueError):
@@ -47,6 +50,7 @@ class ModelConfig:
         embedding_scale: the factor of the embeddings.
         norm_offset: added to the weight of every norm.
         norms_after: true if attention's and the MLP's results have a norm of their own.
+        activation: name of the activation of the MLP and the experts.
     """
 
     family: str
@@ -72,6 +76,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     norms_after: bool = False
+    activation: str = "silu"
     moe: MoEConfig | None = None
 
     @property
@@ -93,7 +98,6 @@ def read_config(folder: str | Path) -> ModelConfig:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r}: the oracle computes {', '.join(FAMILIES)}")
-    _check_activation(raw)
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     biased = bool(raw.get("attention_bias", False)) and family not in ("qwen2", "mistral")
@@ -115,6 +119,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         o_bias=biased,
         mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
         windows=_windows(raw),
+        activation=_activation(raw),
         moe=_moe(raw) if family == "qwen3_moe" else None,
         **(_gemma2(raw) if family == "gemma2" else {"attention_scale": head_dim**-0.5}),
     )
@@ -132,13 +137,17 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_activation(raw: Mapping[str, Any]) -> None:
-    """Raise on an activation that is not the family's."""
-    key, wanted = _ACTIVATIONS.get(raw["model_type"], ("hidden_act", "silu"))
-    if (got := raw.get(key, wanted)) != wanted:
-        raise UnsupportedModel(
-            f"{key} {got!r}: the oracle computes {wanted!r} for {raw['model_type']}"
-        )
+def _activation(raw: Mapping[str, Any]) -> str:
+    """Return the name of the activation.
+
+    Raises:
+        UnsupportedModel: on one that the oracle does not compute.
+    """
+    key, usual = _ACTIVATION_KEYS.get(raw["model_type"], ("hidden_act", "silu"))
+    name: str = raw.get(key, usual)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"{key} {name!r}: the oracle computes {', '.join(ACTIVATIONS)}")
+    return name
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from engine_conformance.oracle.config import ModelConfig, MoEConfig
 from engine_conformance.oracle.rope import rotate
@@ -61,10 +61,10 @@ def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tenso
     normed = feed_forward_input(params, config, index, x)
     prefix = f"model.layers.{index}.mlp."
     if config.moe is not None and index in config.moe.sparse_layers:
-        return x + mixture(params, config.moe, prefix, normed)
+        return x + mixture(params, config, config.moe, prefix, normed)
+    made = mlp(params, config, prefix, normed)
     if not config.norms_after:
-        return x + mlp(params, prefix, normed)
-    made = mlp(params, prefix, normed, activation=_gelu_tanh)
+        return x + made
     return x + norm(params, config, f"model.layers.{index}.post_feedforward_layernorm", made)
 
 
@@ -86,19 +86,25 @@ def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> T
     return ordered[:, k - 1] - ordered[:, k]
 
 
-def mlp(
-    params: Params, prefix: str, x: Tensor, *, activation: Callable[[Tensor], Tensor] = silu
-) -> Tensor:
-    """Compute a gated MLP (Shazeer 2020, arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
-    gate = activation(linear(params, f"{prefix}gate_proj", x))
-    return linear(params, f"{prefix}down_proj", gate * linear(params, f"{prefix}up_proj", x))
-
-
 def _gelu_tanh(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
-def mixture(params: Params, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": relu,
+}
+
+
+def mlp(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
+    """Compute a gated MLP (Shazeer 2020, arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
+    gate = _ACTIVATIONS[config.activation](linear(params, f"{prefix}gate_proj", x))
+    return linear(params, f"{prefix}down_proj", gate * linear(params, f"{prefix}up_proj", x))
+
+
+def mixture(params: Params, config: ModelConfig, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
     """Mix the top k of a softmax over all experts, renormalised or not, without capacity limits."""
     probs = linear(params, f"{prefix}gate", x).softmax(dim=-1)  # [L, E]
     weights, chosen = probs.topk(moe.top_k, dim=-1)  # [L, k]
@@ -107,7 +113,9 @@ def mixture(params: Params, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
     # [L, E], zero for experts that are not chosen.
     mixed = torch.zeros_like(probs).scatter(-1, chosen, weights)
     # Every expert sees every token: that is costly, but leaves no dispatch that could be wrong.
-    outputs = [mlp(params, f"{prefix}experts.{expert}.", x) for expert in range(moe.num_experts)]
+    outputs = [
+        mlp(params, config, f"{prefix}experts.{expert}.", x) for expert in range(moe.num_experts)
+    ]
     return (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "loss_and_grads",
     "sft",
     "spread",
+    "spreads",
     "train_steps",
 ]
 
@@ -212,10 +213,11 @@ def _errors(
     scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
     beta1, beta2 = config.betas
     after: dict[str, Errors] = {}
-    for name, grad in grads.items():
+    units = spreads({name: grad.square() for name, grad in grads.items()})
+    for name, unit in units.items():
         root = (state.exp_avg_sq[name] / (1 - beta2**state.step)).sqrt()
         rate = torch.where(root > 0, lr / (1 - beta1**state.step) / (root + config.eps), 0.0)
-        wrong = (scale * spread(grad.square())).square()
+        wrong = (scale * unit).square()
         after[name] = errors[name].after(wrong, beta1, rate)
     return after
 
@@ -238,6 +240,21 @@ def spread(squares: Tensor) -> Tensor:
             own = squares.sum(dim, keepdim=True) / counted.sum(dim, keepdim=True).clamp(min=1)
             mean = mean.maximum(own)
     return mean.sqrt()
+
+
+def spreads(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `spread` of each tensor, given the squares of the gradients by name.
+
+    A bias of a single element, as a value head's, has at least its weight's: its gradient is a sum
+    over tokens like those of the weight, whose inputs have size 1, and where the tokens cancel
+    nothing else in it says how large they are.
+    """
+    found = {name: spread(one) for name, one in squares.items()}
+    for name, own in found.items():
+        weight = found.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and own.numel() == 1 and weight is not None:
+            found[name] = own.maximum(weight.max())
+    return found
 
 
 def _with_trainable(oracle: OracleModel, params: dict[str, Tensor]) -> OracleModel:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from engine_api import BaseEngine, Batch, Capability, ModelSource, ShardSpec, TokenOutputs, Topology
+from engine_api.arguments import check_export
 from engine_api.capabilities import unsupported
 from engine_api.comm import SingleComm, TorchComm, together
 from engine_api.contract import Adapter
@@ -57,7 +58,8 @@ class MinimalEngine(BaseEngine):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # ImportError: weights in a format of a library that is not installed.
+        except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError("model.path", f"{path!r} cannot be loaded", why=str(error)) from error
         model, info = loaded
         # transformers has drawn missing weights at random.
@@ -131,6 +133,7 @@ class MinimalEngine(BaseEngine):
     ) -> WeightExport:
         """Return whole weights by name, which every rank has (see ``Engine``)."""
         self._expect("get_per_tensor_param", "ready")
+        check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
         return ((name, p.detach().to(dtype or p.dtype)) for name, p in self.weights.items())
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -124,8 +125,10 @@ class BaseEngine(EngineDefaults):
         try:
             with watched("initialize"):
                 self._build()
-        # Ctrl-C included: an engine that was not built uses no process group.
+        # Ctrl-C included: an engine that was not built keeps no process group.
         except BaseException:
+            if "comm" in vars(self):
+                self.comm.close()
             self._end_process_group()
             raise
         # An engine that only infers draws nothing, and may be created in the middle of a run.
@@ -483,12 +486,8 @@ class BaseEngine(EngineDefaults):
         return _Work(micro_batches, total, outputs)
 
     def _gather_results(self, work: _Work) -> ForwardBackwardOutput:
-        try:
+        with self._whole_gradient():
             sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
-        # The loss failed on some rank, so the accumulated values are not a gradient.
-        except Exception:
-            self._drop_gradients()
-            raise
         value = sums.pop("loss") / (work.denominator or 1.0)
         self._pending.append(value)
         return ForwardBackwardOutput(
@@ -502,7 +501,20 @@ class BaseEngine(EngineDefaults):
     def _clip(self) -> float:
         if not self._has_gradient:
             return 0.0
-        return self._clip_gradients(self._require_optimizer("clip").clip_norm)
+        with self._whole_gradient():
+            return self._clip_gradients(self._require_optimizer("clip").clip_norm)
+
+    @contextmanager
+    def _whole_gradient(self) -> Generator[None]:
+        """Drop the gradient if the block fails: the loss of some rank, or a half-done clipping.
+
+        Ctrl-C is such a failure too, because half a gradient must not reach the next step.
+        """
+        try:
+            yield
+        except BaseException:
+            self._drop_gradients()
+            raise
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float

@@ -158,11 +158,18 @@ class TorchComm(GroupComm):
         limit = timeout or timedelta(seconds=heartbeat.TIMEOUT_S)
         super().__init__(dist.new_group(backend="gloo", timeout=limit))
         self._watch = heartbeat.join(self._group.group_name, self.all_gather, limit.total_seconds())
+        self._is_open = True
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the group.
+
+        A second call does nothing.
+        """
         import torch.distributed as dist
 
+        if not self._is_open:
+            return
+        self._is_open = False
         self._watch.leave()
         if dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from engine_api.errors import ConfigError
@@ -27,6 +28,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Experts of all layers together. The largest model of 2026 has 23,424, and a table of all names
 # beyond this bound takes gigabytes before the first file is looked at.
 _MOST_EXPERTS = 2**18
+# Keys of counts for which transformers' classes of configurations make a list (the type of each
+# layer) or a mapping (the name of each label) while they read: 10**7 labels took 6 GB.
+_COUNTED = re.compile(r"(.*_)?(layers?|labels)|first_k_dense_replace|attention_types")
+# No model has nearly as many layers or labels, and lists of this length take a second.
+_MOST_COUNTED = 2**17
 
 
 def read_hf_config(
@@ -58,10 +64,15 @@ def read_hf_config(
 
     file = f"{path}/config.json"
     try:
-        # The annotations of from_pretrained are partial.
+        # The annotations of both functions are partial.
+        get_content: Any = PreTrainedConfig.get_config_dict  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        written, _ = get_content(path, revision=revision)
+        check_counts(written, file, field)
         read: Any = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         config: Any = read(path, revision=revision, trust_remote_code=trust_remote_code)
         content: Any = config.get_text_config()
+    except ConfigError:
+        raise
     # Each family's own code reads the file, and may raise anything on unexpected values.
     except Exception as error:
         raise ConfigError(
@@ -73,6 +84,44 @@ def read_hf_config(
         )
     check_sizes(content, file, field)
     return config
+
+
+def check_counts(content: Mapping[str, Any], file: str, field: str) -> None:
+    """Raise ``ConfigError`` for counts of layers or labels that no model has.
+
+    transformers would fill the memory, or never end, before it returns the configuration whose
+    sizes ``check_sizes`` looks at.
+
+    Args:
+        content: what ``config.json`` or overrides of it say, as yet unread by transformers.
+        file: the place of ``content``, for the error.
+        field: the configuration key that holds the place, for the error.
+    """
+    for key, count in _counts(content):
+        if count > _MOST_COUNTED:
+            raise ConfigError(
+                field,
+                f"{file}: expected at most {_MOST_COUNTED:,} as {key}, got {count:,}",
+                why="transformers would make a list of that length",
+                remedy="correct the file, or fetch it again",
+            )
+
+
+def _counts(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield each count of layers or labels with its key, those of parts of the model too."""
+    # A stack, because a file may nest deeper than functions may call each other.
+    pending: list[tuple[str, bool, Any]] = [("", False, content)]
+    while pending:
+        path, is_counted, value = pending.pop()
+        if isinstance(value, Mapping):
+            for name, part in cast("Mapping[str, Any]", value).items():
+                below = f"{path}.{name}" if path else name
+                pending.append((below, bool(_COUNTED.fullmatch(str(name))), part))
+        elif isinstance(value, list):
+            # gpt_neo has its counts in lists.
+            pending += [(path, is_counted, part) for part in cast("list[Any]", value)]
+        elif is_counted and type(value) is int:
+            yield path, value
 
 
 def check_sizes(text: Any, file: str, field: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-from engine_api.hf_config import check_sizes
+from engine_api.hf_config import check_counts, check_sizes
 
 _FIELD = "model.config_overrides"
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -40,6 +40,7 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
                 "the model's config has no such key",
                 remedy=near_matches(key, known),
             )
+        check_counts({key: value}, field, field)
         try:
             setattr(config, key, value)
             text: Any = config.get_text_config()

@@ -186,6 +186,11 @@ class FSDPEngine(DTensorEngine):
         )
         return self.module.outputs(inputs, needs, temperature)
 
+    def _release(self) -> None:
+        # A caller may hold the closed engine, and the blocks hold their weights.
+        self._blocks.clear()
+        super()._release()
+
 
 class FSDPEngineWithLMHead(FSDPEngine):
     """The engine for log-probs and entropy of a causal language model."""

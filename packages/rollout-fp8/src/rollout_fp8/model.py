@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError
+from engine_api.hf_config import check_counts
 
 
 def config_of(source: ModelSource) -> Any:
     """Return the Hugging Face configuration of a folder or hub id, with the overrides applied.
 
     Raises:
-        ConfigError: transformers cannot read the configuration, or it lacks the key of an override.
+        ConfigError: transformers cannot read the configuration, it lacks the key of an override, or
+            it has counts that no model has.
     """
     config: Any
     try:
+        content, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
+        check_counts(
+            content | dict(source.config_overrides),
+            f"{source.path}/config.json or config_overrides",
+            "engine.model.path",
+        )
         config, unknown = AutoConfig.from_pretrained(
             source.path,
             revision=source.revision,
@@ -25,6 +33,8 @@ def config_of(source: ModelSource) -> Any:
             return_unused_kwargs=True,
             **source.config_overrides,
         )
+    except ConfigError:
+        raise
     # The model family's own code reads the file, and may raise anything on unexpected values.
     except Exception as error:
         raise ConfigError(

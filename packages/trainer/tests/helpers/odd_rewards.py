@@ -181,13 +181,18 @@ ERRORS = {
 }
 
 
+def recurse():
+    # It reads nothing on the way: a thousand copies of a long completion take a second.
+    return recurse()
+
+
 def score(sample):
     does = json.loads(sample.completion)
     kind, number, text = does["kind"], does["number"], does["text"]
     if kind == "reward error":
         raise RewardError(text, sample, text)
     if kind == "recurses":
-        return score(sample)
+        return recurse()
     if kind == "closes the streams":
         sys.stdout = sys.stderr = None
         return 1.0

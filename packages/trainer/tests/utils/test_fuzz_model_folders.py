@@ -1,6 +1,7 @@
 """Fuzz tests of model folders.
 
-``local`` and the readers of a folder's configuration accept it or refuse it with a typed error.
+``local`` and the readers of a folder's tokenizer and configuration accept it or refuse it with a
+typed error.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from hypothesis import given
 from engine_api.config import ModelSource
 from engine_api.errors import EngineError
 from engine_api.registry import RolloutRegistry
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data import positions_of
+from engine_trainer.data.chat import load_tokenizer
 from engine_trainer.utils.hf_models import random_rates
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return whole_folder(tmp_path_factory.mktemp("whole"), "qwen3")
+def whole(tmp_path_factory, tokenizer_of):
+    folder = whole_folder(tmp_path_factory.mktemp("whole"), "qwen3")
+    tokenizer_of().save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
@@ -35,6 +40,7 @@ def test_a_damaged_folder_is_refused_by_a_typed_error_or_taken(tmp_path_factory,
         ).close(),
         lambda: positions_of(source),
         lambda: random_rates(source),
+        lambda: load_tokenizer(DataSection(source="unread", train_on="last"), source),
     ):
         try:
             call()

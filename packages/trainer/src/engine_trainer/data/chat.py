@@ -8,12 +8,14 @@ border between prompt and response.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_api.hf_config import check_counts
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.layouts import Example, Messages
 from engine_trainer.data.templates import TemplateError, renderer
@@ -379,7 +381,8 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     """Load the tokenizer of ``data.tokenizer``, or the model's if that is not set.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has no vocabulary.
+        ConfigError: there is no tokenizer, it has no vocabulary, or a file that it is read with is
+            damaged.
     """
     from transformers import AutoTokenizer
 
@@ -389,15 +392,27 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     require_source(path, key, revision)
     _require_files(Path(path), key)
     try:
+        _check_counts(path, key, revision)
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=model.trust_remote_code, revision=revision
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             key,
             f"no tokenizer at {path!r}",
             why=first_line(error),
             remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer",
+        ) from error
+    # transformers reads config.json too, and each family's own code may raise anything on
+    # unexpected values.
+    except Exception as error:
+        raise ConfigError(
+            key,
+            f"the files of the tokenizer at {path!r} cannot be used",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            remedy="correct config.json and the tokenizer's files, or fetch them again",
         ) from error
     # For some model types transformers builds an empty tokenizer instead of raising an error.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
@@ -408,6 +423,19 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
             remedy="copy the whole tokenizer into it, or name another in data.tokenizer",
         )
     return ChatTokenizer(tokenizer, section)
+
+
+def _check_counts(path: str, key: str, revision: str | None) -> None:
+    """Raise ``ConfigError`` for counts that no model has in the ``config.json`` at ``path``.
+
+    transformers reads the file to choose a tokenizer's class, and would fill the memory.
+    """
+    from transformers import PreTrainedConfig
+
+    # A tokenizer needs no config.json.
+    with suppress(OSError):
+        content, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        check_counts(content, f"{path}/config.json", key)
 
 
 def _require_files(folder: Path, key: str) -> None:

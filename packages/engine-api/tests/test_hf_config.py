@@ -1,0 +1,71 @@
+"""Tests of the reader of a model's config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_api.errors import ConfigError
+from engine_api.hf_config import read_hf_config
+from engine_api.hf_overrides import override
+
+transformers = pytest.importorskip("transformers")
+
+# transformers would need gigabytes for the names of so many labels.
+MANY = 40_000_000
+
+
+def write(folder: Path, **content: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"} | content))
+    return str(folder)
+
+
+@pytest.fixture
+def _reads_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers build no configuration."""
+
+    def read(*_arguments: Any, **_keywords: Any) -> None:
+        raise AssertionError("transformers was asked to build it")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
+
+
+@pytest.mark.usefixtures("_reads_no_further")
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"num_labels": MANY}, "num_labels"),
+        ({"num_labels": 10**30}, "num_labels"),
+        ({"num_hidden_layers": MANY}, "num_hidden_layers"),
+        ({"model_type": "gpt2", "n_layer": MANY}, "n_layer"),
+        ({"text_config": {"num_hidden_layers": MANY}}, "text_config.num_hidden_layers"),
+        ({"num_nextn_predict_layers": MANY}, "num_nextn_predict_layers"),
+        ({"first_k_dense_replace": MANY}, "first_k_dense_replace"),
+        ({"attention_types": [[["global"], MANY]]}, "attention_types"),
+    ],
+    ids=str,
+)
+def test_a_count_that_transformers_would_list_is_refused_before_it_reads_on(
+    tmp_path: Path, content: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"expected at most 131,072 as {key}, got ") as caught:
+        read_hf_config(write(tmp_path, **content), remedy="none")
+    assert caught.value.field == "model.path"
+    assert caught.value.remedy
+
+
+def test_counts_of_a_model_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, num_labels=5, num_hidden_layers=3, max_position_embeddings=MANY)
+    config = read_hf_config(folder, remedy="none")
+    assert (config.num_labels, config.num_hidden_layers) == (5, 3)
+
+
+def test_an_override_of_such_a_count_is_refused_before_it_is_set() -> None:
+    config = transformers.Qwen3Config(num_hidden_layers=2)
+    # 4,000 labels more than the bound are built at once where nothing looks at it.
+    with pytest.raises(ConfigError, match="expected at most 131,072 as num_labels, got 135,072"):
+        override(config, {"num_labels": 2**17 + 4000})
+    assert config.num_labels == 2
