@@ -43,6 +43,8 @@ from matrix import (  # noqa: E402 - the same
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
+# The version whose steps docs/peers.md compares with those of this trainer.
+TRL = "1.16.0"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
 TOOLS = ("import-linter", "matplotlib", "nox", "pyright[nodejs]", "ruff", *PYTEST)
@@ -54,6 +56,7 @@ API, FSDP, TRAINER, SUITE = (
 )
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")
+OWN_LOSS = "examples/own-loss"
 # These tools write a page from its source, and compare the two with --check.
 GENERATORS = (
     "matrix",
@@ -65,6 +68,7 @@ GENERATORS = (
     "margins",
     "scaling",
     "kl_gradients",
+    "zoo",
 )
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
@@ -166,7 +170,7 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
     The trainer's tests are three commands, each of about the length of the others.
     """
-    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES])
+    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES, OWN_LOSS])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
     ]
@@ -241,7 +245,7 @@ def tests(session: nox.Session) -> None:
 
     These are lint, types, imports, generated pages, every test, the conformance suite and the site.
     """
-    install(session, [*packages(), *EXAMPLES], *TOOLS)
+    install(session, [*packages(), *EXAMPLES, OWN_LOSS], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
     units = unit_commands(session)
@@ -361,6 +365,17 @@ def nightly(session: nox.Session) -> None:
         if device == "cpu" and not session.posargs:
             whole = run_arguments(load(), engine, device, (1, 2))
             session.run("engine-conformance", *whole, "--certify", "--quiet", "--patience", "10")
+
+
+@nox.session
+def zoo(session: nox.Session) -> None:
+    """Compute a tiny model of every type that transformers has, and write docs/models.md.
+
+    After `--`: model types (all without any) and `--one-rank`.
+    """
+    install(session, packages(), *PYTEST)
+    session.run("python", "tools/zoo.py", "measure", *session.posargs)
+    session.run("python", "tools/zoo.py")
 
 
 @nox.session
@@ -646,6 +661,19 @@ def fresh(session: nox.Session) -> None:
     After `--`: `--write` puts the result into docs/install.md.
     """
     session.run("python", "tools/fresh.py", str(build_release(session)), *session.posargs)
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Compare steps of GRPO, DPO and reward models with TRL's, in an environment of their own.
+
+    After `--`: `--write` puts the table into docs/peers.md, or words of the cases to run.
+    """
+    install(session, [API, FSDP, TRAINER])
+    # The overrides of other packages leave out what TRL needs.
+    session.install("-c", CONSTRAINTS, f"trl=={TRL}")
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    session.run("python", "tools/peers.py", *session.posargs, env=quiet)
 
 
 @nox.session

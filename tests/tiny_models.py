@@ -89,7 +89,7 @@ _SIZES: dict[str, Any] = {
     "window_size": WINDOW,
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
@@ -110,6 +110,12 @@ _SIZES: dict[str, Any] = {
     "mamba_chunk_size": 16,
     "time_step_rank": 4,
     "mamba_dt_rank": 4,
+    # Values that change the scores of a tiny model.
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "logits_soft_cap": 2.0,
+    "logits_scaling": 3.0,
+    "lm_head_multiplier": 0.5,
     "initializer_range": 0.2,
     "dtype": "float32",
 }

@@ -69,3 +69,21 @@ def test_a_parameter_that_is_one_piece_is_itself() -> None:
     whole = torch.ones(3, 2)
     (found,) = views([Piece(name="w", shape=(3, 2))], whole)
     assert found is whole
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 8), (0, 3), (2, 3), (3, 5), (7, 1), (8, 0)])
+def test_a_parameter_that_is_saved_in_parts_of_its_rows(offset: int, size: int) -> None:
+    """Three convolutions are one in memory (OLMo-Hybrid), of unequal sizes."""
+    whole = torch.arange(16.0).reshape(8, 2)
+    pieces = [
+        Piece(name="q", shape=(2, 2), rows=(0, 2)),
+        Piece(name="k", shape=(1, 2), rows=(2, 3)),
+        Piece(name="v", shape=(5, 2), rows=(3, 8)),
+    ]
+    held = whole[offset : offset + size]
+    found = views(pieces, held, (offset, 0))
+    for piece, view in zip(pieces, found, strict=True):
+        spec = piece.spec((offset, 0), (size, 2), replica=0)
+        assert spec.shape == view.shape
+        assert torch.equal(view, piece.view(whole)[spec.slices])
+    assert sum(view.numel() for view in found) == held.numel()

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     Phi3Config,
     PhiConfig,
 )
@@ -26,9 +28,11 @@ from engine_api import (
     ModelSource,
     OptimizerConfig,
     Precision,
+    sft_loss,
 )
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
+from engine_fsdp.engine import FSDPModelClasses
 from engine_torch import model as model_module
 
 TINY: dict[str, Any] = {
@@ -82,17 +86,6 @@ def make(folder: Path, **config: Any) -> Any:
 
 def pack(*lengths: int) -> Batch:
     return Batch.pack([{"input_ids": [1 + (7 * i) % 60 for i in range(n)]} for n in lengths])
-
-
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_head_with_a_bias_is_refused(tmp_path: Path, compute: Any) -> None:
-    """The head's bias would be left out.
-
-    The check at the start notices that in float32 only, and never for a bias of zeros.
-    """
-    folder = saved(PhiConfig(**TINY), tmp_path / "model")
-    with pytest.raises(UnsupportedCapability, match="bias"):
-        make(folder, precision=Precision(compute=compute))
 
 
 @pytest.mark.parametrize("kind", ROPE)
@@ -164,45 +157,156 @@ def test_the_check_at_start_sees_in_bfloat16_as_well(
         lm = AutoModelForCausalLM.from_config(PhiConfig(**TINY))
         lm.lm_head.bias.data.normal_()
         lm.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(model_module, "_refuse_biased_head", lambda *_: None)
+    whole = model_module.chunked_log_probs
+    monkeypatch.setattr(
+        model_module, "chunked_log_probs", lambda *a, bias, **b: whole(*a, bias=None, **b)
+    )
     with pytest.raises(UnsupportedCapability, match="on average"):
         make(tmp_path / "model", precision=Precision(compute="bfloat16"))
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: Any) -> None:
-    """A router's correction was left at zero, and was in no export and in no checkpoint.
-
-    Tokens went to the wrong experts.
-    """
-    config = Glm4MoeConfig(
-        **TINY,
-        head_dim=8,
-        moe_intermediate_size=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=0,
-        n_shared_experts=1,
-        pad_token_id=0,
-    )
-    model = ModelSource(path=str(saved(config, tmp_path / "model")), init=init)
-    with pytest.raises(
-        UnsupportedCapability, match=r"layers\.0\.mlp\.gate\.e_score_correction_bias"
-    ):
-        EngineRegistry.create(
-            backend="fsdp2", device="cpu", config=EngineConfig(model=model)
-        ).initialize()
+MOE: dict[str, Any] = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 1,
+    "pad_token_id": 0,
+}
+ROUTER_BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
 
 
-def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) -> None:
-    """A short convolution reaches into the previous document.
+def saved_with_router_bias(folder: Path) -> tuple[Path, torch.Tensor]:
+    """Return a folder and the router's bias of its first layer, which decides between experts."""
+    saved(Glm4MoeConfig(**TINY, **MOE), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    bias = torch.linspace(-0.3, 0.3, 8) + 1 / 3
+    tensors[ROUTER_BIAS] = bias
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder, bias
 
-    The check at the start notices that in float32 only.
-    """
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_saved_buffer_is_read_exported_and_checkpointed_in_float32(
+    tmp_path: Path, compute: Any
+) -> None:
+    """A router's bias that is rounded to bfloat16 sends tokens to other experts."""
+    folder, bias = saved_with_router_bias(tmp_path / "model")
+    engine = make(folder, precision=Precision(compute=compute))
+    live = engine.module.lm.get_buffer(ROUTER_BIAS)
+    assert live.dtype == torch.float32
+    assert torch.equal(live, bias)
+    assert torch.equal(dict(engine.get_per_tensor_param())[ROUTER_BIAS], bias)
+    shards = {name: shard for name, shard, _ in engine.get_per_tensor_param_shard()}
+    assert torch.equal(shards[ROUTER_BIAS], bias)
+    engine.train_batch(weighted(pack(5, 9)), sft_loss)
+    assert torch.equal(engine.module.lm.get_buffer(ROUTER_BIAS), bias)
+    engine.save_checkpoint(tmp_path / "checkpoint").result()
+    engine.save_hf(tmp_path / "hf")
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")[ROUTER_BIAS], bias)
+    engine.close()
+
+    other = make(saved(Glm4MoeConfig(**TINY, **MOE), tmp_path / "other"))
+    assert not other.module.lm.get_buffer(ROUTER_BIAS).any()
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(other.module.lm.get_buffer(ROUTER_BIAS), bias)
+    other.close()
+
+
+def weighted(batch: Batch) -> Batch:
+    weight = torch.ones(batch.num_tokens)
+    weight[batch.cu_seqlens[:-1]] = 0
+    return batch.with_fields(loss_weight=weight)
+
+
+def test_a_folder_without_the_buffers_of_its_model_is_refused(tmp_path: Path) -> None:
+    folder, _ = saved_with_router_bias(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[ROUTER_BIAS]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors: .*e_score_correction_bias"):
+        make(folder)
+
+
+def test_a_state_is_not_carried_from_document_to_document(tmp_path: Path) -> None:
+    """A short convolution reaches back, and would reach into the previous document."""
     config = Lfm2Config(**TINY, layer_types=["conv", "full_attention"], pad_token_id=0)
-    with pytest.raises(UnsupportedCapability, match="layers of type conv") as caught:
-        make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
-    why = "would leave that out, or they would mix tokens of different documents"
-    assert why in caught.value.why
+    engine = make(saved(config, tmp_path / "model"))
+    alone = engine.infer_batch(pack(6)).log_probs
+    packed = engine.infer_batch(pack(9, 6)).log_probs[9:]
+    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=0)
+    engine.close()
+
+
+ASKING: dict[str, tuple[str, dict[str, Any]]] = {
+    "softcap": ("gemma2", {}),
+    "sinks": ("gpt_oss", {}),
+    "head_bias": ("phi", {}),
+    "logit_scale": ("cohere", {}),
+    "saved_buffers": ("deepseek_v3", {}),
+    "linear_attention": ("qwen3_next", {}),
+    "chunked_attention": ("llama4_text", {}),
+    "sparse_attention": ("deepseek_v32", {}),
+    "own_attention": ("bloom", {}),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_mechanism_that_an_engine_lacks_is_refused_by_its_name_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model_type, changes = ASKING[name]
+    tiny_model(model_type, **changes).save_pretrained(tmp_path)
+    served = FSDPModelClasses.mechanisms - {name}
+    monkeypatch.setattr(FSDPModelClasses, "mechanisms", served)
+    monkeypatch.setattr(model_module, "WeightFiles", lambda _: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedCapability) as caught:
+        make(tmp_path)
+    assert caught.value.capability == name
+    assert caught.value.where
+    assert caught.value.why
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "lfm2", "gemma2", "longcat_flash"])
+def test_recomputing_changes_no_gradient(tmp_path: Path, model_type: str) -> None:
+    """The backward pass calls the layers once more, for the documents of its micro-batch."""
+    tiny_model(model_type).save_pretrained(tmp_path)
+    norms: list[float] = []
+    for recompute in ("none", "full"):
+        engine = make(tmp_path, memory=Memory(recompute=recompute, max_tokens=32))
+        norms.append(engine.train_batch(weighted(pack(20, 9, 11)), sft_loss).grad_norm)
+        engine.close()
+    assert norms[0] == norms[1] > 0
+
+
+def test_layers_that_select_tokens_refuse_ulysses_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("deepseek_v32").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_module, "WeightFiles", lambda _: pytest.fail("weights were read"))
+    config = EngineConfig(model=ModelSource(path=str(tmp_path)))
+    with pytest.raises(UnsupportedCapability, match="sparse_attention") as caught:
+        model_module.build_model(config, "language_model", 2, FSDPModelClasses())
+    assert caught.value.remedy == "set parallelism.ulysses: 1"
+
+
+def test_logits_that_are_neither_scaled_nor_capped_alone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(LlamaConfig(**TINY), tmp_path / "model")
+    whole = LlamaForCausalLM.forward
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        output = whole(*arguments, **options)
+        output.logits = output.logits + 0.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    with pytest.raises(UnsupportedCapability, match="logits") as caught:
+        make(folder, precision=Precision(compute="bfloat16"))
+    assert "neither scaled nor capped" in caught.value.why

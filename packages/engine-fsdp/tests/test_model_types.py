@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,28 @@ from tiny_models import (
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_torch import model as model_module
+from engine_torch.mechanisms import MECHANISMS
 
 # Largest difference in nats, for float32 sums in two orders.
 NEAR = 1e-4
 
 # Model types that must not be refused. Any other type that is accepted must be right as well.
 TAKEN = models_of("fsdp2", "cpu")
+
+
+def test_the_record_of_the_zoo_is_current() -> None:
+    """`nox -s zoo` writes it, and docs/models.md and matrix.toml say the same."""
+    record = json.loads((Path(__file__).parents[3] / "conformance" / "zoo.json").read_text())
+    mechanisms = {one.name: {"served_by": one.served_by, "why": one.why} for one in MECHANISMS}
+    assert record["mechanisms"] == mechanisms
+    assert set(record["types"]) == set(MODEL_TYPES)
+    layouts = ("one rank", "two ranks")
+    right = {
+        name
+        for name, row in record["types"].items()
+        if all(layout in row and row[layout]["status"] == "right" for layout in layouts)
+    }
+    assert right == TAKEN
 
 
 def create(folder: Path, **overrides: Any) -> Any:

@@ -1,4 +1,9 @@
-"""Kernels and precision of CUDA against float64, skipped where there is no GPU."""
+"""Kernels and precision of CUDA against float64, skipped where there is no GPU.
+
+They need torch and pytest alone. On a machine that cannot install the packages:
+``PYTHONPATH=$(python tools/from_source.py /tmp/meta):tests python -m pytest -c /dev/null
+--rootdir . --import-mode=importlib packages/engine-torch/tests/test_cuda.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import math
 
 import pytest
 import torch
+from attention_reference import random_inputs, random_sinks
+from attention_reference import reference as exact_attention
 from torch import Tensor
 
-from engine_torch.attention import build_packing, packed_attention
+from engine_torch.attention import build_packing, choose_kernel, packed_attention
 from engine_torch.head import chunked_log_probs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -92,3 +99,106 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
     for ours, theirs in zip((hidden, weight), exact, strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert relative(ours.grad, theirs.grad) < 1e-2
+
+
+# Mechanism → heads, heads of keys, width of keys, width of values, and arguments of the layer.
+MECHANISMS: dict[str, tuple[tuple[int, int, int, int], dict[str, float]]] = {
+    "softcap (Gemma 2)": ((8, 4, 256, 256), {"softcap": 5.0}),
+    "softcap and window": ((8, 4, 128, 128), {"softcap": 5.0, "sliding_window": 100}),
+    "sinks (gpt-oss)": ((16, 2, 64, 64), {"sinks": 1}),
+    "sinks and window (gpt-oss)": ((16, 2, 64, 64), {"sinks": 1, "sliding_window": 128}),
+    "unequal widths (MLA)": ((8, 8, 192, 128), {}),
+    "unequal widths and sinks (MiMo)": ((8, 2, 192, 128), {"sinks": 1, "sliding_window": 128}),
+    "heads of 256 (Gemma)": ((8, 4, 256, 256), {}),
+    "heads of 256 and window": ((8, 4, 256, 256), {"sliding_window": 100}),
+    "heads of 512 (Gemma 4)": ((8, 2, 512, 512), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["equal", "odd"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.filterwarnings("ignore")
+def test_each_mechanism_of_attention(mechanism: str, name: str, dtype: str, compiled: bool) -> None:
+    """The kernel that ``auto`` takes in this dtype, with the gradients of all that goes into it."""
+    (heads, kv_heads, width, value_width), asked = MECHANISMS[mechanism]
+    lengths = PACKS[name]
+    precision = getattr(torch, dtype)
+    inputs = random_inputs(
+        sum(lengths),
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        value_width=value_width,
+        dtype=precision,
+        device="cuda",
+    )
+    window = asked.get("sliding_window")
+    cap = asked.get("softcap")
+    if "sinks" in asked:
+        inputs.append(random_sinks(heads, precision, "cuda"))
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = exact_attention(
+        *exact[:3],
+        lengths,
+        window=None if window is None else int(window),
+        cap=cap,
+        sinks=exact[3] if "sinks" in asked else None,
+    )
+    grad = torch.randn(want.shape, device="cuda").to(precision)
+    want.backward(grad.double())
+    kernel = choose_kernel("auto", "cuda", dtype)
+    packing = build_packing(lengths, kernel, torch.device("cuda"))
+    attend = torch.compile(packed_attention) if compiled else packed_attention
+    got, _ = attend(
+        torch.nn.Identity(),
+        *inputs[:3],
+        None,
+        packing=packing,
+        sliding_window=window,
+        softcap=cap,
+        s_aux=inputs[3] if "sinks" in asked else None,
+    )
+    got.transpose(1, 2).backward(grad)
+    near = 2e-2 if dtype == "bfloat16" else 1e-4
+    assert relative(got.transpose(1, 2), want) < near
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert relative(ours.grad, theirs.grad) < near
+
+
+@pytest.mark.parametrize("chunk", [300, 4096])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_with_a_scale_a_cap_and_a_bias(chunk: int, entropy: bool, dtype: str) -> None:
+    torch.manual_seed(0)
+    precision = getattr(torch, dtype)
+    parts = [torch.randn(s, device="cuda") for s in ((1000, 256), (5000, 256), (5000,))]
+    parts[1] *= 0.1
+    ours = [x.to(precision).requires_grad_() for x in parts]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    targets = torch.randint(0, 5000, (1000,), device="cuda")
+    a, b = (torch.randn(1000, device="cuda") for _ in range(2))
+    scores = torch.tanh((exact[0] @ exact[1].T + exact[2]) * 0.5 / 4.0) * 4.0
+    log_p = (scores / 0.7).log_softmax(-1)
+    want = log_p.gather(-1, targets[:, None])[:, 0]
+    want_entropy = -(log_p.exp() * log_p).sum(-1)
+    (want @ a.double() + (want_entropy @ b.double() if entropy else 0.0)).backward()
+    got, got_entropy = chunked_log_probs(
+        *ours[:2],
+        targets,
+        temperature=0.7,
+        chunk=chunk,
+        entropy=entropy,
+        bias=ours[2],
+        scale=0.5,
+        cap=4.0,
+    )
+    (got @ a + (got_entropy @ b if got_entropy is not None else 0.0)).backward()
+    near = 0.1 if dtype == "bfloat16" else 1e-3
+    assert float((got.double() - want).abs().max()) < near
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert relative(mine.grad, theirs.grad) < (2e-2 if dtype == "bfloat16" else 1e-3)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_torch.attention import build_packing, check_heads, choose_kernel, packed_attention
+from engine_torch import head
+from engine_torch.attention import (
+    build_context_packing,
+    build_packing,
+    check_heads,
+    choose_kernel,
+    packed_attention,
+)
 from engine_torch.context import build_context
 from engine_torch.head import VocabularyShard, chunked_log_probs
 
@@ -32,9 +39,19 @@ def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    logits = (hidden @ weight.T + (0.0 if bias is None else bias)) * scale
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -115,19 +132,35 @@ class ThreadShard(VocabularyShard):
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("chunk", [4, 100])
 @pytest.mark.parametrize("bounds", [(0, 9, 17), (0, 1, 16, 17)])
+@pytest.mark.parametrize("special", [{}, {"scale": 0.4}, {"scale": 0.4, "cap": 1.5}], ids=str)
+@pytest.mark.parametrize("elementwise", ["eager", "as compiled"])
 def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
-    bounds: tuple[int, ...], chunk: int, known: bool
+    monkeypatch: pytest.MonkeyPatch,
+    bounds: tuple[int, ...],
+    chunk: int,
+    known: bool,
+    special: dict[str, float],
+    elementwise: str,
 ) -> None:
-    """Each rank's gradient of the hidden states is an addend, that of the weight its own part."""
+    """Each rank's gradient of the hidden states is an addend, that of the weight its own part.
+
+    A head with a scale or a cap is given a bias, too, of which each rank has its part.
+    """
+    if elementwise == "as compiled":
+        # The gradient of devices with a compiler, without compiling it.
+        monkeypatch.setattr(head, "_fused", lambda function, _: function)
     hidden, weight, targets = head_inputs(torch.float32)
+    bias = torch.linspace(-1.0, 0.5, VOCABULARY) if special else None
     ranks = len(bounds) - 1
     exchange = Exchange(ranks)
     upstream = torch.linspace(-1, 2, TOKENS)
-    found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+    found: dict[int, tuple[Tensor, ...]] = {}
 
     def run(rank: int) -> None:
         own_hidden = hidden.detach().clone().requires_grad_()
-        own = weight.detach()[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
+        rows = slice(bounds[rank], bounds[rank + 1])
+        own = weight.detach()[rows].clone().requires_grad_()
+        own_bias = None if bias is None else bias[rows].clone().requires_grad_()
         log_probs, entropy = chunked_log_probs(
             own_hidden,
             own,
@@ -137,6 +170,8 @@ def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
             entropy=True,
             coefficients=upstream if known else None,
             shard=ThreadShard(group=exchange, first=bounds[rank], rank=rank),
+            bias=own_bias,
+            **special,
         )
         assert entropy is not None
         loss = log_probs @ upstream
@@ -145,6 +180,9 @@ def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
         assert own_hidden.grad is not None
         assert own.grad is not None
         found[rank] = (log_probs.detach(), entropy.detach(), own_hidden.grad, own.grad)
+        if own_bias is not None:
+            assert own_bias.grad is not None
+            found[rank] += (own_bias.grad,)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -154,7 +192,8 @@ def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
     assert len(found) == ranks
 
     exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    want = plain_head(exact_hidden, exact_weight, targets, 0.6)
+    exact_bias = None if bias is None else bias.double().requires_grad_()
+    want = plain_head(exact_hidden, exact_weight, targets, 0.6, bias=exact_bias, **special)
     loss = want[0] @ upstream.double()
     (loss if known else loss + want[1].sum()).backward()
     assert exact_hidden.grad is not None
@@ -168,6 +207,10 @@ def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
     d_weight = torch.cat([found[rank][3] for rank in range(ranks)])
     torch.testing.assert_close(d_hidden.double(), exact_hidden.grad, atol=2e-5, rtol=0)
     torch.testing.assert_close(d_weight.double(), exact_weight.grad, atol=2e-5, rtol=0)
+    if exact_bias is not None:
+        assert exact_bias.grad is not None
+        d_bias = torch.cat([found[rank][4] for rank in range(ranks)])
+        torch.testing.assert_close(d_bias.double(), exact_bias.grad, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -206,6 +249,27 @@ KV_HEADS = 2
 WIDTH = 8
 
 
+@pytest.mark.parametrize(
+    ("extra", "value_width", "name"),
+    [
+        ({"sliding_window": 3}, WIDTH, "a sliding window"),
+        ({"softcap": 30.0}, WIDTH, "softcap"),
+        ({"s_aux": torch.zeros(HEADS)}, WIDTH, "sinks"),
+        ({}, WIDTH + 4, "values of another width than the keys"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_part_of_a_pack_refuses_what_its_attention_would_leave_out(
+    extra: dict[str, Any], value_width: int, name: str
+) -> None:
+    packing = build_context_packing([6], "sdpa", torch.device("cpu"), group=None, parts=2, part=0)
+    query = torch.zeros(1, HEADS, 3, WIDTH)
+    key = torch.zeros(1, KV_HEADS, 3, WIDTH)
+    value = torch.zeros(1, KV_HEADS, 3, value_width)
+    with pytest.raises(UnsupportedCapability, match=f"{name} under context parallelism"):
+        packed_attention(torch.nn.Module(), query, key, value, None, packing=packing, **extra)
+
+
 def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
     """Compute attention ``[1, T, H, d]`` token by token."""
     out = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=q.dtype)
@@ -240,7 +304,7 @@ def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}],
+    [{"dropout": 0.1}, {"indices": torch.zeros(1)}],
     ids=lambda e: next(iter(e)),
 )
 def test_attention_refuses_what_it_would_leave_out(extra: dict[str, Any]) -> None:

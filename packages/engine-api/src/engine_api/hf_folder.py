@@ -78,6 +78,17 @@ def fetch(model: ModelSource) -> str:
         ) from error
 
 
+def read_saved_tensors(path: str) -> WeightFiles | None:
+    """Return the weights of a folder on this machine, or None for a hub id or a folder without any.
+
+    Raises ``ConfigError`` for files that cannot be read.
+    """
+    folder = Path(path)
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        return None
+    return WeightFiles(path)
+
+
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor by name from the folder's index, or None without an index.
 
@@ -138,6 +149,10 @@ class WeightFiles:
 
     def __contains__(self, name: object) -> bool:
         return name in self.handles
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the stored shape of a weight that the files have."""
+        return tuple(self.handles[name].get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold the weights of ``shapes``, without reading any.

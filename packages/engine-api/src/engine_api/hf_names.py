@@ -9,9 +9,11 @@ mapping, read backwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 class Piece:
     """One saved tensor, with the part of an in-memory parameter that it is.
 
-    If ``expert`` is None it is the whole parameter, and ``parameter[expert, rows[0]:rows[1]]`` if
-    not.
+    If ``expert`` is None it is the whole parameter, or ``parameter[rows[0]:rows[1]]`` where
+    ``rows`` are given. If not, it is ``parameter[expert, rows[0]:rows[1]]``.
     """
 
     name: str
@@ -39,9 +41,12 @@ class Piece:
         The box begins at ``offset`` (empty: at the parameter's first element). The result has a
         zero in its shape where ``tensor`` holds nothing of the piece.
         """
-        if self.expert is None:
-            return tensor
         start = tuple(offset) or (0,) * tensor.dim()
+        if self.expert is None:
+            if not self.rows[1]:
+                return tensor
+            rows = _overlap(self.rows, start[0], tensor.shape[0])
+            return tensor[rows.start - start[0] : rows.stop - start[0]] if rows else tensor[:0]
         if not self.is_in(start, tensor.shape):
             return tensor.new_empty((0, *self.shape[1:]))
         rows = _overlap(self.rows, start[1], tensor.shape[1])
@@ -53,8 +58,21 @@ class Piece:
         The rank holds the box of the parameter that begins at ``offset`` and has this shape.
         """
         if self.expert is None:
+            if not self.rows[1]:
+                return ShardSpec(
+                    global_shape=self.shape,
+                    offset=tuple(offset),
+                    shape=tuple(shape),
+                    replica=replica,
+                )
+            rows = _overlap(self.rows, offset[0], shape[0])
+            if not rows:
+                return ShardSpec.nothing(self.shape)
             return ShardSpec(
-                global_shape=self.shape, offset=tuple(offset), shape=tuple(shape), replica=replica
+                global_shape=self.shape,
+                offset=(rows.start - self.rows[0], *offset[1:]),
+                shape=(len(rows), *shape[1:]),
+                replica=replica,
             )
         if not self.is_in(offset, shape):
             return ShardSpec.nothing(self.shape)
@@ -86,6 +104,8 @@ def views(
 
     The views of all experts are made at once, because a model has thousands of them.
     """
+    if all(piece.expert is None for piece in pieces):
+        return [piece.view(tensor, offset) for piece in pieces]
     start = tuple(offset) or (0,) * tensor.dim()
     experts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     for kind in {piece.rows for piece in pieces if piece.expert is not None}:
@@ -100,18 +120,55 @@ def views(
     ]
 
 
-def pieces_of(model: Any) -> dict[str, list[Piece]]:
+def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a model saves and that are no parameters, by name, in order.
+
+    They are a router's bias (DeepSeek-V3), a layer's scale (Gemma 4) and the like. RoPE's
+    frequencies, which some models save, are left out because they are computed again.
+    """
+    saved = set(model.state_dict(keep_vars=True))
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and not name.endswith("inv_freq")
+    }
+
+
+def float32_buffers(model: Any) -> set[str]:
+    """Return the names of saved buffers that transformers keeps in float32 in every dtype.
+
+    A router's bias is one, because a rounded one sends tokens to other experts.
+    """
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = [re.compile(rf"(^|\.){re.escape(part)}($|\.)") for part in parts]
+    return {name for name in saved_buffers(model) if any(one.search(name) for one in kept)}
+
+
+def keep_float32(model: Any) -> None:
+    """Make the buffers of ``float32_buffers`` float32, in a model of any dtype on any device."""
+    for name in float32_buffers(model):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        module.register_buffer(leaf, module.get_buffer(leaf).float())
+
+
+def pieces_of(model: Any, folder: SavedTensors | None = None) -> dict[str, list[Piece]]:
     """Return the saved tensors of each in-memory parameter by its name, in order.
 
-    Tied parameters come once.
+    Tied parameters come once. Saved buffers follow the parameters.
 
     Args:
         model: a transformers ``PreTrainedModel``, on any device (meta included), not yet wrapped.
+        folder: the tensors of the model's folder, or None where they are not known. Some families
+            are saved with a prefix for the language model if they were part of a larger model, and
+            without it if not (Qwen3.5). Others are saved in parts whose sizes no table tells
+            (OLMo-Hybrid).
 
     Raises:
         ConfigError: transformers converts a parameter in a way that is not a split into experts.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
 
     # Loading applies the transforms in order. Saving undoes them from the last to the first, with
     # converters before renamings.
@@ -119,24 +176,60 @@ def pieces_of(model: Any) -> dict[str, list[Piece]]:
         t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)
     ]
     transforms.sort(key=lambda t: not hasattr(t, "operations"))
-    return {name: _pieces(name, tuple(p.shape), transforms) for name, p in model.named_parameters()}
+    saved = {**dict(model.named_parameters()), **saved_buffers(model)}
+    shapes = {name: tuple(one.shape) for name, one in saved.items()}
+    pieces = {name: _pieces(name, shape, transforms, folder) for name, shape in shapes.items()}
+    plain = [t for t in transforms if not isinstance(t, PrefixChange)]
+    if folder is None or len(plain) == len(transforms) or _are_in(pieces, folder):
+        return pieces
+    bare = {name: _pieces(name, shape, plain, folder) for name, shape in shapes.items()}
+    return bare if _are_in(bare, folder) else pieces
 
 
-def _pieces(name: str, shape: tuple[int, ...], transforms: list[Any]) -> list[Piece]:
+class SavedTensors(Protocol):
+    """The tensors of a folder, by name."""
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the folder has a tensor."""
+        ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that the folder has."""
+        ...
+
+
+def _are_in(pieces: Mapping[str, list[Piece]], folder: SavedTensors) -> bool:
+    """Return whether a folder has the tensors of the pieces, but for a value head."""
+    every = (piece.name for parts in pieces.values() for piece in parts)
+    return all(name in folder for name in every if not name.startswith("score."))
+
+
+def _pieces(
+    name: str, shape: tuple[int, ...], transforms: list[Any], folder: SavedTensors | None
+) -> list[Piece]:
     pieces = [Piece(name=name, shape=shape)]
     for transform in transforms:
         if hasattr(transform, "operations"):
             renamed, pattern = transform.rename_source_key(name)
             if pattern is not None:
-                pieces = _split(name, renamed, shape, transform)
+                pieces = _split(name, renamed, shape, transform, folder)
         else:
             pieces = [replace(p, name=transform.rename_source_key(p.name)[0]) for p in pieces]
     return pieces
 
 
-def _split(name: str, renamed: str, shape: tuple[int, ...], transform: Any) -> list[Piece]:
+def _split(
+    name: str,
+    renamed: str,
+    shape: tuple[int, ...],
+    transform: Any,
+    folder: SavedTensors | None,
+) -> list[Piece]:
     operations = [repr(o) for o in transform.operations]
     targets = list(transform.target_patterns)
+    if operations == ["Chunk(dim=0)"]:
+        names = [renamed.replace(targets[0], target) for target in targets]
+        return _split_rows(names, shape, folder)
     fused = operations == ["Chunk(dim=1)", "SplitModulelist(dim=0)"]
     if len(shape) != 3 or not (
         fused or (operations == ["SplitModulelist(dim=0)"] and len(targets) == 1)
@@ -144,7 +237,7 @@ def _split(name: str, renamed: str, shape: tuple[int, ...], transform: Any) -> l
         raise ConfigError(
             "model.path",
             f"no export for {name}: it is saved through {operations}",
-            why="only splits into experts are known",
+            why="only splits into experts and into rows are known",
             remedy="report the model family",
         )
     experts, rows, columns = shape
@@ -158,4 +251,24 @@ def _split(name: str, renamed: str, shape: tuple[int, ...], transform: Any) -> l
         )
         for expert in range(experts)
         for i, target in enumerate(targets)
+    ]
+
+
+def _split_rows(
+    names: list[str], shape: tuple[int, ...], folder: SavedTensors | None
+) -> list[Piece]:
+    """Return the pieces of a parameter that is saved in parts of its rows.
+
+    The parts have the sizes that they have in the folder. Without it they are equal but for the
+    last one, as transformers saves them.
+    """
+    if folder is not None and all(name in folder for name in names):
+        sizes = [folder.shape_of(name)[0] for name in names]
+    else:
+        most = -(-shape[0] // len(names))
+        sizes = [max(0, min(most, shape[0] - i * most)) for i in range(len(names))]
+    ends = list(accumulate(sizes, initial=0))
+    return [
+        Piece(name=name, shape=(size, *shape[1:]), rows=(start, start + size))
+        for name, size, start in zip(names, sizes, ends, strict=False)
     ]

@@ -21,12 +21,14 @@ from engine_torch import lora
 from engine_torch.engine import DTensorEngine
 from engine_torch.inputs import pack_inputs
 from engine_torch.model import (
+    DTYPES,
     BuiltModel,
     ModelClasses,
     PackedModel,
     blocks_of,
     build_model,
     document_limit,
+    reset_buffers,
 )
 from engine_torch.options import DTensorOptions
 from engine_torch.verify import verify_model
@@ -74,7 +76,11 @@ class FSDPEngine(DTensorEngine):
         if config.lora is not None:
             lora.inject(lm, config.lora)
         self.module = PackedModel(
-            lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group
+            lm,
+            kind=self.kind,
+            logit_chunk=config.memory.logit_chunk,
+            group=layout.ulysses_group,
+            head=built.head,
         )
         self.module.eval()
         # Before FSDP gives the blocks other classes.
@@ -86,7 +92,7 @@ class FSDPEngine(DTensorEngine):
             self._materialize(lm, home)
         elif not isinstance(self.module, FSDPModule):
             self.module.to(home)
-        self.table = parameter_table(lm, built.pieces)
+        self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
         if files is not None:
             # A file may be damaged on one machine only.
             together(self.comm, lambda: fill(self.table, files, config.seed))
@@ -102,7 +108,9 @@ class FSDPEngine(DTensorEngine):
 
         A derived engine may prepare its library here. An error on one rank is raised on all.
         """
-        return build_model(self.config, self.kind, self.layout.ulysses, self.classes)
+        return build_model(
+            self.config, self.kind, self.layout.ulysses, self.classes, self.device_type
+        )
 
     @property
     def _hf_config(self) -> Any:
@@ -149,11 +157,7 @@ class FSDPEngine(DTensorEngine):
         self.module.to_empty(device=home)
         # to_empty gave each module a parameter of its own, also where two share one.
         lm.tie_weights()
-        for module in lm.modules():
-            if any(True for _ in module.buffers(recurse=False)):
-                # Buffers such as rotary frequencies are in no file. transformers computes them in
-                # this hook.
-                lm._init_weights(module)  # noqa: SLF001
+        reset_buffers(lm)
         for name, buffer in list(lm.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             lm.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001

@@ -11,6 +11,14 @@ A token attends to itself and to earlier tokens of its own document. Kernels (``
   varlen. On the CPU and in float32, sdpa. A plug-in may register its device's own kernel
   (``register_kernel``), which ``auto`` then prefers on that device.
 
+What these kernels lack is computed by others, whichever of them is chosen:
+
+- capped scores and sinks: in plain PyTorch under ``sdpa`` (``engine_torch.plain``); else by
+  flex_attention (``engine_torch.flex``) and by FlashAttention 2 with a correction
+  (``engine_torch.varlen``).
+- values of another width than the keys, and heads wider than 256, which FlashAttention 2 does not
+  take: padded with zeros, and by sdpa document by document.
+
 Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
 tokens. Under context parallelism each rank gathers the keys and values, for sdpa or varlen
 (``engine_torch.context``).
@@ -19,7 +27,7 @@ tokens. Under context parallelism each rank gathers the keys and values, for sdp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,9 +39,15 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
+from engine_torch.flex import capped_attention
+from engine_torch.mixers import DOCUMENTS
+from engine_torch.plain import plain_packed
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
+from engine_torch.varlen import varlen_with_sinks
 
 NAME = "engine_torch_packed"
+MASKED = "engine_torch_masked"
+"""Name of the attention for layers that need a mask, ``[T, T]``, to select tokens by it."""
 KERNELS = ("sdpa", "varlen", "cudnn")
 
 # Below these lengths cuDNN's launches and plans cost more than its kernels gain
@@ -42,6 +56,9 @@ KERNELS = ("sdpa", "varlen", "cudnn")
 # length of documents of any length.
 _CUDNN_EQUAL = 512
 _CUDNN_MEAN = 8192
+
+# Widest heads that FlashAttention 2 takes.
+_VARLEN_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +134,11 @@ def _select_kernel(lengths: list[int], kernel: str) -> str:
 
 def check_heads(config: Any, ulysses: int) -> None:
     """Raise ``ConfigError`` unless the model's heads can be split over ``ulysses`` ranks."""
-    heads = int(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        # A model without attention.
+        return
+    heads = int(heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     kv_heads_fit = kv_heads % ulysses == 0 or ulysses % kv_heads == 0
     if heads % ulysses or not kv_heads_fit:
@@ -200,6 +221,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within documents, as the function registered with ``AttentionInterface``.
@@ -208,47 +231,77 @@ def packed_attention(
         module: the attention layer, named in errors.
         query: ``[1, H, T, d]``, under Ulysses and context parallelism of this rank's tokens.
         key: ``[1, KV, T, d]``.
-        value: ``[1, KV, T, d]``.
+        value: ``[1, KV, T, e]``, where e may differ from d.
         attention_mask: always None, since transformers makes no mask for a kernel that it does not
             know.
-        packing: the documents, which the engine gives to the model's forward.
+        packing: the documents, which the engine gives to the model's forward. None where a family
+            does not pass them on; ``module`` has them then.
         scaling: factor of the scores (None: ``d ** -0.5``).
         dropout: rate of dropout, which must be 0.
         sliding_window: number of tokens that a token attends to, itself included (None: no window).
+        softcap: bound of the scaled scores (None: no cap).
+        s_aux: score of each head's attention sink, ``[H]`` of all heads (None: no sinks).
         **extra: further arguments of transformers; those that would change the result are refused.
 
     Returns:
-        ``[1, T, H, d]``, as transformers expects, and None for the attention weights.
+        ``[1, T, H, e]``, as transformers expects, and None for the attention weights.
 
     Raises:
         UnsupportedCapability: the layer asks for something that the kernels would silently leave
             out.
     """
-    if packing is None or attention_mask is not None:
+    if packing is None:
+        # Some families do not pass it on to their attention.
+        packing = getattr(getattr(module, DOCUMENTS, None), "packing", None)
+    if packing is None:
         raise UnsupportedCapability(
             "unpacked attention", where=NAME, remedy="call the model through its engine"
         )
+    if attention_mask is not None:
+        raise UnsupportedCapability(
+            "attention_mask",
+            where=type(module).__name__,
+            why="the family makes a mask of its own, which the kernels would leave out",
+            remedy="use another backend for this model family",
+        )
     _refuse_left_out(module, dropout, extra)
+    scores = _Scores(scale=scaling, window=sliding_window, cap=softcap or None, sinks=s_aux)
     if packing.context is not None:
-        if sliding_window is not None:
-            raise UnsupportedCapability(
-                "a sliding window under context parallelism",
-                where=type(module).__name__,
-                remedy="set parallelism.cp: 1 for this model",
-            )
+        _refuse_in_context(module, key, value, scores)
         out = packing.context.attend(query, key, value, scaling)
     elif packing.group is None:
-        out = _attend(query, key, value, packing, scaling, sliding_window)
+        out = _attend(query, key, value, packing, scores)
     else:
         size = torch.distributed.get_world_size(packing.group)
+        if s_aux is not None:
+            own = s_aux.chunk(size)[torch.distributed.get_rank(packing.group)]
+            scores = replace(scores, sinks=own)
         # With fewer KV heads than ranks, several ranks share a head.
         if key.shape[1] < size:
             key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (heads_to_sequence(x, packing.group) for x in (query, key, value))
-        attended = _attend(q, k, v, packing, scaling, sliding_window)
+        attended = _attend(q, k, v, packing, scores)
         out = sequence_to_heads(attended, packing.group)
     # Contiguous, because some families view the result in another shape.
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_in_context(module: nn.Module, key: Tensor, value: Tensor, scores: _Scores) -> None:
+    """Raise ``UnsupportedCapability`` for a layer that a part of a pack cannot be computed with."""
+    asked = {
+        "a sliding window": scores.window is not None,
+        "softcap": scores.cap is not None,
+        "sinks": scores.sinks is not None,
+        "values of another width than the keys": key.shape[-1] != value.shape[-1],
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedCapability(
+                f"{name} under context parallelism",
+                where=type(module).__name__,
+                why="the attention to gathered keys and values has no such thing",
+                remedy="set parallelism.cp: 1 for this model",
+            )
 
 
 def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
@@ -301,19 +354,40 @@ def register_kernel(name: str, kernel: Kernel) -> None:
     _ADDED[name] = kernel
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the attention ``[1, H, T, d]`` over all tokens of the pack."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scores:
+    """What a layer does with the scores of its queries and keys.
+
+    Attributes:
+        scale: their factor (None: ``d ** -0.5``).
+        window: number of tokens that a token attends to, itself included (None: no window).
+        cap: bound of the scaled scores (None: no cap).
+        sinks: score of each head's sink ``[H]``, of the heads of this call (None: no sinks).
+    """
+
+    scale: float | None
+    window: int | None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` over all tokens of the pack."""
+    scale, window = scores.scale, scores.window
     if packing.kernel in _ADDED:
+        _refuse_special(packing.kernel, scores)
         return _ADDED[packing.kernel](q, k, v, packing, scale, window)
-    if packing.kernel == "cudnn" and window is None:
-        parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)
-        return out.transpose(0, 1)[None]
-    # The cuDNN path has no window, so layers with one run on varlen.
-    if packing.kernel in ("varlen", "cudnn"):
-        return _varlen(q, k, v, packing, scale, window)
+    if packing.kernel != "sdpa":
+        return _attend_fused(q, k, v, packing, scores)
+    if scores.cap is not None or scores.sinks is not None:
+        return _attend_plain(q, k, v, packing, scores)
+    if q.shape[-1] != v.shape[-1] and torch.compiler.is_compiling():
+        # torch 2.13's compiler fails on values of another width than the keys.
+        own = v.shape[-1]
+        width = max(q.shape[-1], own)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return _attend(q, k, v, packing, replace(scores, scale=scale))[..., :own]
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
         return F.scaled_dot_product_attention(
@@ -327,6 +401,79 @@ def _attend(
     if packing.flat_index is not None:
         flat = flat[:, packing.flat_index]
     return flat[None]
+
+
+def _refuse_special(kernel: str, scores: _Scores) -> None:
+    """Raise ``UnsupportedCapability`` for a cap or sinks, which a registered kernel leaves out."""
+    asked = {"softcap": scores.cap, "sinks": scores.sinks}
+    for name, value in asked.items():
+        if value is not None:
+            raise UnsupportedCapability(
+                name,
+                where=f"model.attention: {kernel}",
+                why="its kernel would leave that out",
+                remedy="use model.attention: sdpa",
+            )
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by a kernel of CUDA in half precision."""
+    window = scores.window
+    width = max(q.shape[-1], v.shape[-1])
+    if scores.cap is not None and scores.sinks is not None:
+        # No family asks for both.
+        return _attend_plain(q, k, v, packing, scores)
+    if scores.cap is not None:
+        return capped_attention(q, k, v, packing, scores.scale, window, scores.cap)
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    if width > _VARLEN_WIDTH:
+        if scores.sinks is not None:
+            return _attend_plain(q, k, v, packing, scores)
+        return _attend_by_document(q, k, v, packing, scale, window)
+    same = q.shape[-1] == v.shape[-1]
+    if packing.kernel == "cudnn" and window is None and scores.sinks is None and same:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, _ = cudnn_packed(q, k, v, packing.bounds, scale)
+        return out.transpose(0, 1)[None]
+    # The cuDNN path has no window, no sinks and one width, so other layers run on varlen.
+    if not same:
+        own = v.shape[-1]
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return _varlen(q, k, v, packing, replace(scores, scale=scale))[..., :own]
+    return _varlen(q, k, v, packing, scores)
+
+
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by ``engine_torch.plain``."""
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    cap, window = scores.cap or 0.0, scores.window or 0
+    out, _ = plain_packed(q, k, v, scores.sinks, packing.bounds, scale, cap, window)
+    return out.transpose(0, 1)[None]
+
+
+def _attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """Return the attention ``[1, H, T, e]`` by sdpa, one document after another."""
+    lengths: list[int] = packing.bounds.diff().tolist()
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        # The kernel of sdpa that takes any width takes no fewer heads of keys than of queries.
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    out: list[Tensor] = []
+    for query, key, value in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
+        mask = None
+        if window is not None and query.shape[2] > window:
+            position = torch.arange(query.shape[2], device=q.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out.append(
+            F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+            )
+        )
+    return torch.cat(out, dim=2)
 
 
 def _batch_documents(x: Tensor, packing: Packing) -> Tensor:
@@ -347,12 +494,17 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
     return (same & (distance >= 0) & (distance < window))[None, None]
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the attention ``[1, H, T, d]`` by ``torch.nn.attention.varlen``."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
+    """Return the attention ``[1, H, T, d]`` by FlashAttention 2."""
+    window = scores.window
     # The kernel takes [T, H, d].
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    if scores.sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        out, _ = varlen_with_sinks(
+            q, k, v, scores.sinks, packing.cu_seqlens, packing.max_length, scale, window or 0
+        )
+        return out.transpose(0, 1)[None]
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
         q,
@@ -362,7 +514,7 @@ def _varlen(
         packing.cu_seqlens,
         packing.max_length,
         packing.max_length,
-        scale=scale,
+        scale=scores.scale,
         window_size=size,
         **GROUPED,
     )
@@ -370,8 +522,69 @@ def _varlen(
     return out.transpose(0, 1)[None]
 
 
+def masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention under a mask that transformers made, as the function named ``MASKED``.
+
+    transformers sees the documents in the positions, which begin anew with each, and its mask holds
+    documents, causality and windows. It takes memory for each pair of tokens of the pack.
+
+    Args:
+        module: the attention layer, named in errors.
+        query: ``[1, H, T, d]``.
+        key: ``[1, KV, T, d]``.
+        value: ``[1, KV, T, e]``.
+        attention_mask: ``[1, 1, T, T]`` bool, true where a query (row) may attend to a key.
+        scaling: factor of the scores (None: ``d ** -0.5``).
+        dropout: rate of dropout, which must be 0.
+        sliding_window: window of the layer, which the mask holds already.
+        indices: ``[1, T, k]`` keys that each query has selected (None: all). Where fewer are
+            visible, some of them are not, and stay hidden.
+        s_aux: score of each head's attention sink ``[H]`` (None: no sinks).
+        **extra: further arguments of transformers; those that would change the result are refused.
+    """
+    del sliding_window
+    _refuse_left_out(module, dropout, {k: v for k, v in extra.items() if k != "packing"})
+    if indices is not None:
+        selected = torch.zeros_like(attention_mask[:, 0]).scatter(-1, indices.long(), value=True)
+        attention_mask = attention_mask & selected[:, None]
+    if s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~attention_mask, -torch.inf)
+    column = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column.to(scores.dtype)], dim=-1).float().softmax(-1)
+    out = weights[..., :-1].to(value.dtype) @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
 def register() -> None:
-    """Register ``packed_attention`` with transformers under ``NAME``."""
-    from transformers import AttentionInterface
+    """Register the attention functions with transformers under ``NAME`` and ``MASKED``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def make_mask(*arguments: Any, **options: Any) -> Any:
+        # Left out, a mask could not be combined with a selection of tokens.
+        return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False})
 
     AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(MASKED, masked_attention)
+    AttentionMaskInterface.register(MASKED, make_mask)

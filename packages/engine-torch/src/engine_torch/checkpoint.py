@@ -69,5 +69,6 @@ def install(
         parts = entry.views(entry.local.detach())
         for piece, live in zip(entry.pieces, parts, strict=True):
             live.copy_(tensors[model_key(entry, piece.name)])
+        entry.publish()
     if optimizer is not None:
         install_state(optimizer, table, tensors)

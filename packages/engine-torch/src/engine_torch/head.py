@@ -40,13 +40,17 @@ class VocabularyShard:
 
 
 class _ChunkedLogProb(torch.autograd.Function):
-    """The log-probs ``log softmax(h W^T / τ)[target]`` and the entropy, one chunk at a time.
+    """The log-probs ``log softmax(z)[target]`` and the entropy, one chunk at a time.
+
+    Scores are z = s (h W^T + b) / τ with the head's scale s and bias b at temperature τ. With a cap
+    c they are z = c tanh(s (h W^T + b) / c) / τ.
 
     Forward keeps only the log-normalizer of each token, and backward recomputes the chunk's logits.
     With a single chunk, whose logits fit in memory anyway, they are kept instead.
 
-    The gradient is dz = a (onehot − p) − b p (log p + H), with z = h W^T / τ, p = softmax(z),
-    entropy H, and upstream gradients a (of the log-prob) and b (of the entropy).
+    The gradient is dz = a (onehot − p) − e p (log p + H), with p = softmax(z), entropy H, and
+    upstream gradients a (of the log-prob) and e (of the entropy). That of the logits is dz times
+    the slope s / τ, and with a cap also times 1 − tanh².
     """
 
     @staticmethod
@@ -54,8 +58,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         scale: float,
+        cap: float | None,
         chunk: int,
         with_entropy: bool,
         shard: VocabularyShard | None,
@@ -68,30 +74,32 @@ class _ChunkedLogProb(torch.autograd.Function):
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ weight.T
-            log_probs[part], normalizer[part] = _score(logits, targets[part], scale, shard)
+            logits = _logits(hidden[part], weight, bias)
+            log_probs[part], normalizer[part] = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
-                entropy[part] = _entropy_of_all(logits, normalizer[part], scale, shard)
-        kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
+                entropy[part] = _entropy_of_all(logits, normalizer[part], scale, cap, shard)
+        kept = logits if size <= chunk and any(ctx.needs_input_grad[:3]) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, kept)
         ctx.scale = scale
+        ctx.cap = cap
         ctx.chunk = chunk
         ctx.with_entropy = with_entropy
         return log_probs, entropy if with_entropy else log_probs.new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropy, kept = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, targets, normalizer, entropy, kept = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         gradient = _fused(_gradient, hidden)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight: Tensor | None = None
         if need_weight:
             # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
             d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_bias = _zeros_for(bias) if need_bias else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = hidden[part] @ weight.T if kept is None else kept
+            logits = _logits(hidden[part], weight, bias) if kept is None else kept
             entropy_grad = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
                 logits,
@@ -101,14 +109,19 @@ class _ChunkedLogProb(torch.autograd.Function):
                 grads[0][part],
                 entropy_grad,
                 ctx.scale,
+                ctx.cap,
             )
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate(d_weight, d_logits, hidden[part])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        if d_bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, *(None,) * 6
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -123,9 +136,11 @@ class _KnownLogProb(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         coefficients: Tensor,
         scale: float,
+        cap: float | None,
         chunk: int,
         with_entropy: bool,
         shard: VocabularyShard | None,
@@ -137,80 +152,128 @@ class _KnownLogProb(torch.autograd.Function):
         )
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_bias = None if bias is None else _zeros_for(bias)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ weight.T
-            log_probs[part], normalizer = _score(logits, targets[part], scale, shard)
+            logits = _logits(hidden[part], weight, bias)
+            log_probs[part], normalizer = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
-                entropy[part] = _entropy_of_all(logits, normalizer, scale, shard)
+                entropy[part] = _entropy_of_all(logits, normalizer, scale, cap, shard)
             d_logits = gradient(
-                logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale
+                logits,
+                targets[part],
+                normalizer,
+                entropy[part],
+                coefficients[part],
+                None,
+                scale,
+                cap,
             )
             torch.mm(d_logits, weight, out=d_hidden[part])
             _accumulate(d_weight, d_logits, hidden[part])
-        ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype))
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        if bias is not None and d_bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype), d_bias)
         # A loss with known coefficients promises not to train on the entropy.
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        known, d_hidden, d_weight = ctx.saved_tensors
+        known, d_hidden, d_weight, d_bias = ctx.saved_tensors
         factor = (grads[0] @ known) / (known @ known).clamp(min=torch.finfo(torch.float32).tiny)
         # A loss that broke its promise must not train. NaN makes the engine skip the step and
         # report it.
         kept = (grads[0] - factor * known).abs().max() <= 1e-3 * grads[0].abs().max()
         factor = torch.where(kept, factor, torch.nan)
-        return d_hidden.mul_(factor), d_weight.mul_(factor), *[None] * 6
+        d_bias = None if d_bias is None else d_bias.mul_(factor)
+        return d_hidden.mul_(factor), d_weight.mul_(factor), d_bias, *(None,) * 7
 
 
 def _score(
-    logits: Tensor, targets: Tensor, scale: float, shard: VocabularyShard | None
+    logits: Tensor, targets: Tensor, scale: float, cap: float | None, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor]:
     """Return the target's log-prob and the log-normalizer of each row, ``[T]`` float32.
 
     With a shard ``logits`` and ``targets`` count from its first row.
     """
     if shard is None:
-        result: tuple[Tensor, Tensor] = _fused(_log_prob, logits)(logits, targets, scale)
+        result: tuple[Tensor, Tensor] = _fused(_log_prob, logits)(logits, targets, scale, cap)
         return result
-    own: tuple[Tensor, Tensor] = _fused(_log_prob_of_shard, logits)(logits, targets, scale)
+    own: tuple[Tensor, Tensor] = _fused(_log_prob_of_shard, logits)(logits, targets, scale, cap)
     scores, normalizers = shard.gather(torch.stack(own)).unbind(1)
     normalizer = normalizers.logsumexp(0)
     return scores.sum(0) - normalizer, normalizer
 
 
 def _entropy_of_all(
-    logits: Tensor, normalizer: Tensor, scale: float, shard: VocabularyShard | None
+    logits: Tensor,
+    normalizer: Tensor,
+    scale: float,
+    cap: float | None,
+    shard: VocabularyShard | None,
 ) -> Tensor:
     """Return the entropy of each row over the whole vocabulary, ``[T]`` float32."""
-    own: Tensor = _fused(_entropy, logits)(logits, normalizer, scale)
+    own: Tensor = _fused(_entropy, logits)(logits, normalizer, scale, cap)
     return own if shard is None else shard.gather(own).sum(0)
 
 
-def _log_prob_of_shard(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _log_prob_of_shard(
+    logits: Tensor, targets: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """Return each row's target score, 0 where another rank has it, and its log-normalizer here."""
-    z = logits.float() if scale == 1.0 else logits.float() * scale
+    z = _scores(logits, scale, cap)
     is_here = (targets >= 0) & (targets < z.shape[1])
     score = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
     return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
-def _log_prob(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the plain logits h W^T + b of a chunk."""
+    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+
+
+def _zeros_for(bias: Tensor) -> Tensor:
+    """Return the sum of no gradients of the bias, in float32."""
+    return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+
+
+def _scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Return the scores z of plain logits, in float32.
+
+    Args:
+        logits: h W^T + b.
+        scale: the head's scale divided by the temperature.
+        cap: the head's cap divided by the temperature, or None.
+    """
+    if cap is not None:
+        return (logits.float() * (scale / cap)).tanh() * cap
+    return logits.float() if scale == 1.0 else logits.float() * scale
+
+
+def _slope(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
+    """Return the derivative of the scores ``z`` by the plain logits."""
+    return scale if cap is None else (1 - (z / cap).square()) * scale
+
+
+def _log_prob(
+    logits: Tensor, targets: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the target's log-prob and the log-normalizer of each row, ``[T]`` float32.
 
     The entropy has a function of its own. Fused with it, log-probs would round differently in a
     loss with an entropy bonus than in inference, and an on-policy ratio would not be exactly 1.
     """
-    z = logits.float() if scale == 1.0 else logits.float() * scale
+    z = _scores(logits, scale, cap)
     normalizer = z.logsumexp(-1)
     return z.gather(-1, targets[:, None]).squeeze(-1) - normalizer, normalizer
 
 
-def _entropy(logits: Tensor, normalizer: Tensor, scale: float) -> Tensor:
+def _entropy(logits: Tensor, normalizer: Tensor, scale: float, cap: float | None) -> Tensor:
     """Return the entropy of each row in nats, ``[T]`` float32."""
-    z = logits.float() if scale == 1.0 else logits.float() * scale
-    log_p = z - normalizer[:, None]
+    log_p = _scores(logits, scale, cap) - normalizer[:, None]
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -222,15 +285,17 @@ def _gradient(
     grad: Tensor,
     entropy_grad: Tensor | None,
     scale: float,
+    cap: float | None,
 ) -> Tensor:
     """Overwrite the chunk's logits with their gradient, in their dtype, and return them."""
-    log_p = logits.float() * scale - normalizer[:, None]
+    z = _scores(logits, scale, cap)
+    log_p = z - normalizer[:, None]
     p = log_p.exp()
     out = -grad[:, None] * p
     if entropy_grad is not None:
         out = out - entropy_grad[:, None] * p * (log_p + entropy[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
-    return logits.copy_((out + hit * grad[:, None]) * scale)
+    return logits.copy_((out + hit * grad[:, None]) * _slope(z, scale, cap))
 
 
 def _gradient_eager(
@@ -241,22 +306,53 @@ def _gradient_eager(
     grad: Tensor,
     entropy_grad: Tensor | None,
     scale: float,
+    cap: float | None,
 ) -> Tensor:
     """Return the gradient of ``_gradient`` in few passes over memory, without compilation.
 
     A target outside of the logits, which another rank has, adds nothing.
     """
-    z = logits.float() if scale == 1.0 else logits.float() * scale
+    z = _scores(logits, scale, cap)
     p = z - normalizer[:, None]
+    if cap is not None:
+        return _capped_gradient(z, p, targets, entropy, grad, entropy_grad, scale, cap).to(
+            logits.dtype
+        )
     if entropy_grad is None:
         p.exp_().mul_(-grad[:, None] * scale)
     else:
         weight = (p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
         p.exp_().mul_(weight).mul_(-scale)
-    last = logits.shape[1] - 1
+    return _add_hits(p, targets, grad * scale).to(logits.dtype)
+
+
+def _capped_gradient(
+    z: Tensor,
+    log_p: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    grad: Tensor,
+    entropy_grad: Tensor | None,
+    scale: float,
+    cap: float,
+) -> Tensor:
+    """Return the gradient of the logits of a head with a cap, in float32.
+
+    ``log_p`` and ``z`` are overwritten.
+    """
+    weight: Tensor = grad[:, None]
+    if entropy_grad is not None:
+        weight = (log_p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
+    p = log_p.exp_().mul_(weight).neg_()
+    _add_hits(p, targets, grad)
+    return p.mul_(z.div_(cap).square_().neg_().add_(1).mul_(scale))
+
+
+def _add_hits(p: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """Add each row's gradient at its target, unless another rank has it, and return ``p``."""
+    last = p.shape[1] - 1
     hit = grad.masked_fill((targets < 0) | (targets > last), 0.0)
-    index = targets.clamp(0, last)[:, None]
-    return p.scatter_add_(-1, index, hit[:, None] * scale).to(logits.dtype)
+    return p.scatter_add_(-1, targets.clamp(0, last)[:, None], hit[:, None])
 
 
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
@@ -283,7 +379,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     met: set[tuple[Any, ...]] = set()
 
     def call(logits: Tensor, *arguments: Any) -> Any:
-        kind = (logits.dtype, logits.shape[1], arguments[-1], any(a is None for a in arguments))
+        plain = (a if not isinstance(a, Tensor) else True for a in arguments)
+        kind = (logits.dtype, logits.shape[1], *plain)
         if kind not in met:
             # One kernel serves all numbers of tokens from the start. Were the first number compiled
             # alone, the same tokens could round differently later in the run. (torch documents this
@@ -305,6 +402,9 @@ def chunked_log_probs(
     chunk: int,
     entropy: bool,
     coefficients: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probs of ``targets``, and the entropy of their distributions where requested.
@@ -318,6 +418,9 @@ def chunked_log_probs(
         entropy: true to compute the entropy too.
         coefficients: the upstream gradient of the log-probs up to a factor, ``[T]`` float32, or
             None where it is not known. If given, the result must be used for that gradient only.
+        bias: bias of the logits ``[V]``, the same dtype, or None. With a shard, of its rows.
+        scale: factor of the logits, bias included.
+        cap: bound of the scaled logits (``cap · tanh(logits / cap)``), or None.
         shard: the rows of the vocabulary that ``weight`` has, the other ones of which are on other
             ranks of its group; None where ``weight`` has all. Each rank of the group gives the same
             hidden states and targets. The gradient of ``hidden`` is then this rank's addend, which
@@ -325,18 +428,20 @@ def chunked_log_probs(
 
     Returns:
         Log-probs ``[T]`` and entropy ``[T]`` or None, in nats and float32, differentiable once in
-        ``hidden`` and ``weight``. Logits are rounded to the dtype of ``hidden``, and all that
-        follows is float32.
+        ``hidden``, ``weight`` and ``bias``. Logits are rounded to the dtype of ``hidden``, and all
+        that follows is float32.
     """
     if shard is not None:
         targets = targets - shard.first
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
+    scale = scale / temperature
+    cap = None if cap is None else cap / temperature
     if coefficients is not None and trains and hidden.shape[0] > chunk:
         known: tuple[Tensor, Tensor] = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, coefficients, 1.0 / temperature, chunk, entropy, shard
+            hidden, weight, bias, targets, coefficients, scale, cap, chunk, entropy, shard
         )
         return known[0], known[1] if entropy else None
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk, entropy, shard
+        hidden, weight, bias, targets, scale, cap, chunk, entropy, shard
     )
     return out[0], out[1] if entropy else None

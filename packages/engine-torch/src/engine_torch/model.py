@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,13 +14,21 @@ from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_config import read_hf_config, require_memory, unbuildable
 from engine_api.hf_folder import WeightFiles, fetch
-from engine_api.hf_names import Piece, pieces_of
+from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.head import chunked_log_probs
 from engine_torch.inputs import PackedInputs
+from engine_torch.mechanisms import (
+    SERVED,
+    Head,
+    measure_head,
+    refuse_unserved,
+    selects_tokens,
+)
+from engine_torch.mixers import divide_mixers, refuse_without_kernels
 
 Kind = Literal["language_model", "value_model"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,12 +38,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class PackedModel(nn.Module):
     """The FSDP root, made of a Hugging Face model and the head that computes per-token outputs."""
 
-    def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any) -> None:
+    def __init__(
+        self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any, head: Head | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
+        self.head = head or Head()
         self.kind = kind
         self.logit_chunk = logit_chunk
         self.group = group
+        self._adapt(lm)
+
+    def _adapt(self, lm: Any) -> None:
+        """Make the layers of a transformers model fit for packs.
+
+        An engine whose model is not one of transformers' overrides this with its own steps, if any.
+        """
+        self.documents = divide_mixers(lm, self.group)
+        _connect_experts(lm)
 
     def forward(
         self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
@@ -48,6 +68,7 @@ class PackedModel(nn.Module):
             ``(values,)``, ``(log-probs,)`` or ``(log-probs, entropy)``, each ``[T]`` float32, as a
             tuple because FSDP looks for tensors in tuples. For plain ids ``(logits,)``.
         """
+        self.documents.set(None if isinstance(inputs, Tensor) else inputs.packing)
         if isinstance(inputs, Tensor):
             return (self.lm(input_ids=inputs, use_cache=False).logits,)
         hidden = self.lm.base_model(
@@ -59,14 +80,19 @@ class PackedModel(nn.Module):
         if self.kind == "value_model":
             values = self.lm.score(hidden).squeeze(-1).float()
             return (inputs.align(values, self.group),)
+        embedding = self.lm.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
-            hidden,
-            self.lm.get_output_embeddings().weight,
+            # Some families end in float32 whatever they compute in.
+            hidden.to(embedding.weight.dtype),
+            embedding.weight,
             inputs.targets,
             temperature=temperature,
             chunk=self.logit_chunk,
             entropy="entropy" in needs,
             coefficients=inputs.coefficients,
+            bias=getattr(embedding, "bias", None),
+            scale=self.head.scale,
+            cap=self.head.cap,
         )
         return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
 
@@ -79,6 +105,29 @@ class PackedModel(nn.Module):
         return TokenOutputs(**dict(zip(names, parts, strict=False)))
 
 
+def _connect_experts(lm: Any) -> None:
+    """Give the experts a gradient in every micro-batch, where tokens may need none of them.
+
+    Beside experts without weights (LongCat) the tokens of one rank may pass them all by. That rank
+    would have no gradient to reduce, and the others would wait for it.
+    """
+    if not getattr(lm.config.get_text_config(), "zero_expert_num", 0):
+        return
+    for module in lm.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.forward = _connected(module, module.forward)  # type: ignore[method-assign]
+
+
+def _connected(module: nn.Module, forward: Any) -> Any:
+    def connected(*args: Any, **options: Any) -> Tensor:
+        # Empty slices add nothing to the sum but a path for a gradient of zeros.
+        nothing = [one.flatten()[:0].sum() for one in module.parameters(recurse=False)]
+        result: Tensor = forward(*args, **options)
+        return result + torch.stack(nothing).sum().to(result.dtype) if nothing else result
+
+    return connected
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
     """A model before sharding.
@@ -89,12 +138,14 @@ class BuiltModel:
         folder: folder of the model's files.
         files: weights that are read after sharding, for parameters on the meta device; None for a
             model that has its random weights.
+        head: what a language model does with its plain logits.
     """
 
     lm: Any
     pieces: dict[str, list[Piece]]
     folder: str
     files: WeightFiles | None
+    head: Head = field(default_factory=Head)
 
 
 class ModelClasses:
@@ -110,6 +161,9 @@ class ModelClasses:
 
     engine: ClassVar[str]
     """Name of the engine in errors about a model that it would compute wrongly."""
+
+    mechanisms: ClassVar[frozenset[str]] = SERVED
+    """Names of the mechanisms that the engine serves (``engine_torch.mechanisms``)."""
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
@@ -134,24 +188,44 @@ class ModelClasses:
     def make(
         self, hf_config: Any, kind: Kind, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> Any:
-        """Make a model with random weights on torch's default device, ``attention.NAME`` in it."""
+        """Make a model with random weights on torch's default device.
+
+        Its attention is ``attention.NAME``, or ``attention.MASKED`` where layers select tokens.
+        """
+        masked = selects_tokens(hf_config.get_text_config())
         return auto_class(kind).from_config(
             hf_config,
-            attn_implementation=attention.NAME,
+            attn_implementation=attention.MASKED if masked else attention.NAME,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
 
-    def list_pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
-        """Return the saved tensors of each parameter of a model that ``make`` made, in order."""
+    def list_pieces(
+        self, lm: Any, kind: Kind, folder: SavedTensors | None = None
+    ) -> dict[str, list[Piece]]:
+        """Return the saved tensors of each parameter of a model that ``make`` made, in order.
+
+        ``folder`` has the tensors of the model's folder (None: not known).
+        """
         del kind
-        return pieces_of(lm)
+        return pieces_of(lm, folder)
 
 
 def build_model(
-    config: EngineConfig, kind: Kind, ulysses: int, classes: ModelClasses
+    config: EngineConfig,
+    kind: Kind,
+    ulysses: int,
+    classes: ModelClasses,
+    device_type: str = "cpu",
 ) -> BuiltModel:
     """Build the model of ``config.model`` without sharding it.
+
+    Args:
+        config: the engine's configuration.
+        kind: kind of the model.
+        ulysses: number of ranks in the Ulysses group.
+        classes: classes that the model is built of.
+        device_type: device that will compute it.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -159,28 +233,50 @@ def build_model(
     """
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes)
-    _refuse_unknown_head(hf_config, classes.engine)
-    _refuse_other_layers(hf_config, classes.engine)
-    _refuse_other_attention(classes.find(hf_config, kind), classes.engine)
+    cls = classes.find(hf_config, kind)
+    refusal: dict[str, Any] = {"served": classes.mechanisms, "engine": classes.engine}
+    refuse_unserved(hf_config, cls, None, **refusal)
+    _refuse_divided_masks(hf_config, ulysses, classes.engine)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=classes.engine)
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
     lm = make_model(hf_config, config, kind, folder, torch.device("meta"), classes)
+    refuse_unserved(hf_config, cls, lm, **refusal)
+    refuse_without_kernels(lm, device_type, classes.engine)
+    head = Head()
+    if kind == "language_model":
+        head = measure_head(lm, engine=classes.engine)
+        if head.scale != 1.0 and "logit_scale" not in classes.mechanisms:
+            raise UnsupportedCapability(
+                "logit_scale",
+                where=f"{classes.engine} with {type(lm).__name__}",
+                why=f"the model multiplies its logits by {head.scale:g}",
+                remedy="use another backend for this model family",
+            )
     if random:
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
         lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
-    _refuse_biased_head(lm, kind, classes.engine)
-    _refuse_saved_buffers(lm, classes.engine)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    pieces = classes.list_pieces(lm, kind)
     files = None if random else WeightFiles(folder)
+    pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files)
+    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head)
+
+
+def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
+    """Raise ``UnsupportedCapability`` for layers that need whole masks, under Ulysses."""
+    if ulysses > 1 and selects_tokens(hf_config.get_text_config()):
+        raise UnsupportedCapability(
+            "sparse_attention",
+            where=f"{engine} with a {hf_config.model_type} under Ulysses",
+            why="its layers select among all tokens of a document, and a rank has a part of them",
+            remedy="set parallelism.ulysses: 1",
+        )
 
 
 def make_model(
@@ -200,7 +296,7 @@ def make_model(
         # The CPU's generator alone is seeded, so that no device is reseeded.
         torch.default_generator.manual_seed(config.seed)
         try:
-            return classes.make(
+            lm = classes.make(
                 hf_config,
                 kind,
                 dtype=DTYPES[config.precision.master],
@@ -210,6 +306,25 @@ def make_model(
             # The family's own code reads the configuration, and may raise anything for a value it
             # does not know.
             raise unbuildable(hf_config, folder, error) from error
+    keep_float32(lm)
+    return lm
+
+
+def reset_buffers(lm: Any) -> None:
+    """Compute the buffers that are in no file, such as rotary frequencies.
+
+    transformers computes them in its hook that initializes a module. A whole model may fill the
+    buffers of its layers there (Falcon-H1), so it is called after them. The hook draws no
+    parameter.
+    """
+    from transformers import PreTrainedModel
+
+    for parameter in lm.parameters():
+        parameter._is_hf_initialized = True  # noqa: SLF001 - transformers' mark of what is read
+    for module in reversed(list(lm.modules())):
+        owns = any(True for _ in module.buffers(recurse=False))
+        if owns or isinstance(module, PreTrainedModel):
+            lm._init_weights(module)  # noqa: SLF001 - the hook, which has no public name
 
 
 def auto_class(kind: Kind) -> Any:
@@ -238,82 +353,6 @@ def read_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelCla
     if kind == "value_model":
         hf_config.num_labels = 1
     return hf_config
-
-
-def _refuse_unknown_head(hf_config: Any, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for a head that caps or scales its logits.
-
-    The chunked head computes h W^T, and would silently leave such a change out.
-    """
-    text = hf_config.get_text_config()
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        value = getattr(text, key, None)
-        if value is not None and value != 1.0:
-            raise UnsupportedCapability(
-                f"{key}={value}",
-                where=engine,
-                why="its head computes plain h W^T",
-                remedy="use another backend for this model family",
-            )
-
-
-# Types of layers that attend within documents, or compute each token alone (transformers' names).
-_LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
-
-
-def _refuse_other_layers(hf_config: Any, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for layers of a type not in ``_LAYERS``."""
-    types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
-    if other := sorted(set(types) - _LAYERS):
-        raise UnsupportedCapability(
-            f"layers of type {', '.join(other)}",
-            where=engine,
-            why="this engine's attention would leave that out, "
-            "or they would mix tokens of different documents",
-            remedy="use another backend for this model family",
-        )
-
-
-def _refuse_other_attention(cls: Any, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for a family whose attention cannot be replaced.
-
-    ``cls`` is its class, or None for a model whose folder brings its own code.
-    """
-    if cls is not None and not cls._supports_attention_backend:
-        raise UnsupportedCapability(
-            "attention that cannot be replaced",
-            where=f"{engine} with {cls.__name__}",
-            why="transformers computes it in the family's own code, which ignores documents",
-            remedy="use another backend for this model family",
-        )
-
-
-def _refuse_biased_head(lm: Any, kind: Kind, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for a head with a bias, which would be left out."""
-    if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise UnsupportedCapability(
-            "an output head with a bias",
-            where=f"{engine} with {type(lm).__name__}",
-            why="its head computes plain h W^T",
-            remedy="use another backend for this model family",
-        )
-
-
-def _refuse_saved_buffers(lm: Any, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for saved tensors that are not parameters.
-
-    Loading, exports and checkpoints handle parameters only. RoPE's frequencies, which some models
-    save, are accepted because they are computed again.
-    """
-    params = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
-    buffers = set(lm.state_dict()) - params
-    if other := sorted(name for name in buffers if not name.endswith("inv_freq")):
-        raise UnsupportedCapability(
-            "saved tensors that are not parameters",
-            where=f"{engine} with {type(lm).__name__}",
-            why=f"{other[0]} and the like would be neither read nor exported",
-            remedy="use another backend for this model family",
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,11 +405,18 @@ def document_limit(hf_config: Any) -> DocumentLimit | None:
 def blocks_of(lm: Any) -> list[nn.Module]:
     """Return the repeated blocks, by the model's own list of modules that must not be split.
 
+    A module of that list inside another one (Mamba lists blocks and their mixers) is no block.
+
     Raises:
         ConfigError: the model has no such list.
     """
     names = set(lm._no_split_modules or ())  # noqa: SLF001 - transformers documents this attribute
-    blocks = [m for m in lm.modules() if type(m).__name__ in names]
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in lm.modules():
+        if type(module).__name__ in names and module not in inside:
+            blocks.append(module)
+            inside |= set(module.modules())
     if not blocks:
         raise ConfigError(
             "model.path",

@@ -36,12 +36,12 @@ def clip(table: list[ShardedParam], max_norm: float | None) -> float:
     return norm
 
 
-def _group_by_mesh(table: list[ShardedParam]) -> list[list[torch.nn.Parameter]]:
+def _group_by_mesh(table: list[ShardedParam]) -> list[list[Tensor]]:
     """Return the parameters that have a gradient, with those of each mesh together.
 
     torch has no operation on DTensors of several meshes.
     """
-    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for entry in trainable(table):
         if entry.param.grad is not None:
             param: Any = entry.param

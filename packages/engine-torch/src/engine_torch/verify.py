@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_torch import attention
+from engine_torch.mechanisms import has_sinks
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
 # to about 1e-5.
@@ -129,14 +129,25 @@ def _packed_in_training(engine: Any, batch: Batch) -> Tensor:
         engine.module.eval()
 
 
+def own_attention(lm: Any) -> str:
+    """Return the name of transformers' attention that computes all that a model asks for.
+
+    Its sdpa leaves capped scores out, and has no sinks.
+    """
+    capped = getattr(lm.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    plain = lm._supports_sdpa and not capped  # noqa: SLF001 - no public name
+    return "sdpa" if plain and not has_sinks(lm) else "eager"
+
+
 def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:
     """Return the model's own per-token outputs ``[L]`` of one document, in contract alignment."""
     lm = engine.module.lm
-    lm.set_attn_implementation("sdpa")
+    former = lm.config.get_text_config()._attn_implementation  # noqa: SLF001 - no public name
+    lm.set_attn_implementation(own_attention(lm))
     try:
         scores = engine.module(ids[None].to(engine.device), (), 1.0)[0][0].float()
     finally:
-        lm.set_attn_implementation(attention.NAME)
+        lm.set_attn_implementation(former)
     first = scores.new_zeros(1)
     if value_model:
         return torch.cat([first, scores[:-1, 0]])

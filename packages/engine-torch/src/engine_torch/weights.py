@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_api.hf_folder import WeightFiles
-from engine_api.hf_names import Piece, views
+from engine_api.hf_names import Piece, float32_buffers, views
 from engine_api.weights import ShardSpec
 from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
@@ -28,8 +29,8 @@ class ShardedParam:
     pieces: list[Piece]
     """Saved tensors that the parameter consists of."""
 
-    param: nn.Parameter
-    """The parameter itself."""
+    param: Tensor
+    """The parameter itself, or a saved buffer's value in the dtype of the masters."""
 
     box: Box
     """The part of the parameter that this rank holds."""
@@ -42,6 +43,9 @@ class ShardedParam:
 
     trainable: bool = True
     """True for a parameter that the optimizer updates."""
+
+    owner: nn.Module | None = None
+    """Module that computes with a saved buffer, or None for a parameter."""
 
     _specs: list[ShardSpec] | None = None
 
@@ -62,36 +66,87 @@ class ShardedParam:
             self._specs = [piece.spec(offset, shape, self.replica) for piece in self.pieces]
         return self._specs
 
+    def publish(self) -> None:
+        """Give the module that computes with a saved buffer its current value.
+
+        A parameter is its own live memory.
+        """
+        if self.owner is not None:
+            live = self.owner.get_buffer(self.name.rpartition(".")[2])
+            live.copy_(self.param)
+
     def views(self, local: Tensor) -> list[Tensor]:
         """Return each piece's part of ``local``, a tensor of this rank's elements."""
         return views(self.pieces, local, self.box.offset)
 
 
-def parameter_table(lm: nn.Module, pieces: dict[str, list[Piece]]) -> list[ShardedParam]:
-    """Return every parameter in the model's order, with tied parameters once.
+def parameter_table(
+    lm: nn.Module, pieces: dict[str, list[Piece]], compute: torch.dtype | None = None
+) -> list[ShardedParam]:
+    """Return every parameter and saved buffer in the model's order, with tied parameters once.
+
+    A saved buffer is whole on every rank. Its value is kept apart from the module that computes
+    with it, which has it in ``compute`` unless transformers keeps it in float32.
 
     Args:
         lm: the model after sharding, with adapters if it has any.
-        pieces: saved tensors by parameter name, without an adapter's or wrapper's prefix.
+        pieces: saved tensors by parameter or buffer name, without an adapter's or wrapper's prefix.
+        compute: dtype of the computation, or None for that of the masters.
     """
     table: list[ShardedParam] = []
-    for name, param in lm.named_parameters():
-        plain = name.replace(".base_layer.", ".").replace(".default.", ".")
-        adapter = ".lora_" in name
-        peft_name = f"base_model.model.{plain}"
-        own = [Piece(name=peft_name, shape=tuple(param.shape))] if adapter else pieces[plain]
-        table.append(
-            ShardedParam(
-                name=name,
-                pieces=own,
-                param=param,
-                box=find_box(param),
-                replica=find_replica(param),
-                adapter=adapter,
-                trainable=param.requires_grad,
-            )
-        )
+    seen: set[Tensor] = set()
+    kept = float32_buffers(lm)
+    for prefix, module in lm.named_modules():
+        for name, param in module.named_parameters(prefix, recurse=False):
+            if param not in seen:
+                seen.add(param)
+                table.append(_parameter_entry(name, param, pieces))
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if (own := pieces.get(_plain(name))) is not None:
+                dtype = None if name in kept else compute
+                table.append(_buffer_entry(name, buffer, own, module, dtype))
     return table
+
+
+def _plain(name: str) -> str:
+    """Return the name of a parameter without an adapter's prefixes."""
+    return name.replace(".base_layer.", ".").replace(".default.", ".")
+
+
+def _parameter_entry(
+    name: str, param: nn.Parameter, pieces: dict[str, list[Piece]]
+) -> ShardedParam:
+    plain = _plain(name)
+    adapter = ".lora_" in name
+    peft_name = f"base_model.model.{plain}"
+    own = [Piece(name=peft_name, shape=tuple(param.shape))] if adapter else pieces[plain]
+    return ShardedParam(
+        name=name,
+        pieces=own,
+        param=param,
+        box=find_box(param),
+        replica=find_replica(param),
+        adapter=adapter,
+        trainable=param.requires_grad,
+    )
+
+
+def _buffer_entry(
+    name: str, buffer: Tensor, pieces: list[Piece], owner: nn.Module, compute: torch.dtype | None
+) -> ShardedParam:
+    value = buffer.detach().clone()
+    if compute is not None and value.dtype != compute:
+        owner.register_buffer(name.rpartition(".")[2], value.to(compute))
+    return ShardedParam(
+        name=name,
+        pieces=pieces,
+        param=value,
+        box=find_box(value),
+        # Every rank holds all of it.
+        replica=dist.get_rank() if dist.is_initialized() else 0,
+        trainable=False,
+        owner=owner,
+    )
 
 
 def fill(table: list[ShardedParam], files: WeightFiles, seed: int) -> None:
@@ -106,6 +161,7 @@ def fill(table: list[ShardedParam], files: WeightFiles, seed: int) -> None:
                 _draw_head(entry, seed)
             elif target.numel():
                 target.copy_(files.read(piece.name, spec.slices))
+        entry.publish()
 
 
 def _draw_head(entry: ShardedParam, seed: int) -> None:

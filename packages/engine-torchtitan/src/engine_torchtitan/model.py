@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from engine_torch import attention
 from engine_torch.boxes import find_box
 from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
+from engine_torch.mechanisms import refuse_unserved
 from engine_torch.model import DTYPES, Kind, ModelClasses, PackedModel, make_model, read_config
 from engine_torch.weights import ShardedParam
 from engine_torchtitan.library import MoE, RoPE, RoutedExperts
@@ -49,6 +50,8 @@ class TorchTitanClasses(ModelClasses):
     """The families of torchtitan, with the saved names of transformers' own classes."""
 
     engine = "engine-torchtitan"
+    # torchtitan's blocks of these families have none of them, and no field asks for one.
+    mechanisms: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a family that the engine does not build."""
@@ -79,6 +82,9 @@ class PackedDecoder(PackedModel):
         # The head computes its logits in chunks, from the weight alone.
         lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
         self.tp_group = layout.tp_group
+
+    def _adapt(self, lm: Any) -> None:
+        """Leave torchtitan's layers as they are, which are given the documents in each pass."""
 
     def forward(
         self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
@@ -158,7 +164,8 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
         sequence_parallel=sequence_parallel,
         divides_experts=layout.ep > 1,
     )
-    names = _list_saved(hf_config, config, folder)
+    files = None if config.model.init == "random" else WeightFiles(folder)
+    names = _list_saved(hf_config, config, folder, files)
     with torch.device("meta"):
         lm: Any = tree.build()
     lm.to(DTYPES[config.precision.master])
@@ -172,7 +179,6 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
     if config.memory.recompute == "full":
         _recompute(lm)
     pieces = _map_names(lm, hf_config, names)
-    files = None if config.model.init == "random" else WeightFiles(folder)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
@@ -213,11 +219,18 @@ def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
         )
 
 
-def _list_saved(hf_config: Any, config: EngineConfig, folder: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that transformers saves of this model, in its order."""
+def _list_saved(
+    hf_config: Any, config: EngineConfig, folder: str, files: WeightFiles | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that transformers saves of this model, in its order.
+
+    Raises:
+        UnsupportedCapability: transformers' model has a mechanism that torchtitan's does not have.
+    """
     attention.register()
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
-    pieces = CLASSES.list_pieces(twin, "language_model")
+    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    pieces = CLASSES.list_pieces(twin, "language_model", files)
     return {piece.name: piece.shape for parts in pieces.values() for piece in parts}
 
 

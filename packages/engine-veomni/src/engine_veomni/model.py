@@ -9,8 +9,9 @@ import torch
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_api.hf_names import Piece
+from engine_api.hf_names import Piece, SavedTensors
 from engine_torch import attention
+from engine_torch.mechanisms import SERVED
 from engine_torch.model import Kind, ModelClasses
 from engine_veomni import library
 
@@ -27,6 +28,8 @@ class VeOmniClasses(ModelClasses):
     """The classes of VeOmni, which are transformers' with its replacements of some functions."""
 
     engine = "engine-veomni"
+    # VeOmni has code of its own for some families with these, which no test has compared.
+    mechanisms = SERVED - {"linear_attention", "sparse_attention"}
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""
@@ -59,7 +62,9 @@ class VeOmniClasses(ModelClasses):
             hf_config, attn_implementation=attention.NAME, dtype=dtype
         )
 
-    def list_pieces(self, lm: Any, kind: Kind) -> dict[str, list[Piece]]:
+    def list_pieces(
+        self, lm: Any, kind: Kind, folder: SavedTensors | None = None
+    ) -> dict[str, list[Piece]]:
         """Return the saved tensors of each parameter, taken from transformers' class of the model.
 
         transformers knows the saved names of its own classes only.
@@ -80,7 +85,7 @@ class VeOmniClasses(ModelClasses):
                 why=f"{odd[0]} is not as in transformers' class, whose saved names are known",
                 remedy="use backend fsdp2 for this model family",
             )
-        return super().list_pieces(twin, kind)
+        return super().list_pieces(twin, kind, folder)
 
 
 def _list_shapes(lm: Any) -> dict[str, tuple[int, ...]]:

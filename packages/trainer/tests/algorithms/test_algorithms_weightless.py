@@ -21,9 +21,10 @@ import engine_trainer
 from engine_api.batch import Batch
 from engine_api.losses import AGGREGATIONS, SFTLoss, coefficients_of, token_weights
 from engine_api.results import LossOutput, TokenOutputs
+from engine_trainer.algorithms import Completions
 from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, ratios
-from engine_trainer.algorithms.losses import ESTIMATORS, KINDS, PolicyLoss
+from engine_trainer.algorithms.losses import ESTIMATORS, PolicyLoss
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.preference import LinearLoss, pair_loss
 from engine_trainer.algorithms.returns import Moments, gae, returns_to_go, token_rewards, whiten
@@ -31,6 +32,7 @@ from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.algorithms.value_loss import ValueLoss
 from engine_trainer.config import CorrectionSection
 from engine_trainer.config.algorithm import AlgorithmSection, CriticSection, KLSection
+from engine_trainer.extensions.built_in import LOSSES as POLICY_LOSSES
 from engine_trainer.preferences.loop import document_sums
 from engine_trainer.rl.credit import CreditAssignment
 from engine_trainer.rl.kept_tokens import FIELD, TokenWatch
@@ -100,7 +102,7 @@ LOSSES = {
         f"{kind} with all terms": PolicyLoss(
             kind=kind, kl_coef=0.1, entropy_coef=0.1, corrected=True
         )
-        for kind in KINDS
+        for kind in POLICY_LOSSES.built_in
     },
     **{
         f"{estimator}, {importance}": PolicyLoss(
@@ -185,7 +187,9 @@ def credited(numbers: dict[str, torch.Tensor], **section) -> Iterator[torch.Tens
     places = [[(0, 0), (0, 1), (1, 0), (1, 1)]]
     rewards = torch.tensor([[1.0, 0.0], [0.5, 2.0]], dtype=torch.float64)
     values = [numbers["values"]] if "critic" in section else []
-    credit = CreditAssignment(algorithm, AllRanks()).assign([batch], places, rewards, values)  # pyright: ignore[reportArgumentType]
+    credit = CreditAssignment(algorithm, AllRanks()).assign(
+        [batch], places, Completions(rewards=rewards), values
+    )  # pyright: ignore[reportArgumentType]
     yield from (
         *credit.advantages,
         *credit.returns,

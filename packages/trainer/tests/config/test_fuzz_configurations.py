@@ -19,7 +19,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.config.explain import explain
 from engine_trainer.config.loading import MAX_BASES, from_tree, load_config, to_plain, to_yaml
-from engine_trainer.utils.functions import require_arguments
+from engine_trainer.extensions.functions import require_arguments
 
 CLASSES = (SFTConfig, RLConfig, DPOConfig, RewardModelConfig)
 HEAD = {

@@ -498,3 +498,60 @@ def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(
         f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: "
         "the context has 64" in caplog.text
     )
+
+
+# --- losses other than DPO's ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        ("simpo", {"beta": 2.0, "loss_options": {"gamma": 1.0}}),
+        ("orpo", {}),
+        ("sigmoid", {"sft_coefficient": 0.5, "loss_options": {"label_smoothing": 0.1}}),
+    ],
+)
+def test_a_loss_of_two_numbers_learns_whatever_the_micro_batches(
+    models, pairs, tmp_path, loss, more
+):
+    rows = {}
+    for size in (16, 4096):
+        config = tree(
+            "dpo", models, pairs, tmp_path / f"{size}", dpo={"loss": loss, **more}, run={"steps": 8}
+        )
+        config["engine"] |= {"optimizer": SGD, "memory": {"max_tokens": size}}
+        rows[size] = train("dpo", config)
+    for name, value in weights_of(tmp_path / "16").items():
+        torch.testing.assert_close(value, weights_of(tmp_path / "4096")[name], atol=1e-5, rtol=0)
+    losses = [row["train/loss"] for row in rows[16] if "train/loss" in row]
+    assert losses[-1] < losses[0]
+    # Without a reference no model is asked for its log-probs before the first step.
+    timed = (tmp_path / "16" / "metrics.jsonl").read_text()
+    assert ("time/reference" in timed) is (loss == "sigmoid")
+
+
+def test_a_margin_and_the_centre_of_a_reward_model(models, pairs, tmp_path, caplog):
+    source = tmp_path / "margins.jsonl"
+    rows = [json.loads(line) for line in (pairs / "train.jsonl").read_text().splitlines()]
+    source.write_text("".join(json.dumps({**row, "far": 3}) + "\n" for row in rows))
+    data = {"source": str(source)}
+    first = {}
+    for name, section in {
+        "plain": {},
+        "margin": {"margin": "far"},
+        "centre": {"center": 0.5},
+    }.items():
+        config = tree("rm", models, pairs, tmp_path / name, data=data, rm=section, batch_size=80)
+        first[name] = next(row for row in train("rm", config) if "train/loss" in row)
+    # Every pair's loss is at most 3 larger, and the figures of the scores are the same.
+    assert 0 < first["margin"]["train/loss"] - first["plain"]["train/loss"] < 3
+    assert first["margin"]["train/margin"] == first["plain"]["train/margin"]
+    mean_of_squares = 2 * (first["centre"]["train/loss"] - first["plain"]["train/loss"])
+    mean = first["plain"]["train/chosen"] + first["plain"]["train/rejected"]
+    assert mean_of_squares >= mean**2
+    assert "lower than in training" in caplog.text
+    source.write_text(json.dumps({**rows[0], "far": "much"}) + "\n")
+    config = tree("rm", models, pairs, tmp_path / "wrong", data=data, rm={"margin": "far"})
+    with pytest.raises(DataError, match="expected a finite number, got 'much'") as caught:
+        train("rm", config)
+    assert "rm.margin" in caught.value.why

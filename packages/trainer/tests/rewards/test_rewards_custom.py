@@ -13,8 +13,8 @@ from own_rewards import samples, totals
 
 from engine_api.errors import ConfigError
 from engine_trainer.config.sections import RewardSection
+from engine_trainer.extensions.functions import load_function
 from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, failure_figures
-from engine_trainer.utils.functions import load_function
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -10,6 +10,7 @@ import torch
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError
+from engine_trainer.algorithms import Completions
 from engine_trainer.config.algorithm import AlgorithmSection, CriticSection, KLSection
 from engine_trainer.rl.credit import CreditAssignment
 
@@ -57,8 +58,8 @@ def close(given, *expected: list[float]) -> None:
 def test_groups_share_one_advantage():
     section = assignment(advantage="dr_grpo")
     assert section.zero_stays_zero
-    assert section.before(REWARDS).tolist() == [[0.5, -0.5], [0.5, -0.5]]
-    credit = section.assign(SHARDS, PLACES, REWARDS, [])
+    assert section.before(Completions(rewards=REWARDS)).tolist() == [[0.5, -0.5], [0.5, -0.5]]
+    credit = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), [])
     close(credit.advantages, [0, 0.5, 0.5, 0, -0.5], [0, 0.5, 0.5, 0, -0.5])
     assert not credit.returns
     assert not credit.figures
@@ -69,7 +70,7 @@ def test_groups_with_a_kl_in_the_reward():
         advantage="dr_grpo", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
     )
     assert not section.zero_stays_zero
-    credit = section.assign(SHARDS, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), [])
     # rewards 1 - 0.2, 0 - 0.1; 3 - 0.2, 2 - 0.25
     close(credit.advantages, [0, 0.45, 0.45, 0, -0.45], [0, 0.525, 0.525, 0, -0.525])
     assert credit.figures == pytest.approx(
@@ -81,7 +82,7 @@ def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
     section = assignment(
         advantage="reinforce_pp", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
     )
-    credit = section.assign(SHARDS, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), [])
     # 1 - 0.15 and before it 0.05 less; 0 - 0.1; 3 - 0.2 and nothing less; 2 - 0.25
     returns = [0.8, 0.85, -0.1, 2.8, 2.8, 1.75]
     mean, deviation = statistics.fmean(returns), math.sqrt(statistics.variance(returns) + 1e-8)
@@ -91,7 +92,7 @@ def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
 
 def test_the_discount_of_reinforce_pp():
     credit = assignment(advantage="reinforce_pp", gamma=0.5, whiten=False).assign(
-        SHARDS, PLACES, REWARDS, []
+        SHARDS, PLACES, Completions(rewards=REWARDS), []
     )
     close(credit.advantages, [0, 0.5, 1, 0, 0], [0, 1.5, 3, 0, 2])
 
@@ -99,7 +100,7 @@ def test_the_discount_of_reinforce_pp():
 def test_reinforce_pp_baseline_normalizes_over_tokens_not_over_answers():
     section = assignment(advantage="reinforce_pp_baseline")
     assert not section.zero_stays_zero
-    credit = section.assign(SHARDS, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), [])
     centred = [0.5, 0.5, -0.5, 0.5, 0.5, -0.5]
     mean, deviation = statistics.fmean(centred), math.sqrt(statistics.variance(centred) + 1e-8)
     up, down = (0.5 - mean) / deviation, (-0.5 - mean) / deviation
@@ -111,14 +112,14 @@ def test_gae_with_a_kl_by_hand():
     section = assignment(
         advantage="gae", gamma=0.5, lam=0.5, whiten=False, critic=CriticSection(), kl=kl
     )
-    credit = section.assign(SHARDS, PLACES, REWARDS, VALUES)
+    credit = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), VALUES)
     # δ: 1 - 0.15 - 0.25 = 0.6; -0.05 + 0.125 - 0.5 = -0.425, and γλ = 0.25
     # δ: 3 - 0.2 - 2 = 0.8; 0 + 0.5 · 2 - 1 = 0
     close(credit.advantages, [0, -0.275, 0.6, 0, -0.6], [0, 0.2, 0.8, 0, 0.75])
     close(credit.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75])
     whitened = assignment(
         advantage="gae", gamma=0.5, lam=0.5, critic=CriticSection(), kl=kl
-    ).assign(SHARDS, PLACES, REWARDS, VALUES)
+    ).assign(SHARDS, PLACES, Completions(rewards=REWARDS), VALUES)
     given = torch.cat(whitened.advantages)[[1, 2, 4, 6, 7, 9]]
     assert float(given.mean()) == pytest.approx(0, abs=1e-6)
     assert float(given.std()) == pytest.approx(1, abs=1e-6)
@@ -131,11 +132,11 @@ def test_the_coefficient_follows_its_target():
         advantage="dr_grpo",
         kl=KLSection(coefficient=0.5, where="reward", estimator="k1", target=0.25, gain=0.1),
     )
-    first = section.assign(SHARDS, PLACES, REWARDS, []).figures
+    first = section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), []).figures
     assert first["train/kl_coefficient"] == 0.5
     # The KL is 0.375 nats, half above the target; the correction is limited to a fifth.
     assert section.kl_coefficient == pytest.approx(0.5 * 1.02)
-    assert section.assign(SHARDS, PLACES, REWARDS, []).figures[
+    assert section.assign(SHARDS, PLACES, Completions(rewards=REWARDS), []).figures[
         "train/kl_coefficient"
     ] == pytest.approx(0.51)
 
@@ -150,9 +151,11 @@ def test_a_rank_without_documents_takes_part():
         {"advantage": "reinforce_pp"},
     ):
         both = assignment(kl=kl, **section).assign(
-            [*SHARDS, empty], [*PLACES, []], REWARDS, [*VALUES, nothing]
+            [*SHARDS, empty], [*PLACES, []], Completions(rewards=REWARDS), [*VALUES, nothing]
         )
-        alone = assignment(kl=kl, **section).assign(SHARDS, PLACES, REWARDS, VALUES)
+        alone = assignment(kl=kl, **section).assign(
+            SHARDS, PLACES, Completions(rewards=REWARDS), VALUES
+        )
         close(both.advantages[:2], *(a.tolist() for a in alone.advantages))
         assert both.advantages[2].shape == (0,)
         assert both.figures == alone.figures

@@ -21,7 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from engine_api.config import ModelSource
 from engine_api.errors import EngineError, RolloutError
-from engine_api.hf_names import pieces_of
+from engine_api.hf_folder import read_saved_tensors
+from engine_api.hf_names import pieces_of, saved_buffers
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SamplingParams
 from engine_trainer.rollouts.attention import decode_attention
@@ -40,10 +41,10 @@ NOT_ITSELF = {"moshi"}
 
 def export(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    parameters = dict(model.named_parameters())
-    for name, pieces in pieces_of(model).items():
+    memory = dict(model.named_parameters()) | saved_buffers(model)
+    for name, pieces in pieces_of(model, read_saved_tensors(folder)).items():
         for piece in pieces:
-            yield piece.name, piece.view(parameters[name].data).clone()
+            yield piece.name, piece.view(memory[name].data).clone()
 
 
 def served(folder):

@@ -15,7 +15,7 @@ from transformers import (
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
-from engine_api.hf_names import pieces_of
+from engine_api.hf_names import pieces_of, saved_buffers
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
 from engine_trainer.rollouts.sampling import draw, truncate, uniforms
@@ -56,11 +56,11 @@ def export(model, only=None):
 
     They have Hugging Face checkpoint names; tied weights come once, and experts one by one.
     """
-    parameters = dict(model.named_parameters())
+    memory = dict(model.named_parameters()) | saved_buffers(model)
     for name, pieces in pieces_of(model).items():
         for piece in pieces:
             if only is None or piece.name in only:
-                yield piece.name, piece.view(parameters[name].data).clone()
+                yield piece.name, piece.view(memory[name].data).clone()
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import RolloutError
+from engine_api.hf_folder import read_saved_tensors
 from engine_api.hf_names import pieces_of
 from engine_api.weights import WeightExport
 from rollout_fp8.model import config_of
@@ -38,9 +39,8 @@ class Expected:
             model = AutoModelForCausalLM.from_config(
                 config_of(source), trust_remote_code=source.trust_remote_code
             )
-        shapes = {
-            piece.name: piece.shape for pieces in pieces_of(model).values() for piece in pieces
-        }
+        found = pieces_of(model, read_saved_tensors(source.path))
+        shapes = {piece.name: piece.shape for pieces in found.values() for piece in pieces}
         return cls(shapes=shapes, aliases=_aliases(model))
 
     def checked(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:

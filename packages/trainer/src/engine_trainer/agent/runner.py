@@ -25,13 +25,13 @@ from engine_trainer.agent.episode import (
 from engine_trainer.agent.generators import BatchingGenerator, SubmittingGenerator
 from engine_trainer.config.sections import AgentSection
 from engine_trainer.data import ChatTokenizer, Prompt
-from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
-from engine_trainer.utils.functions import (
+from engine_trainer.extensions.functions import (
     is_async,
     load_function,
     require_arguments,
     run_past_exits,
 )
+from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
 from engine_trainer.utils.threads import event_loop
 
 log = logging.getLogger("engine_trainer")

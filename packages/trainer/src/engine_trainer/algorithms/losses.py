@@ -8,32 +8,29 @@ ratio is taken against), when there is a KL term ``ref_log_probs``, and with a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from engine_api.arguments import check_loss_output
 from engine_api.batch import Batch
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation, where_counted
 from engine_api.results import LossOutput, TokenOutputs
+from engine_trainer.algorithms.inputs import PolicyTokens
 from engine_trainer.algorithms.packed import document_of, sum_by_document
-from engine_trainer.algorithms.surrogates import (
-    MAX_LOG_RATIO,
-    Surrogate,
-    cispo,
-    clipped,
-    exp_ratio,
-    gspo,
-)
+from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, exp_ratio, keeps_sequence
+from engine_trainer.extensions.built_in import LOSSES
+from engine_trainer.extensions.traits import LossTraits
 
 if TYPE_CHECKING:
     import torch
 
 Estimator = Literal["k1", "k2", "k3"]
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
-Kind = Literal["ppo", "gspo", "gspo_token", "cispo"]
-KINDS: tuple[Kind, ...] = ("ppo", "gspo", "gspo_token", "cispo")
+CLIPS = ("clip_low", "clip_high", "dual_clip")
+"""Options of losses that have keys of their own in the configuration."""
 
 
 def kl_divergence(
@@ -111,22 +108,22 @@ def _log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A policy gradient with clipped or bounded ratios, and the terms that DAPO and GRPO add.
+    """A policy loss by name, and the terms that DAPO and GRPO add.
 
     With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction
     c, the sum over tokens of::
 
         w · ( c · S(r, A) + kl_coef · c · KL(r) - entropy_coef · H )
 
-    where S is the surrogate of ``kind`` (``engine_trainer.algorithms.surrogates``), and KL that of
+    where Σ w c S is the loss ``kind``, a function of ``PolicyTokens``, and KL that of
     ``kl_penalty``. What a batch holds at tokens without weight is not read: it may be NaN.
 
     Attributes:
-        kind: ``ppo``, S = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv:1707.06347, eq.
-            7); ``gspo`` and ``gspo_token``, with the ratio of the sequence (arXiv:2507.18071);
-            ``cispo``, with r as a bounded weight (arXiv:2506.13585).
-        clip_low, clip_high: DAPO's clip-higher is ``clip_high > clip_low`` (arXiv:2503.14476, eq.
-            8).
+        kind: a built-in loss (``engine_trainer.algorithms.policy_losses``), the name of an entry
+            point of ``engine_trainer.losses``, or ``file.py:function``.
+        options: arguments of the loss, by name.
+        clip_low, clip_high: arguments of a loss that has parameters of these names. DAPO's
+            clip-higher is ``clip_high > clip_low`` (arXiv:2503.14476, eq. 8).
         dual_clip: for ``ppo``, above 1: where A < 0, S is at most ``-A dual_clip``
             (arXiv:1912.09729, eq. 5); or None.
         kl_coef: weight of the KL to ``ref_log_probs``; 0: the field is not read.
@@ -141,16 +138,21 @@ class PolicyLoss:
             gradient is that of the log-probs: ``old_log_probs`` is not read, and need not have been
             computed.
         corrected: c is the field ``correction``; else it is 1.
+        sequence_mask: mean log-ratio of sampler to policy in nats above which a completion with a
+            negative advantage has no policy term (see ``surrogates.keeps_sequence``); the sampler's
+            log-probs are ``rollout_log_probs`` where the batch has them. None: no mask.
+        denominator, version: what the loss gets under these names.
 
-    Metrics (sums over tokens with weight): ``tokens``, ``weight``, ``policy_loss`` (weighted),
-    ``ratio``, ``clipped_low``, ``clipped_high``, ``clipped_dual`` (counts), ``old_kl`` (k3 of old
-    to new policy) and, where computed, ``ref_kl``, ``entropy``.
+    Metrics (sums over tokens with weight): those of the loss, ``tokens``, ``weight``,
+    ``policy_loss`` (weighted), ``old_kl`` (k3 of old to new policy) and, where computed,
+    ``ref_kl``, ``entropy``.
 
     Raises:
         ConfigError: for a value outside its range.
     """
 
-    kind: Kind = "ppo"
+    kind: str = "ppo"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -162,9 +164,12 @@ class PolicyLoss:
     entropy: bool = False
     on_policy: bool = False
     corrected: bool = False
+    sequence_mask: float | None = None
+    denominator: float | None = None
+    version: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.kind in KINDS, "loss", self.kind, near_matches(str(self.kind), KINDS))
+        LOSSES.check(self.kind)
         _check(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "give a number in [0, 1]")
         _check(self.clip_high >= 0, "clip_high", self.clip_high, "give a number >= 0")
         _check(
@@ -174,21 +179,33 @@ class PolicyLoss:
             "give a number > 1, or null",
         )
         _check(
-            self.dual_clip is None or self.kind == "ppo",
+            self.dual_clip is None or LOSSES.reads(self.kind, "dual_clip"),
             "dual_clip",
             self.dual_clip,
-            "null: it belongs to ppo",
+            f"null: {self.kind} has no such parameter, ppo has",
         )
         _check(self.kl_coef >= 0, "kl_coef", self.kl_coef, "give a number >= 0")
         remedy = near_matches(str(self.kl_estimator), ESTIMATORS)
         _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator, remedy)
+        _check(
+            self.sequence_mask is None or self.sequence_mask >= 0,
+            "sequence_mask",
+            self.sequence_mask,
+            "give nats >= 0, or null",
+        )
         bounded = self.kl_bound is None or self.kl_bound > 0
         _check(bounded, "kl_bound", self.kl_bound, "give a number > 0, or null")
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The outputs that the engine must compute."""
-        return ("log_probs", "entropy") if self.entropy or self.entropy_coef else ("log_probs",)
+        entropy = self.entropy or self.entropy_coef or "entropy" in self.traits.needs
+        return ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    @property
+    def traits(self) -> LossTraits:
+        """What the loss says about itself."""
+        return LOSSES.traits(self.kind)
 
     @property
     def only_advantages(self) -> bool:
@@ -196,44 +213,80 @@ class PolicyLoss:
 
         Such a token need not be trained on.
         """
-        return self.kl_coef == 0 and self.entropy_coef == 0
+        return self.kl_coef == 0 and self.entropy_coef == 0 and self.traits.only_advantages
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum over ``batch`` (see the class)."""
-        assert outputs.log_probs is not None
-        weight = batch.loss_weight
-        counted = weight > 0
-        log_probs = where_counted(outputs.log_probs, weight)
-        old = (
-            log_probs.detach() if self.on_policy else where_counted(batch["old_log_probs"], weight)
+        tokens = PolicyTokens.of(
+            outputs,
+            batch,
+            on_policy=self.on_policy,
+            corrected=self.corrected,
+            needs=tuple(name for name in self.traits.needs if name != "entropy"),
+            denominator=self.denominator,
+            version=self.version,
         )
-        log_ratio = log_probs - old
-        surrogate = self._surrogate(log_probs, log_ratio, batch)
-        loss = (self._policy_weight(batch) * surrogate.value).sum()
-        metrics = {name: (where & counted).sum() for name, where in surrogate.clips.items()}
+        kept, masked = self._without_masked(tokens)
+        result = self.policy_term(kept)
+        weight = batch.loss_weight
+        log_ratio = tokens.log_ratio
+        loss = result.loss
+        metrics = masked | {name: _detached(value) for name, value in result.metrics.items()}
         metrics |= {
-            "tokens": counted.sum(),
+            "tokens": tokens.mask.sum(),
             "weight": weight.sum(),
             "policy_loss": loss.detach(),
-            "ratio": (surrogate.ratio * counted).sum(),
-            "old_kl": _old_kl(log_ratio.detach(), counted),
+            "old_kl": _old_kl(log_ratio.detach(), tokens.mask),
         }
-        loss = loss + self._kl(log_probs, log_ratio, batch, metrics)
+        loss = loss + self._kl(tokens.log_probs, log_ratio, batch, metrics)
         loss = loss + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
+
+    def policy_term(self, tokens: PolicyTokens) -> LossOutput:
+        """Return the policy term Σ w c S and its metrics, without KL and entropy.
+
+        Raises ``ConfigError`` for an output of the loss that cannot be differentiated or added up.
+        """
+        arguments = {name: getattr(self, name) for name in CLIPS if LOSSES.reads(self.kind, name)}
+        result = LOSSES.function(self.kind)(tokens, **arguments, **self.options)
+        # Without a gradient in the outputs (a measurement) there is none in the loss.
+        if tokens.log_probs.requires_grad or not isinstance(result, LossOutput):
+            _check_output(result, self.kind)
+        return result
+
+    def _without_masked(
+        self, tokens: PolicyTokens
+    ) -> tuple[PolicyTokens, dict[str, torch.Tensor | float]]:
+        """Return the tokens with the weight 0 where ``sequence_mask`` holds, and their number."""
+        if self.sequence_mask is None:
+            return tokens, {}
+        sampler = tokens.rollout_log_probs
+        keeps = keeps_sequence(
+            tokens.log_probs,
+            tokens.old_log_probs if sampler is None else sampler,
+            tokens.advantages,
+            tokens.mask,
+            tokens.cu_seqlens,
+            self.sequence_mask,
+        )
+        masked = (~keeps & tokens.mask).sum()
+        return replace(tokens, weight=tokens.weight * keeps), {"sequence_masked": masked}
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """Return the derivative ``[T]`` by each log-prob on policy, where r is 1.
 
-        Off policy it is None, because it depends on r there.
+        Off policy it is None, because it depends on r there, and for a loss that does not say what
+        its derivative is.
 
-        The derivative is ``-w c A``, and for ``gspo`` its mean over the
-        sequence: each of a sequence's tokens has the same part in its ratio.
+        The derivative is ``-w c A``, and for a loss of whole sequences its mean over the sequence:
+        each of a sequence's tokens has the same part in its ratio.
         """
-        if not (self.on_policy and self.only_advantages):
+        slope = self.traits.slope
+        known = self.on_policy and self.only_advantages and self.sequence_mask is None
+        if not (known and slope):
             return None
         own = -self._policy_weight(batch) * where_counted(batch["advantages"], batch.loss_weight)
-        if self.kind != "gspo":
+        if slope != "sequence":
             return own
         counted = (batch.loss_weight > 0).to(own.dtype)
         counts = sum_by_document(counted, batch.cu_seqlens)
@@ -244,37 +297,12 @@ class PolicyLoss:
         weight = batch.loss_weight
         return weight * where_counted(batch["correction"], weight) if self.corrected else weight
 
-    def _surrogate(
-        self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch
-    ) -> Surrogate:
-        advantages = where_counted(batch["advantages"], batch.loss_weight)
-        low = 1 - self.clip_low
-        high = 1 + self.clip_high
-        if self.kind == "ppo":
-            return clipped(
-                exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip
-            )
-        if self.kind == "cispo":
-            return cispo(log_probs, log_ratio, advantages, low=low, high=high)
-        level = "token" if self.kind == "gspo_token" else "sequence"
-        counted = batch.loss_weight > 0
-        return gspo(
-            log_probs,
-            log_ratio,
-            advantages,
-            counted,
-            batch.cu_seqlens,
-            low=low,
-            high=high,
-            level=level,
-        )
-
     def _kl(
         self,
         log_probs: torch.Tensor,
         log_ratio: torch.Tensor,
         batch: Batch,
-        metrics: dict[str, torch.Tensor],
+        metrics: dict[str, torch.Tensor | float],
     ) -> torch.Tensor | float:
         if self.kl_coef == 0:
             return 0.0
@@ -293,13 +321,20 @@ class PolicyLoss:
         return self.kl_coef * (weight * kl).sum()
 
     def _entropy(
-        self, entropy: torch.Tensor | None, weight: torch.Tensor, metrics: dict[str, torch.Tensor]
+        self,
+        entropy: torch.Tensor | None,
+        weight: torch.Tensor,
+        metrics: dict[str, torch.Tensor | float],
     ) -> torch.Tensor | float:
         if entropy is None:
             return 0.0
         entropy = where_counted(entropy, weight)
         metrics["entropy"] = entropy.detach().sum()
         return -self.entropy_coef * (weight * entropy).sum() if self.entropy_coef else 0.0
+
+
+def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
+    return value if isinstance(value, int | float) else value.detach()
 
 
 def _old_kl(log_ratio: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -331,6 +366,41 @@ def denominator(mode: Aggregation, token_counts: Sequence[int], length: int | No
         return sequences
     assert length is not None, "the constant has a default in the configuration alone"
     return sequences * length
+
+
+RESERVED = (
+    "tokens",
+    "weight",
+    "policy_loss",
+    "old_kl",
+    "ref_kl",
+    "entropy",
+    "sequence_masked",
+)
+"""Metrics of ``PolicyLoss`` itself."""
+PREFIXES = ("mismatch", "correction")
+"""Beginnings of the names of the rollout correction's metrics."""
+
+
+def _check_output(output: object, kind: str) -> None:
+    """Raise ``ConfigError`` that names the loss, for an output that is no sum with a gradient."""
+    try:
+        check_loss_output(output)
+    except ConfigError as error:
+        raise ConfigError(
+            "algorithm.loss",
+            f"{kind} returned no sum over tokens ({error.field}: {error.what})",
+            why=error.why,
+            remedy="return LossOutput(loss=(tokens.weight * x).sum(), metrics={name: sum, …})",
+        ) from error
+    names = cast("LossOutput", output).metrics
+    taken = [name for name in names if name in RESERVED or name.startswith(PREFIXES)]
+    if taken:
+        raise ConfigError(
+            "algorithm.loss",
+            f"{kind} returned a metric {taken[0]!r}, which is the trainer's own",
+            remedy="give it another name",
+        )
 
 
 def _check(ok: bool, name: str, value: object, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Surrogates of a policy loss per token: PPO's clip, GSPO's sequence ratios, CISPO's weights.
+"""Surrogates of a policy loss per token: PPO, GSPO, CISPO, SAPO, GMPO and DPPO.
 
 A surrogate is a loss (to be minimized), ``[T]``, whose gradient goes through the log-probs.
 ``counted [T]`` says which tokens carry loss. A log-ratio is clamped to ±``MAX_LOG_RATIO`` before
@@ -123,3 +123,97 @@ def cispo(
     value = -ratio.clamp(low, high) * advantages * log_probs
     clips = {"clipped_low": ratio < low, "clipped_high": ratio > high}
     return Surrogate(value=value, ratio=ratio, clips=clips)
+
+
+def sapo(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, *, tau_pos: float, tau_neg: float
+) -> Surrogate:
+    """Return ``-(4 / τ) σ(τ (r - 1)) A`` (soft adaptive policy optimization).
+
+    arXiv:2511.20347. The gate's slope is 1 at r = 1 and falls to both sides, the faster the larger
+    the temperature τ, which is ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
+    """
+    ratio = exp_ratio(log_ratio)
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
+    value = -(4 / tau) * (tau * (ratio - 1)).sigmoid() * advantages
+    return Surrogate(value=value, ratio=ratio.detach(), clips={})
+
+
+def gmpo(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    counted: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+) -> Surrogate:
+    """Return ``-A (Π_t clip(r_t))^(1/n)``, the same at each token of a document.
+
+    Geometric-mean policy optimization, arXiv:2507.20673. The clip is in the logarithm and, as
+    PPO's, on the side to which the advantage pulls alone: log r is at most ``high`` where A > 0,
+    and at least ``-low`` where A < 0.
+    """
+    above = (log_ratio > high) & (advantages > 0)
+    below = (log_ratio < -low) & (advantages < 0)
+    held = log_ratio.masked_fill(above, high).masked_fill(below, -low)
+    ratio = exp_ratio(mean_log_ratio(held, counted, cu_seqlens))
+    return Surrogate(
+        value=-advantages * ratio,
+        ratio=ratio.detach(),
+        clips={"clipped_low": below, "clipped_high": above},
+    )
+
+
+def dppo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    divergence: str,
+    delta: float,
+    cap: float,
+) -> Surrogate:
+    """Return ``-M A r``, where M masks tokens beyond a divergence (DPPO, arXiv:2602.04879).
+
+    M is 0 where the update would go on to leave the trust region: where D(old, new) > ``delta`` and
+    either A > 0 and r > 1, or A < 0 and r < 1. D is that of the two outcomes "this token" and "any
+    other" (the paper's binary approximation): with μ the old and π the new probability |μ - π|
+    (``tv``), or μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)) (``kl``). Unlike a clip of the ratio
+    it lets an unlikely token move, and holds back a likely one.
+
+    As in the authors' code, the gradient is that of the log-prob times M A min(r, ``cap``).
+    """
+    log_ratio = log_probs.detach() - old_log_probs
+    ratio = exp_ratio(log_ratio)
+    new, old = log_probs.detach().exp(), old_log_probs.exp()
+    if divergence == "tv":
+        distance = (new - old).abs()
+    else:
+        # log(1 - p) of a certain token is held at that of the number before 1.
+        least = -(1 - torch.finfo(new.dtype).eps / 2)
+        others = (-old).clamp(min=least).log1p() - (-new).clamp(min=least).log1p()
+        distance = -old * log_ratio + (1 - old) * others
+    outside = distance > delta
+    above = outside & (ratio > 1) & (advantages > 0)
+    below = outside & (ratio < 1) & (advantages < 0)
+    factor = (ratio.clamp(max=cap) * advantages).masked_fill(above | below, 0.0)
+    value = -factor * (1 + log_probs - log_probs.detach())
+    return Surrogate(value=value, ratio=ratio, clips={"clipped_low": below, "clipped_high": above})
+
+
+def keeps_sequence(
+    log_probs: torch.Tensor,
+    sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    counted: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """Return DeepSeek-V3.2's off-policy sequence mask M: ``[T]`` bool (arXiv:2512.02556, eq. 9).
+
+    False where A < 0 and the mean of log(sampler / policy) over the completion's tokens is above
+    ``threshold``: of mistakes that the policy would hardly make itself nothing is learned.
+    """
+    mean = -mean_log_ratio(log_probs.detach() - sampler, counted, cu_seqlens)
+    return (advantages >= 0) | (mean <= threshold)

@@ -29,13 +29,16 @@ from engine_trainer.config.checks import (
     refuse,
     require,
 )
+from engine_trainer.config.named import check_options
 from engine_trainer.config.sections import EngineSection
+from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES
+from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
-# Advantages that differ within a completion. All other advantages compare a group's completions.
-BY_TOKEN = ("reinforce_pp", "gae")
-# Advantages that are normalized over the whole step by default.
-WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+# Options of losses and advantages that have keys of their own.
+LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
+ADVANTAGE_KEYS = ("gamma", "lam")
+# Default distance from 1 at which a ratio is clipped.
+CLIP = 0.2
 # Default of the largest k3 of a token, in nats, as in verl and NeMo-RL.
 KL_BOUND = 10.0
 
@@ -323,17 +326,37 @@ class CriticSection:
 class AlgorithmSection:
     """The algorithm that turns completions and rewards into updates (docs/algorithms.md)."""
 
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
-    """Policy loss: PPO's clipped loss, GSPO with the ratio of the sequence, GSPO for advantages
-    that differ by token, or CISPO, which bounds the ratio as a weight.
+    loss: str = "ppo"
+    """Policy loss: a built-in name, that of an installed package (entry points of
+    ``engine_trainer.losses``), or a function of your own as ``file.py:function``.
+
+    Built in are ``ppo`` (PPO's clipped loss), ``gspo`` (with the ratio of the sequence),
+    ``gspo_token`` (GSPO for advantages that differ by token), ``cispo`` (which bounds the ratio as
+    a weight), ``sapo`` (with a soft gate in place of the clip), ``gmpo`` (with the geometric mean
+    of clipped ratios), and ``dppo_tv`` and ``dppo_kl`` (which mask tokens by the divergence of
+    their probability).
     """
 
-    advantage: Advantage = "grpo"
-    """Estimator of the advantages. ``gae`` needs ``critic``.
+    loss_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of the loss, by the names of its parameters. A loss that has parameters ``clip_low``,
+    ``clip_high`` or ``dual_clip`` gets them from the keys of these names.
+    """
+
+    advantage: str = "grpo"
+    """Estimator of the advantages: a built-in name, that of an installed package (entry points of
+    ``engine_trainer.advantages``), or a function of your own as ``file.py:function``.
 
     ``grpo``, ``dr_grpo`` (without the division by the group's standard deviation), ``rloo`` and
     ``reinforce_pp_baseline`` compare the completions of a prompt, and give all tokens of a
-    completion the same advantage. ``gae`` and ``reinforce_pp`` give each token its own.
+    completion the same advantage. So do ``grpo_batch``, which divides by the standard deviation
+    over the whole step, and ``gdpo``, which normalizes each reward of a weighted sum by itself.
+    ``gae``, which needs ``critic``, ``reinforce_pp`` and ``otb`` (the optimal token baseline) give
+    each token its own.
+    """
+
+    advantage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of the advantage, by the names of its parameters. An advantage that has parameters
+    ``gamma`` or ``lam`` gets them from the keys of these names.
     """
 
     gamma: float = 1.0
@@ -353,13 +376,13 @@ class AlgorithmSection:
     critic: CriticSection | None = None
     """Critic of ``gae``, which needs one. Null is the only value for the other advantages."""
 
-    clip_low: float = 0.2
+    clip_low: float = CLIP
     """Distance in [0, 1] below 1 at which the ratio of the policy to its old log-probs is clipped.
 
     GSPO's is 3e-4. With ``cispo``, 1.0 is no bound from below.
     """
 
-    clip_high: float = 0.2
+    clip_high: float = CLIP
     """Distance, at least 0, above 1 at which the ratio is clipped.
 
     DAPO's clip-higher is 0.28, GSPO's is 4e-4.
@@ -368,6 +391,14 @@ class AlgorithmSection:
     dual_clip: float | None = None
     """Bound c > 1 on the loss -A r of a token with a negative advantage A, which is then at most
     -A c (arXiv:1912.09729). It is accepted with ``loss: ppo`` only, and null is no bound.
+    """
+
+    sequence_mask: float | None = None
+    """Mean of log(rollout / policy) over a completion's tokens, in nats and at least 0, above which
+    a completion with a negative advantage is left out of the policy's loss. Null is no mask.
+
+    It is DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556), with any ``loss``. A KL or an
+    entropy bonus in the loss stays.
     """
 
     aggregation: Aggregation = "token-mean"
@@ -431,14 +462,17 @@ class AlgorithmSection:
                 "mini_batches": AT_LEAST_1,
                 "epochs": AT_LEAST_1,
                 "aggregation_length": AT_LEAST_1,
+                "sequence_mask": AT_LEAST_0,
             },
         )
+        check_options(LOSSES, self.loss, self.loss_options, LOSS_KEYS)
+        check_options(ADVANTAGES, self.advantage, self.advantage_options, ADVANTAGE_KEYS)
         refuse("algorithm", _wrong_choices(self))
 
     @property
     def whitened(self) -> bool:
         """True if advantages are normalized over the whole step."""
-        return self.advantage in WHITENED if self.whiten is None else self.whiten
+        return self.advantage_traits.whiten if self.whiten is None else self.whiten
 
     @property
     def by_token(self) -> bool:
@@ -446,7 +480,22 @@ class AlgorithmSection:
 
         If not, they compare the completions of a group.
         """
-        return self.advantage in BY_TOKEN
+        return self.advantage_traits.level != "completion"
+
+    @property
+    def loss_traits(self) -> LossTraits:
+        """What the loss says about itself."""
+        return LOSSES.traits(self.loss)
+
+    @property
+    def advantage_traits(self) -> AdvantageTraits:
+        """What the advantage says about itself."""
+        return ADVANTAGES.traits(self.advantage)
+
+    @property
+    def reads_reference(self) -> bool:
+        """True if a KL or the loss reads the log-probs of the reference model."""
+        return self.kl.coefficient > 0 or "ref_log_probs" in self.loss_traits.needs
 
 
 def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
@@ -533,6 +582,7 @@ def _wrong_bounds(section: CorrectionSection) -> Iterator[Refusal]:
 def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
     """Yield a refusal for each combination of values that the algorithm may not have."""
     loss, advantage, dual_clip = section.loss, section.advantage, section.dual_clip
+    traits, credit = section.loss_traits, section.advantage_traits
     yield (
         not FRACTION.holds(section.clip_low),
         "clip_low",
@@ -540,6 +590,15 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "no ratio is below 1 - clip_low if that is negative",
         "give a number in [0, 1]; 1.0 is no bound from below",
     )
+    for name in ("clip_low", "clip_high"):
+        value = getattr(section, name)
+        yield (
+            value != CLIP and not LOSSES.reads(loss, name),
+            name,
+            f"nothing reads {value} with loss {loss}",
+            f"it has no parameter {name}",
+            f"leave it at {CLIP}",
+        )
     yield (
         dual_clip is not None and not dual_clip > 1,
         "dual_clip",
@@ -548,56 +607,58 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "use 3.0, or null for none",
     )
     yield (
-        dual_clip is not None and loss != "ppo",
+        dual_clip is not None and not LOSSES.reads(loss, "dual_clip"),
         "dual_clip",
         f"expected null with loss {loss}, got {dual_clip}",
         "it bounds PPO's clipped term",
         "set dual_clip: null, or loss: ppo",
     )
     yield (
-        section.gamma != 1 and not section.by_token,
+        section.gamma != 1 and not ADVANTAGES.reads(advantage, "gamma"),
         "gamma",
         f"expected 1 with advantage {advantage}, got {section.gamma}",
-        "it compares whole completions, nothing is discounted",
+        "it compares whole completions, nothing is discounted"
+        if credit.level == "completion"
+        else "it has no parameter gamma",
         "set gamma: 1.0, or advantage: gae or reinforce_pp",
     )
     yield (
-        section.lam != 1 and advantage != "gae",
+        section.lam != 1 and not ADVANTAGES.reads(advantage, "lam"),
         "lam",
         f"expected 1 with advantage {advantage}, got {section.lam}",
         "only gae has a λ",
         "set lam: 1.0, or advantage: gae",
     )
     yield (
-        advantage == "gae" and section.critic is None,
+        credit.critic and section.critic is None,
         "critic",
-        "expected a section with advantage gae, got null",
-        "gae needs values",
+        f"expected a section with advantage {advantage}, got null",
+        f"{advantage} needs values",
         (
             "write `critic: {optimizer: {lr: 1.0e-5}}`, "
             "or take an advantage without a critic (grpo, reinforce_pp)"
         ),
     )
     yield (
-        section.critic is not None and advantage != "gae",
+        section.critic is not None and not credit.critic,
         "critic",
         f"expected null with advantage {advantage}, got a section",
         "nothing reads it",
         "set advantage: gae, or critic: null",
     )
     yield (
-        loss == "gspo" and section.by_token,
+        traits.whole_sequences and section.by_token,
         "loss",
-        f"expected gspo_token with advantage {advantage}, got gspo",
-        "the ratio and the advantage of gspo are those of a whole sequence",
+        f"expected a loss of tokens with advantage {advantage}, got {loss}",
+        f"the ratio and the advantage of {loss} are those of a whole sequence",
         "use loss: gspo_token",
     )
     yield (
-        loss.startswith("gspo") and section.aggregation != "seq-mean-token-mean",
+        traits.aggregation not in (None, section.aggregation),
         "aggregation",
-        f"expected seq-mean-token-mean with loss {loss}, got {section.aggregation}",
-        "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)",
-        "set aggregation: seq-mean-token-mean",
+        f"expected {traits.aggregation} with loss {loss}, got {section.aggregation}",
+        "its objective is a mean over sequences (docs/algorithms.md)",
+        f"set aggregation: {traits.aggregation}",
     )
     yield (
         section.aggregation_length is not None and section.aggregation != "seq-mean-token-sum-norm",

@@ -74,6 +74,16 @@ def describe(hint: Any) -> str:
     return words.get(hint, str(hint))
 
 
+def bind_value(hint: Any, value: Any, key: str) -> Any:
+    """Return ``value`` as the type ``hint`` has it.
+
+    Raises:
+        ConfigError: the value is of a different type.
+        TypeError: no configuration can hold a value of this type.
+    """
+    return _value(hint, value, key)
+
+
 def _value(hint: Any, value: Any, key: str) -> Any:
     origin = get_origin(hint)
     _check_plain(value, key)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from engine_api.registry import EngineRegistry, RolloutRegistry
+from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES, PAIR_LOSSES
 
 WIDTH = 100
 # A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
@@ -31,13 +32,16 @@ def explain(
 
 
 def installed_names() -> dict[str, list[str]]:
-    """Return the names of engines, model types and rollouts here, by the key that takes them."""
+    """Return the names of plug-ins, losses and advantages here, by the key that takes them."""
     engines = [row for _, row in EngineRegistry.rows()]
     rollouts = [row for _, row in RolloutRegistry.rows()]
     return {
         "engine.backend": sorted({name for row in engines for name in row.backends}),
         "engine.model_type": sorted({name for row in engines for name in row.model_types}),
         "rollout.name": sorted({name for row in rollouts for name in row.backends}),
+        "algorithm.loss": LOSSES.names(),
+        "algorithm.advantage": ADVANTAGES.names(),
+        "dpo.loss": PAIR_LOSSES.names(),
     }
 
 

@@ -15,8 +15,9 @@ The second layout is that of UltraFeedback and of TRL's implicit prompt; ``promp
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class Pair:
 
     chosen: Document
     rejected: Document
+    margin: float = 0.0
+    """The distance that the data asks for between the scores of a reward model."""
 
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
@@ -77,6 +80,7 @@ class PairDataset:
         context: int | None = None,
         spare: int = 0,
         name: str = "",
+        margin: str | None = None,
     ) -> PairDataset:
         """Read and tokenize the rows of ``source``.
 
@@ -89,6 +93,7 @@ class PairDataset:
             context: tokens of the model's context (``context.positions_of``); None: unknown.
             spare: tokens of the context that no document may take.
             name: name of the held-out set in messages; empty for training rows.
+            margin: column with the margin of each pair; None: all are 0.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
@@ -96,6 +101,11 @@ class PairDataset:
         bound = Bound.of(section, context, spare=spare)
         rows = read_rows(source, split)[:limit]
         pairs = tokenize_pairs(rows, tokenizer, section.columns)
+        if margin is not None:
+            pairs = [
+                replace(pair, margin=_margin(row, margin))
+                for row, pair in zip(rows, pairs, strict=True)
+            ]
         kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
         return PairDataset(kept, len(pairs) - len(kept))
 
@@ -121,6 +131,18 @@ def score_token(tokens: Sequence[int], padding: int) -> int:
     ``AutoModelForSequenceClassification``.
     """
     return next((i for i in reversed(range(len(tokens))) if tokens[i] != padding), 0)
+
+
+def _margin(row: Row, column: str) -> float:
+    value = row.values.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise row.error(
+            f"expected a finite number, got {value!r:.100}",
+            column=column,
+            why="rm.margin names this column",
+            remedy="give every row its margin (0 asks for none), or set rm.margin: null",
+        )
+    return float(value)
 
 
 def _documents(

@@ -125,7 +125,7 @@ def _engines_bytes(
     if policy.optimizer is None:
         return found
     # With an adapter the reference is the policy without its adapter.
-    if algorithm.kl.coefficient and policy.lora is None:
+    if algorithm.reads_reference and policy.lora is None:
         found["reference"] = _engine_bytes(policy, _parameters(policy.model), device, learns=False)
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)

@@ -33,12 +33,14 @@ def padding_token(tokenizer: ChatTokenizer, model: ModelSource) -> int:
     return tokenizer.pad_token_id if known else tokenizer.eos_token_id
 
 
-def write_classifier(folder: Path, padding: int) -> None:
+def write_classifier(folder: Path, padding: int, *, centered: bool = False) -> None:
     """Change the folder of a value model to one of a sequence classifier.
 
     Args:
         folder: the folder, as ``Engine.save_hf`` writes it.
         padding: token to skip at the end of a sequence.
+        centered: the loss reads the scores themselves, not only their differences. The bias that is
+            left out then moves them, which the log says.
 
     Raises:
         CheckpointWriteError: the folder cannot be changed.
@@ -53,9 +55,15 @@ def write_classifier(folder: Path, padding: int) -> None:
         if isinstance(inner := config.get("text_config"), dict):
             inner["pad_token_id"] = padding
         write_text(path, json.dumps(config, indent=2, sort_keys=True))
-        _remove_bias(folder)
+        bias = _remove_bias(folder)
     except (OSError, SafetensorError) as error:
         raise unwritable(folder, error) from error
+    if centered and bias:
+        log.warning(
+            "the scores of the saved reward model are %g lower than in training: a sequence "
+            "classifier has no bias in its head",
+            bias,
+        )
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, list[str]]:
@@ -74,8 +82,8 @@ def _architecture(config: dict[str, Any]) -> dict[str, list[str]]:
     return {"architectures": [name]}
 
 
-def _remove_bias(folder: Path) -> None:
-    """Write the file with the head's bias again, without it."""
+def _remove_bias(folder: Path) -> float:
+    """Write the file with the head's bias again, without it, and return the bias."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
@@ -83,7 +91,7 @@ def _remove_bias(folder: Path) -> None:
     path = folder / (index or {}).get(BIAS, "model.safetensors")
     with safe_open(path, framework="pt") as file:
         if BIAS not in file.keys():  # noqa: SIM118 - it is no mapping
-            return
+            return 0.0
     tensors = load_file(path)
     bias = tensors.pop(BIAS)
     partial = path.with_name(path.name + ".partial")
@@ -94,3 +102,4 @@ def _remove_bias(folder: Path) -> None:
         del content["weight_map"][BIAS]
         content["metadata"]["total_size"] -= bias.nbytes
         write_text(folder / INDEX, json.dumps(content, indent=1))
+    return float(bias)

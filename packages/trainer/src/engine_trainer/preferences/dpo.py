@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine_api.batch import Batch
-from engine_trainer.algorithms.preference import LinearLoss, PairLossName
+from engine_trainer.algorithms.preference import LinearLoss, PairObjective
 from engine_trainer.config import DPOConfig
 from engine_trainer.data.preferences import Pair
 from engine_trainer.placement.groups import divide
@@ -25,7 +25,8 @@ def train_dpo(config: DPOConfig) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     DPO is of Rafailov et al. 2023, arXiv:2305.18290. A document counts by ``log π(answer | prompt)
-    - log ref(answer | prompt)``; the reference is the model as the run began.
+    - log ref(answer | prompt)``; the reference is the model as the run began. SimPO and ORPO have
+    no reference (``engine_trainer.algorithms.preference``).
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
@@ -42,14 +43,16 @@ class DPOObjective:
     See ``engine_trainer.preferences.loop.Objective``.
     """
 
-    loss: PairLossName
-
     def __init__(self, run: Run, config: DPOConfig, data: PairData, visited: Sequence[int]) -> None:
         self.linear = LinearLoss()
-        self.loss = config.dpo.loss
-        self.beta = config.dpo.beta
+        self.loss = PairObjective.named(
+            config.dpo.loss, config.dpo.beta, config.dpo.loss_options, config.dpo.sft_coefficient
+        )
         self._reference: Reference | None = None
         self._known: dict[bool, dict[int, tuple[float, float]]] = {}
+        self._reads_reference = config.dpo.reads_reference
+        if not self._reads_reference:
+            return
         if config.dpo.reference == "engine":
             self._reference = Reference(run)
             return
@@ -67,6 +70,8 @@ class DPOObjective:
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
         """Return the reference's log-probs (see ``Objective``)."""
+        if not self._reads_reference:
+            return torch.zeros(2 * len(indices), dtype=torch.float64)
         if self._reference is None:
             known = self._known[heldout]
             return torch.tensor([x for i in indices for x in known[i]], dtype=torch.float64)

@@ -21,7 +21,7 @@ from engine_api.errors import ConfigError
 from engine_api.losses import where_counted
 from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
-from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
+from engine_trainer.algorithms.preference import LinearLoss, PairObjective, Pairs
 from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, positions_of
 from engine_trainer.data.preferences import Pair, PairDataset
@@ -37,14 +37,10 @@ Metrics = dict[str, float]
 
 
 class Objective(Protocol):
-    """The score of a document, of which a pair's loss is a function.
-
-    ``margin = β⁻¹ (reward(chosen) - reward(rejected))`` goes into the loss.
-    """
+    """The score of a document, and the loss of a pair as a function of its scores."""
 
     linear: LinearLoss
-    loss: PairLossName
-    beta: float
+    loss: PairObjective
 
     def documents(self, pair: Pair) -> list[dict[str, Any]]:
         """Return the chosen and the rejected document as ``Batch.pack`` takes them.
@@ -54,7 +50,7 @@ class Objective(Protocol):
         ...
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """Return the numbers to subtract from the sums of the documents of ``indices``.
+        """Return the reference's numbers for the sums of the documents of ``indices``.
 
         The result is ``[2n]`` float64. Called on all ranks together. ``batch`` holds the documents
         of these pairs, chosen and rejected alternating.
@@ -157,8 +153,15 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     assert section.source is not None  # the configurations check it
     context = positions_of(config.engine.model)
     spare = 1 if isinstance(config, RewardModelConfig) else 0
+    margin = config.rm.margin if isinstance(config, RewardModelConfig) else None
     train = PairDataset.read(
-        section.source, section.split, tokenizer, section, context=context, spare=spare
+        section.source,
+        section.split,
+        tokenizer,
+        section,
+        context=context,
+        spare=spare,
+        margin=margin,
     )
     if config.eval is None:
         return PairData(train=train, heldout=None)
@@ -171,6 +174,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
         context=context,
         spare=spare,
         name="eval",
+        margin=margin,
     )
     return PairData(train=train, heldout=heldout)
 
@@ -192,8 +196,8 @@ class PairTrainer:
         objective = self.objective
         with run.timers.phase("judge"):
             batch, local = self._pack(indices, heldout=False)
-            losses, slopes, sums = self._score(batch, local, heldout=False)
-        metrics = self._figures("train", sums, losses)
+            losses, slopes, rewards = self._score(batch, local, heldout=False)
+        metrics = self._figures("train", rewards, losses)
         # The loss is a sum over all ranks, so that all of them skip.
         if not math.isfinite(metrics["train/loss"]):
             run.log.say(
@@ -221,14 +225,14 @@ class PairTrainer:
         if self.data.heldout is None:
             return {}
         losses: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
+        rewards: list[torch.Tensor] = []
         with self.run.timers.phase("eval"):
             for start in range(0, len(self.data.heldout), EVAL_PAIRS):
                 indices = range(start, min(start + EVAL_PAIRS, len(self.data.heldout)))
                 loss, _, part = self._score(*self._pack(indices, heldout=True), heldout=True)
                 losses.append(loss)
-                sums.append(part)
-            return self._figures("eval", torch.cat(sums), torch.cat(losses))
+                rewards.append(part)
+            return self._figures("eval", torch.cat(rewards), torch.cat(losses))
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -245,17 +249,29 @@ class PairTrainer:
     def _score(
         self, batch: Batch, local: Sequence[int], *, heldout: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return losses ``[n]``, slopes ``[n]`` and document sums ``[2n]`` of this rank's pairs.
+        """Return losses ``[n]``, slopes ``[2n]`` and rewards ``[2n]`` of this rank's pairs.
 
-        All are float64.
+        All are float64. Chosen and rejected documents alternate.
         """
         sums = document_sums(self.run.engine.infer_batch(batch), batch)
-        sums = sums - self.objective.offsets(heldout, local, batch)
-        loss, slope = pair_loss(sums[0::2] - sums[1::2], self.objective.beta, self.objective.loss)
-        return loss, slope, sums
+        reference = self.objective.offsets(heldout, local, batch)
+        counted = (batch.loss_weight > 0).double()
+        counts = sum_by_document(counted, batch.cu_seqlens).clamp(min=1.0)
+        dataset = self.data.select(heldout)
+        pairs = Pairs(
+            chosen=sums[0::2],
+            rejected=sums[1::2],
+            ref_chosen=reference[0::2],
+            ref_rejected=reference[1::2],
+            chosen_tokens=counts[0::2],
+            rejected_tokens=counts[1::2],
+            margin=torch.tensor([dataset[i].margin for i in local], dtype=torch.float64),
+        )
+        loss, *slopes = self.objective.loss(pairs)
+        rewards = self.objective.loss.rewards(pairs)
+        return loss, torch.stack(slopes, dim=1).flatten(), torch.stack(rewards, dim=1).flatten()
 
-    def _figures(self, prefix: str, sums: torch.Tensor, losses: torch.Tensor) -> Metrics:
-        rewards = self.objective.beta * sums
+    def _figures(self, prefix: str, rewards: torch.Tensor, losses: torch.Tensor) -> Metrics:
         chosen = rewards[0::2]
         rejected = rewards[1::2]
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
@@ -296,8 +312,7 @@ def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
 
 def _coefficients(batch: Batch, slopes: torch.Tensor) -> torch.Tensor:
     """Return the derivative ``[T]`` float32 of the summed loss by each token's output."""
-    by_document = torch.stack([slopes, -slopes], dim=1).flatten()
-    return (by_document[document_of(batch.cu_seqlens)] * batch.loss_weight).float()
+    return (slopes[document_of(batch.cu_seqlens)] * batch.loss_weight).float()
 
 
 def _updated(run: Run, step: int, output: TrainOutput) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from engine_api.batch import Batch
-from engine_trainer.algorithms.preference import LinearLoss, PairLossName
+from engine_trainer.algorithms.preference import LinearLoss, PairObjective, bradley_terry
 from engine_trainer.config import RewardModelConfig
+from engine_trainer.config.preferences import RewardModelSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.data.preferences import Pair, score_token
 from engine_trainer.preferences.classifier import padding_token, write_classifier
@@ -21,13 +23,15 @@ from engine_trainer.run.run import Outcome
 def train_reward_model(config: RewardModelConfig) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
-    The loss of a pair is ``-log σ(r(chosen) - r(rejected))`` (Bradley and Terry 1952; Ouyang et al.
-    2022, arXiv:2203.02155, eq. 1), with r the head's output at the document's last token. That is
-    the token whose output transformers' ``AutoModelForSequenceClassification`` returns: the last
-    one that is not the padding token. Where the token that ends an answer is also the padding
-    token, r is therefore the output at the token before it.
+    The loss of a pair is ``-log σ(r(chosen) - r(rejected))``
+    (``engine_trainer.algorithms.preference.bradley_terry``), with r the head's output at the
+    document's last token. That is the token whose output transformers'
+    ``AutoModelForSequenceClassification`` returns: the last one that is not the padding token.
+    Where the token that ends an answer is also the padding token, r is therefore the output at the
+    token before it.
 
-    The saved model is read by that class. The head's bias, which cancels in the loss, is left out.
+    The saved model is read by that class. The head's bias, which cancels in the loss without
+    ``rm.center``, is left out.
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
@@ -35,7 +39,7 @@ def train_reward_model(config: RewardModelConfig) -> Outcome:
         config,
         kind="rm",
         objective_of=lambda _run, _data, _visited, tokenizer: RewardObjective(
-            tokenizer, padding_token(tokenizer, config.engine.model)
+            tokenizer, padding_token(tokenizer, config.engine.model), config.rm
         ),
     )
 
@@ -47,11 +51,13 @@ class RewardObjective:
     """
 
     linear = LinearLoss(output="values")
-    loss: PairLossName = "sigmoid"
-    beta = 1.0
 
-    def __init__(self, tokenizer: ChatTokenizer, padding: int) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, padding: int, section: RewardModelSection) -> None:
+        self.loss = PairObjective(
+            function=functools.partial(bradley_terry, center=section.center), name="bradley_terry"
+        )
         self._padding = padding
+        self._centered = section.center > 0
         # The saved tokenizer pads with the token that the saved model looks for.
         tokenizer.tokenizer.pad_token = tokenizer.tokenizer.convert_ids_to_tokens(padding)
 
@@ -69,7 +75,7 @@ class RewardObjective:
 
     def convert(self, folder: Path) -> None:
         """Make the folder one of a sequence classifier (see ``Objective``)."""
-        write_classifier(folder, self._padding)
+        write_classifier(folder, self._padding, centered=self._centered)
 
     def close(self) -> None:
         """Do nothing (see ``Objective``)."""

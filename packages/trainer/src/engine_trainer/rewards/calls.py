@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from engine_api.errors import EngineError
+from engine_trainer.extensions.functions import is_async, run_past_exits
 from engine_trainer.rewards.deadline import DeadlineExceeded, alarm
 from engine_trainer.rewards.sample import SHOWN, RewardFn, Sample, Verdict
-from engine_trainer.utils.functions import is_async, run_past_exits
 from engine_trainer.utils.threads import event_loop
 
 # Seconds beyond its own limit before a coroutine that blocks its event loop is interrupted from

@@ -11,8 +11,8 @@ from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError, EngineError, PluginConflict, PluginLoadError
+from engine_trainer.extensions.functions import load_function, require_arguments
 from engine_trainer.rewards.sample import RewardFn
-from engine_trainer.utils.functions import load_function, require_arguments
 
 REWARD_GROUP = "engine_trainer.rewards"
 

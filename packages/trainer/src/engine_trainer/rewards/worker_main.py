@@ -20,10 +20,10 @@ from typing import Any
 
 from engine_api.errors import ConfigError, EngineError
 from engine_api.parent_watchdog import end_group_with
+from engine_trainer.extensions.functions import is_async
 from engine_trainer.rewards.calls import call_all, plain, shown
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import RewardFn
-from engine_trainer.utils.functions import is_async
 
 
 def main(descriptor: int) -> None:

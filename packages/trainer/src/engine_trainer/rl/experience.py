@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from engine_trainer.algorithms.inputs import Completions
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
+from engine_trainer.config.combined_reward import COMBINE, parts_of
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.data import PromptDataset, SampleOrder
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import failure_figures
@@ -112,6 +115,30 @@ def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
         buffer=overlong.buffer,
         factor=overlong.penalty,
     )
+
+
+def completions_of(groups: Sequence[Group], config: RLConfig) -> Completions:
+    """Return the rewards of a step's groups, as an advantage of whole completions gets them."""
+    scores = [[a.score for a in g.completions] for g in groups]
+    names = list(scores[0][0].parts)
+    parts = {
+        name: torch.tensor([[s.parts[name] for s in row] for row in scores], dtype=torch.float64)
+        for name in names
+    }
+    return Completions(
+        rewards=shaped_rewards(groups, config),
+        parts=parts,
+        weights=reward_weights(config.reward, names),
+        lengths=torch.tensor([[len(a.tokens) for a in g.completions] for g in groups]),
+    )
+
+
+def reward_weights(section: RewardSection, names: Sequence[str]) -> dict[str, float]:
+    """Return the factor of each reward in the weighted sum."""
+    if section.name != COMBINE:
+        return dict.fromkeys(names, 1.0)
+    parts = parts_of(section.kwargs, section.timeout_s)
+    return {part.title: part.weight for part in parts}
 
 
 def is_stale(completion: ScoredCompletion, oldest: int) -> list[bool]:

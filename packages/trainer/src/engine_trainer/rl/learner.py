@@ -11,16 +11,21 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
+from engine_api.errors import ConfigError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
+from engine_trainer.algorithms.checks import loss_findings
 from engine_trainer.algorithms.correction import correction_figures, ratios
+from engine_trainer.algorithms.inputs import Completions
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.extensions.built_in import LOSSES
+from engine_trainer.extensions.functions import absolute_target
 from engine_trainer.placement.groups import Trained, run_together
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.credit import CompletionIndex, CreditAssignment
 from engine_trainer.rl.critic import Critic, CriticShards
-from engine_trainer.rl.experience import is_stale, shaped_rewards
+from engine_trainer.rl.experience import completions_of, is_stale
 from engine_trainer.rl.kept_tokens import FIELD, KeptTokens, TokenWatch
 from engine_trainer.rl.mismatch import (
     MismatchWatch,
@@ -66,7 +71,7 @@ class Learner:
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
         self.credit = CreditAssignment(algorithm, run.policy)
-        self.reference = Reference(run) if algorithm.kl.coefficient else None
+        self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
         self.kept = KeptTokens([], [], ())
 
@@ -98,10 +103,10 @@ class Learner:
         if not groups:
             return {"train/updates": 0.0}
         self._move(away=False)
-        rewards = shaped_rewards(groups, self.config)
+        completions = completions_of(groups, self.config)
         documents = self._documents(groups)
         self.kept = KeptTokens(groups, documents, keep)
-        mini_batches = self._divide(documents, len(groups), rewards)
+        mini_batches = self._divide(documents, len(groups), completions)
         partition = Partition(self.policy, [m.documents for m in mini_batches])
         packed = run_together(self._comm, partition.pack)
 
@@ -115,7 +120,7 @@ class Learner:
 
         # Advantages.
         indices = [[document.index for document in shard] for shard in partition.shards]
-        credit = self.credit.assign(shards, indices, rewards, values)
+        credit = self.credit.assign(shards, indices, completions, values)
         shards = self._with_weights(shards, credit.advantages)
         figures = dict(credit.figures)
 
@@ -192,26 +197,34 @@ class Learner:
             return False
         correction = algorithm.correction
         corrects_ahead = correction.reject != "none" or (correction.enabled and self._dropout)
-        return not self.loss.on_policy or self.credit.kl_in_reward or corrects_ahead
+        reads = self.credit.reads_old_log_probs
+        return not self.loss.on_policy or reads or corrects_ahead
 
     def _documents(self, groups: Sequence[Group]) -> list[TrainingDocument]:
         """Return the training documents of all completions."""
         return [
             _document(
-                g, i, group, completion, self.config.algorithm.overlong.filter, self.oldest_version
+                g,
+                i,
+                group,
+                completion,
+                self.config.algorithm.overlong.filter,
+                self.oldest_version,
+                "weight_versions" in self.loss.traits.needs,
             )
             for g, group in enumerate(groups)
             for i, completion in enumerate(group.completions)
         ]
 
     def _divide(
-        self, documents: Sequence[TrainingDocument], groups: int, rewards: torch.Tensor
+        self, documents: Sequence[TrainingDocument], groups: int, completions: Completions
     ) -> list[_MiniBatch]:
         """Divide whole groups into mini-batches."""
         # Where the loss has only advantages, a document without one has no gradient. It counts in
         # the denominator, and is not computed.
         skip = self.loss.only_advantages and self.credit.zero_stays_zero
-        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
+        rewards = completions.rewards
+        known = self.credit.before(completions) if skip else torch.ones_like(rewards)
         count = min(self.config.algorithm.mini_batches, groups)
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
@@ -335,12 +348,17 @@ class Learner:
         trained: list[Trained] = []
         # The weights are those of the rollout only before the first update.
         section = self.config.algorithm.correction
-        first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
         for epoch in range(self.config.algorithm.epochs):
             for mini, part in zip(mini_batches, parts, strict=True):
                 # Without documents no token has a gradient, on any rank.
                 if mini.documents:
-                    loss = self.loss if trained else first
+                    loss: LossFn = replace(
+                        self.loss,
+                        denominator=mini.denominator,
+                        version=self.policy.weight_version,
+                    )
+                    if not trained and not self._engine_knows:
+                        loss = MismatchWatch(loss, section)
                     trained.append(self._train(mini, part, loss, watched=epoch == 0))
         for reason in dict.fromkeys(t.output.skipped for t in trained if t.output.skipped):
             # Rank 0 shows this level, and the reason is the same on all ranks.
@@ -384,12 +402,31 @@ def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str,
     return shard, {name: float(value) for name, value in sums.items()}, largest_of(given)
 
 
+def check_own_loss(algorithm: AlgorithmSection) -> None:
+    """Raise ``ConfigError`` for a loss that is no sum over tokens, before a model is loaded.
+
+    The built-in losses are known to be sums. Any other, and a built-in one with options, is
+    computed on a few drawn numbers.
+    """
+    if algorithm.loss in LOSSES.built_in and not algorithm.loss_options:
+        return
+    loss = policy_loss(algorithm)
+    for finding in loss_findings(loss.policy_term, loss.traits, quick=True):
+        raise ConfigError(
+            "algorithm.loss",
+            f"{algorithm.loss}: {finding.what}",
+            why=finding.why,
+            remedy=f"{finding.remedy}; engine_trainer.testing.check_loss finds it in a test",
+        )
+
+
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """Return the loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
     return PolicyLoss(
-        kind=algorithm.loss,
+        kind=absolute_target(algorithm.loss),
+        options=dict(algorithm.loss_options),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
@@ -401,6 +438,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",
         corrected=algorithm.correction.enabled,
+        sequence_mask=algorithm.sequence_mask,
     )
 
 
@@ -411,6 +449,7 @@ def _document(
     completion: ScoredCompletion,
     drop_cut: bool,
     oldest: int,
+    versions: bool = False,
 ) -> TrainingDocument:
     """Return the training document of a completion."""
     before = [0.0] * len(group.prompt.tokens)
@@ -431,6 +470,7 @@ def _document(
         tokens=[*group.prompt.tokens, *completion.tokens],
         mask=before + weights,
         rollout_log_probs=before + completion.log_probs,
+        weight_versions=[0] * len(before) + completion.weight_versions if versions else None,
     )
 
 

@@ -22,7 +22,7 @@ from engine_trainer.data import (
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect_experience
-from engine_trainer.rl.learner import Learner
+from engine_trainer.rl.learner import Learner, check_own_loss
 from engine_trainer.rl.recorder import Recorder
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
 from engine_trainer.run.run import Outcome, Run, world_size
@@ -53,6 +53,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     all ranks together.
     """
     algorithm = config.algorithm
+    check_own_loss(algorithm)
     ranks = config.ray.engines if config.launcher == "ray" else world_size()
     tokenizer = load_tokenizer(config.data, config.engine.model)
     train = _load(config, tokenizer)

@@ -32,6 +32,8 @@ class TrainingDocument:
     mask: list[float]
     """One number per token, 1 where the token counts and 0 elsewhere."""
     rollout_log_probs: list[float]
+    weight_versions: list[int] | None = None
+    """The version of the weights that made each token; None where no loss reads it."""
 
     @property
     def index(self) -> CompletionIndex:
@@ -45,11 +47,14 @@ class TrainingDocument:
 
     def fields(self) -> dict[str, Any]:
         """Return the mapping that ``Batch.pack`` takes."""
-        return {
+        fields: dict[str, Any] = {
             "input_ids": self.tokens,
             "mask": self.mask,
             "rollout_log_probs": self.rollout_log_probs,
         }
+        if self.weight_versions is not None:
+            fields["weight_versions"] = torch.tensor(self.weight_versions, dtype=torch.int32)
+        return fields
 
 
 class Partition:

@@ -57,6 +57,10 @@ def decode_attention(
     if chosen is not None:
         seen = torch.zeros(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         seen = seen.scatter(-1, chosen.long(), True)[:, None]
+        # Where fewer than it selects are there, it selects later ones too, which stay hidden.
+        seen &= torch.ones(seen.shape[2:], dtype=torch.bool, device=key.device).tril(
+            key.shape[2] - query.shape[2]
+        )
         attention_mask = seen if attention_mask is None else attention_mask & seen
     rows, heads, new, size = query.shape
     if new > 1 or heads == key.shape[1]:

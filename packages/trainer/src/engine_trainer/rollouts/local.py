@@ -15,6 +15,8 @@ from engine_api.config import ModelSource, check_choice
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_config import require_memory, unbuildable
+from engine_api.hf_folder import read_saved_tensors
+from engine_api.hf_names import keep_float32
 from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
@@ -79,7 +81,8 @@ class LocalRollout:
         self._text = self._model.config.get_text_config()
         self._limit = getattr(self._text, "max_position_embeddings", None) or sys.maxsize
         self._verified = False
-        self._table: WeightTable | None = WeightTable(self._model)
+        self._folder = read_saved_tensors(model.path)
+        self._table: WeightTable | None = WeightTable(self._model, self._folder)
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
 
     def generate(
@@ -173,7 +176,7 @@ class LocalRollout:
         if weights and self._table is None:
             for name, parameter in self._model.named_parameters():
                 parameter.data = parameter.data.new_empty(self._shapes[name])
-            self._table = WeightTable(self._model)
+            self._table = WeightTable(self._model, self._folder)
             self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
@@ -208,7 +211,7 @@ class LocalRollout:
         devices = [] if self._kind.rng_state() is None else [self._device]
         with torch.random.fork_rng(devices=devices, device_type=self._device.type), device:
             try:
-                return AutoModelForCausalLM.from_config(
+                model = AutoModelForCausalLM.from_config(
                     config,
                     dtype=self._dtype,
                     attn_implementation=attention.NAME,
@@ -217,6 +220,8 @@ class LocalRollout:
             except Exception as error:
                 # Each family's own code reads the configuration, and knows its own attention alone.
                 raise unbuildable(config, self._source.path, error) from error
+        keep_float32(model)
+        return model
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         check_sampling(sampling, WHERE)

@@ -8,7 +8,7 @@ import torch
 
 from engine_api.config import near_matches
 from engine_api.errors import RolloutError
-from engine_api.hf_names import pieces_of
+from engine_api.hf_names import SavedTensors, pieces_of, saved_buffers
 from engine_api.weights import WeightExport
 
 WHERE = "rollout 'local', weight sync"
@@ -17,27 +17,19 @@ WHERE = "rollout 'local', weight sync"
 class WeightTable:
     """The destination of each tensor of an export.
 
-    It maps a Hugging Face name to a view of the model's own memory.
+    It maps a Hugging Face name to a view of the model's own memory, saved buffers included.
 
-    Raises ``RolloutError`` for a model with state that no export carries (persistent buffers).
+    Args:
+        model: the transformers model.
+        folder: the tensors of the model's folder, whose names the export has, or None.
     """
 
-    def __init__(self, model: Any) -> None:
-        parameters = dict(model.named_parameters())
-        buffers = set(model.state_dict()) - {
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        }
-        if buffers:
-            names = ", ".join(sorted(buffers))
-            raise RolloutError(
-                f"the model has buffers that no weight export carries: {names}",
-                where=WHERE,
-                remedy="use another rollout for this model family",
-            )
+    def __init__(self, model: Any, folder: SavedTensors | None = None) -> None:
+        memory = {**dict(model.named_parameters()), **saved_buffers(model)}
         self._views: dict[str, torch.Tensor] = {}
-        for name, pieces in pieces_of(model).items():
+        for name, pieces in pieces_of(model, folder).items():
             for piece in pieces:
-                self._views[piece.name] = piece.view(parameters[name].data)
+                self._views[piece.name] = piece.view(memory[name].data)
 
     def install(self, export: WeightExport) -> None:
         """Copy every tensor of ``export``, converted to the model's dtype.

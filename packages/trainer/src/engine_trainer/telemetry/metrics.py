@@ -125,6 +125,8 @@ MEANINGS: Mapping[str, str] = {
     "loss they teach nothing.",
     "train/clipped_dual": "Share of tokens with a negative advantage whose loss is bounded by the "
     "dual clip.",
+    "train/sequence_masked": "Share of tokens in completions with a negative advantage that are so "
+    "far from the rollout that `algorithm.sequence_mask` leaves them out.",
     "critic/explained_variance": "Share of the variance of the returns that the critic's values "
     "explain; 1 is all, and 0 is no better than their mean.",
     "critic/loss": "Loss of the critic's updates.",

@@ -52,6 +52,17 @@ def load_function(target: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def absolute_target(target: str) -> str:
+    """Return ``target`` with an absolute path, where it names a file.
+
+    Processes with a different working directory then find it. Other names stay as they are.
+    """
+    place, separator, name = target.rpartition(":")
+    if not separator or not place.endswith(".py"):
+        return target
+    return f"{Path(place).expanduser().resolve()}:{name}"
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call of ``function`` returns a coroutine.
 

@@ -1,0 +1,107 @@
+"""Capped attention over packed documents on CUDA, by ``torch.nn.attention.flex_attention``.
+
+The kernel is compiled once for each cap, kind of window and head size. Blocks of the mask in which
+no query has a key are never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+__all__ = ["capped_attention"]
+
+# Masks by packing (which lives as long as its micro-batch) and window, because every layer needs
+# one and there are at most two kinds of layers.
+_MASKS: WeakKeyDictionary[Any, dict[int | None, BlockMask]] = WeakKeyDictionary()
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+@cache
+def _cap_of(cap: float) -> Callable[..., Tensor]:
+    """Return the function that caps a score. It is the same object for each call with a cap."""
+
+    def limit(score: Tensor, *_: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return limit
+
+
+def _mask_of(packing: Any, window: int | None) -> BlockMask:
+    """Return the mask of documents, of causality and of a window, made once for a micro-batch."""
+    masks = _MASKS.setdefault(packing, {})
+    if window not in masks:
+        document: Tensor = packing.document
+
+        def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = (query >= key) & (document[query] == document[key])
+            return seen if window is None else seen & (query - key < window)
+
+        tokens = document.shape[0]
+        # Compiled, because plain it makes the mask of each pair of tokens first.
+        masks[window] = _compiled(create_block_mask)(
+            is_seen, None, None, tokens, tokens, device=document.device
+        )
+    return masks[window]
+
+
+def capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Any,
+    scale: float | None,
+    window: int | None,
+    cap: float,
+) -> Tensor:
+    """Compute causal attention within documents, with the scaled scores capped.
+
+    Args:
+        q: queries ``[1, H, T, d]`` on CUDA.
+        k: keys ``[1, KV, T, d]``.
+        v: values ``[1, KV, T, d]``.
+        packing: the documents.
+        scale: factor of the scores (None: ``d ** -0.5``).
+        window: number of tokens that a token attends to, itself included (None: no window).
+        cap: bound of the scaled scores.
+
+    Returns:
+        ``[1, H, T, d]``.
+    """
+    result: Tensor = _attend(q, k, v, packing, scale, window, cap)
+    return result
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Any,
+    scale: float | None,
+    window: int | None,
+    cap: float,
+) -> Tensor:
+    result: Tensor = _compiled(flex_attention)(
+        q,
+        k,
+        v,
+        score_mod=_cap_of(cap),
+        block_mask=_mask_of(packing, window),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return result
+
+
+# A block that is compiled calls the compiled kernel, and has no part in it.
+_attend: Any = torch.compiler.disable(_compute)

@@ -1,0 +1,190 @@
+"""Layers that mix tokens outside of attention, computed one document after another.
+
+Linear attention, state spaces and short convolutions (Qwen3-Next, Nemotron-H, LFM2) carry a state
+from each token to the next. transformers' implementations in PyTorch run over the whole pack and
+drop the bounds of the documents without a word, so the state of one document would reach the next.
+Here every such layer is called for each document alone, which is exact with any implementation.
+
+Under Ulysses each rank gathers the tokens of its group, computes the layer on all of them, and
+keeps its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine_api.errors import UnsupportedCapability
+
+__all__ = ["DOCUMENTS", "Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
+
+DOCUMENTS = "_engine_documents"
+"""Attribute of each module that holds the documents of the current micro-batch."""
+
+# Linear attention without a convolution and a decay of that name.
+_BY_NAME = ("LightningAttention",)
+
+# Packages whose kernels transformers uses on CUDA, by the parameter that tells the kind of layer.
+_KERNELS = {"dt_proj": ("mamba_ssm", "causal_conv1d"), "D": ("mamba_ssm", "causal_conv1d")}
+_DELTA_KERNELS = ("fla", "causal_conv1d")
+_CONVOLUTION_KERNELS = ("causal_conv1d",)
+_INSTALL = {
+    "fla": "flash-linear-attention",
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
+}
+
+
+# Arguments that are made for each document, or that no such layer reads.
+_INDEPENDENT = {"position_ids", "cache_position"}
+
+
+class Documents:
+    """The documents of the micro-batch that the model computes, for layers that are not told."""
+
+    def __init__(self) -> None:
+        self.packing: Any = None
+        """The packing, or None for a model's own forward pass of one document."""
+        self.lengths: list[int] | None = None
+        """Tokens of each document, or None as above."""
+
+    def set(self, packing: Any) -> None:
+        """Take the documents of a micro-batch, or of none (None)."""
+        self.packing = packing
+        self.lengths = None if packing is None else packing.bounds.diff().tolist()
+
+
+def find_mixers(lm: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that carry a state from token to token, by name.
+
+    They own a causal convolution or a decay (``A_log``), or are known by the name of their class.
+    """
+    return {name: module for name, module in lm.named_modules() if _is_mixer(module)}
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    convolves = any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in module.children())
+    return convolves or hasattr(module, "A_log") or type(module).__name__.endswith(_BY_NAME)
+
+
+def refuse_without_kernels(lm: nn.Module, device_type: str, engine: str) -> None:
+    """Raise ``UnsupportedCapability`` for a device of CUDA without the kernels of such layers."""
+    if device_type != "cuda":
+        return
+    needed = {name for m in find_mixers(lm).values() for name in _list_kernels(m)}
+    missing = sorted(name for name in needed if importlib.util.find_spec(name) is None)
+    if missing:
+        raise UnsupportedCapability(
+            "linear_attention",
+            where=f"{engine} with {type(lm).__name__} on {device_type}",
+            why=f"{', '.join(missing)} not installed, whose kernels it needs there",
+            remedy=f"pip install {' '.join(_INSTALL[name] for name in missing)}",
+        )
+
+
+def _list_kernels(mixer: nn.Module) -> tuple[str, ...]:
+    for owned, packages in _KERNELS.items():
+        if hasattr(mixer, owned):
+            return packages
+    if hasattr(mixer, "A_log"):
+        return _DELTA_KERNELS
+    if any(isinstance(m, nn.Conv1d) for m in mixer.children()):
+        return _CONVOLUTION_KERNELS
+    return ()
+
+
+def divide_mixers(lm: nn.Module, group: Any) -> Documents:
+    """Let each mixer compute one document after another, and return where it finds them.
+
+    Every layer has them under ``DOCUMENTS``, too, for attention in families whose layers do not
+    pass the packing on.
+
+    Args:
+        lm: the model.
+        group: process group of Ulysses, or None.
+    """
+    documents = Documents()
+    for module in lm.modules():
+        module.__dict__[DOCUMENTS] = documents
+    for module in find_mixers(lm).values():
+        # An instance's own forward, because FSDP replaces the classes of some modules.
+        module.forward = _divided(module, module.forward, documents, group)  # type: ignore[method-assign]
+    return documents
+
+
+def _divided(module: nn.Module, forward: Any, documents: Documents, group: Any) -> Any:
+    """Return a forward pass of ``module`` by document, made of its own."""
+
+    @torch.compiler.disable
+    def divided(hidden_states: Tensor, *rest: Any, **options: Any) -> Any:
+        if documents.lengths is None:
+            return forward(hidden_states, *rest, **options)
+        if any(one is not None for one in rest):
+            _refuse_arguments(module, "positional arguments")
+        per_token = {k for k, v in options.items() if isinstance(v, Tensor)} - _INDEPENDENT
+        if per_token:
+            _refuse_arguments(module, ", ".join(sorted(per_token)))
+        own = {key: None if isinstance(x, Tensor) else x for key, x in options.items()}
+        own.pop("packing", None)
+        whole = hidden_states if group is None else _gather(hidden_states, group)
+        results: list[Any] = []
+        for part in whole.split(documents.lengths, dim=1):
+            if options.get("position_ids") is not None:
+                own["position_ids"] = torch.arange(part.shape[1], device=part.device)[None]
+            results.append(forward(part, *rest, **own))
+        if isinstance(results[0], Tensor):
+            return _own_part(torch.cat(results, dim=1), group)
+        # Further outputs are of each token, or none.
+        return tuple(
+            _own_part(torch.cat(parts, dim=1), group) if isinstance(parts[0], Tensor) else None
+            for parts in zip(*results, strict=True)
+        )
+
+    return divided
+
+
+def _own_part(whole: Tensor, group: Any) -> Tensor:
+    """Return the tokens of this rank of the Ulysses group."""
+    if group is None:
+        return whole
+    return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
+def _refuse_arguments(module: nn.Module, names: str) -> None:
+    """Raise ``UnsupportedCapability`` for arguments that would have to be divided, too."""
+    raise UnsupportedCapability(
+        "linear_attention",
+        where=type(module).__name__,
+        why=f"it takes {names} for each token",
+        remedy="use another backend for this model family",
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """The all-gather of ``[1, T/n, d]`` to ``[1, T, d]``.
+
+    Every rank uses all of it for tokens of its own, so the gradient is the sum of all ranks'.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        size = dist.get_world_size(ctx.group)
+        return total.chunk(size, dim=1)[dist.get_rank(ctx.group)].contiguous(), None
+
+
+def _gather(x: Tensor, group: Any) -> Tensor:
+    result: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,537 @@
+"""Compute tiny models of every family with engine-fsdp, and write docs/models.md from the results.
+
+``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
+computes three packed documents, and compares with transformers' own eager implementation in
+float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
+``from_pretrained`` reads, exported shards and a checkpoint, and all again on two ranks but for the
+reading by ``from_pretrained``. The results go to
+conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
+``--check`` says whether the page is current. It imports no torch then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matrix import table, write_or_check
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "conformance" / "zoo.json"
+PAGE = ROOT / "docs" / "models.md"
+
+# Largest differences for float32 against float64: of a log-prob in nats, and of a weight's gradient
+# as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
+NEAR = 1e-4
+NEAR_GRADIENT = 1e-3
+LAYOUTS = ("one rank", "two ranks")
+TITLES = {
+    "right": "Right",
+    "refused": "Refused",
+    "wrong": "Accepted and wrong",
+    "crash": "Crash",
+    "unmade": "No tiny model",
+}
+ORDER = ("right", "refused", "unmade", "wrong", "crash")
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
+    """Return the result of a model type on this rank: its status and its largest differences."""
+    from tiny_models import tiny_model
+
+    from engine_api.errors import EngineError
+
+    try:
+        tiny_model(model_type).save_pretrained(folder)
+        expected = Expected(folder)
+    # The family's own code may raise anything where the sizes do not fit it.
+    except Exception as error:  # noqa: BLE001
+        return {"status": "unmade", "why": _line(error)}
+    try:
+        engine, changed = _start_divided(folder, ulysses)
+    except EngineError as error:
+        return {"status": "refused", "why": _line(error), "by": _mechanism(error)}
+    except Exception as error:  # noqa: BLE001 - a crash is a result
+        traceback.print_exc()
+        return {"status": "crash", "why": _line(error)}
+    asks = _list_mechanisms(engine.module.lm)
+    try:
+        found: dict[str, Any] = _compare(engine, expected, folder)
+    except EngineError as error:
+        found = {"status": "refused", "why": f"late: {_line(error)}", "by": _mechanism(error)}
+    except Exception as error:  # noqa: BLE001 - a crash is a result
+        traceback.print_exc()
+        found = {"status": "crash", "why": _line(error)}
+    finally:
+        engine.close()
+    found |= {"asks": asks}
+    return found | ({"without": changed} if changed else {})
+
+
+class Expected:
+    """The log-probs and gradients that transformers computes in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from tiny_models import documents, oracle
+
+        self.model = oracle(str(folder))
+        self.documents = documents()
+        total = sum(len(ids) - 1 for ids in self.documents)
+        found: list[Any] = []
+        for ids in self.documents:
+            scores = self.model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
+            (-picked.sum() / total).backward()
+            found.append(torch.cat([picked.new_zeros(1), picked.detach()]))
+        self.log_probs = torch.cat(found)
+        self.gradients = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def _start_divided(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
+    """Return an engine that divides documents over ranks, or documents where it refuses that."""
+    from engine_api.errors import UnsupportedCapability
+
+    try:
+        return _start(folder, ulysses)
+    except UnsupportedCapability as error:
+        if ulysses == 1 or "under Ulysses" not in str(error):
+            raise
+        return _start(folder, 1)
+
+
+def _list_mechanisms(lm: Any) -> list[str]:
+    """Return the names of the mechanisms that a model asks for."""
+    from engine_torch.mechanisms import MECHANISMS
+
+    text = lm.config.get_text_config()
+    return [one.name for one in MECHANISMS if one.find(text, type(lm), lm)]
+
+
+def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
+    """Return an initialized engine, and the overrides that a refusal's remedy asked for."""
+    from engine_api import EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism
+    from engine_api.errors import ConfigError
+
+    def create(overrides: dict[str, float]) -> Any:
+        config = EngineConfig(
+            model=ModelSource(path=str(folder), config_overrides=overrides),
+            optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.0),
+            parallelism=Parallelism(ulysses=ulysses),
+        )
+        engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+        engine.initialize()
+        return engine
+
+    try:
+        return create({}), {}
+    except ConfigError as error:
+        if "config_overrides: {" not in error.remedy:
+            raise
+        off = dict.fromkeys(re.findall(r"(\w+): 0\.0", error.remedy), 0.0)
+        return create(off), off
+
+
+def _compare(engine: Any, expected: Expected, folder: Path) -> dict[str, Any]:
+    import torch
+    from tiny_models import log_probs, oracle
+
+    from engine_api import Batch, sft_loss
+
+    rows = [
+        {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
+        for ids in expected.documents
+    ]
+    want = list(expected.log_probs.split([len(ids) for ids in expected.documents]))
+    own = slice(engine.topology.dp_rank, None, engine.topology.dp_size)
+    batch = Batch.pack(rows[own])
+    got = engine.infer_batch(batch).log_probs.double()
+    found: dict[str, Any] = {"log_probs": float((got - torch.cat(want[own])).abs().max())}
+    engine.forward_backward(batch, sft_loss)
+    worst, name = _worst_gradient(engine, expected)
+    found |= {"gradient": worst, "weight": name}
+    found["state"] = _check_state(engine, folder)
+    if engine.topology.world_size == 1:
+        saved = folder.with_name(folder.name + "-saved")
+        engine.save_hf(saved)
+        again = oracle(str(saved))
+        same = torch.cat([log_probs(again, ids) for ids in expected.documents])
+        found["export"] = float((same - expected.log_probs).abs().max())
+    near = found["log_probs"] < NEAR and worst < NEAR_GRADIENT
+    right = near and not found["state"] and found.get("export", 0.0) < 1e-9
+    return {"status": "right" if right else "wrong", **found}
+
+
+def _check_state(engine: Any, folder: Path) -> str:
+    """Return a saved tensor that an export or a checkpoint changes, or an empty text.
+
+    The learning rate is 0, so each tensor must be that of the folder, bit for bit.
+    """
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    wrong = _first_changed(engine, stored)
+    if wrong:
+        return f"exported: {wrong}"
+    wrong = _check_shards(engine, stored)
+    if wrong:
+        return f"exported in shards: {wrong}"
+    _pass_through_checkpoint(engine, folder.with_name(f"{folder.name}-state"))
+    wrong = _first_changed(engine, stored)
+    return f"loaded from a checkpoint: {wrong}" if wrong else ""
+
+
+def _first_changed(engine: Any, stored: dict[str, Any]) -> str:
+    """Return the name of a whole exported tensor that is not the stored one."""
+    import torch
+
+    # Every tensor is read, because the ranks gather each together.
+    changed = [
+        name
+        for name, tensor in engine.get_per_tensor_param()
+        if not torch.equal(tensor, stored[name])
+    ]
+    return next(iter(changed), "")
+
+
+def _check_shards(engine: Any, stored: dict[str, Any]) -> str:
+    """Return the name of an exported shard that is wrong, or which elements are amiss."""
+    import torch
+    import torch.distributed as dist
+
+    count = torch.zeros(1, dtype=torch.int64)
+    wrong: list[str] = []
+    names: set[str] = set()
+    for name, shard, spec in engine.get_per_tensor_param_shard():
+        names.add(name)
+        if not torch.equal(shard, stored[name][spec.slices]):
+            wrong.append(name)
+        count += shard.numel() if spec.replica == 0 else 0
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    if int(count) != sum(stored[name].numel() for name in names):
+        wrong.append("some elements are there twice or not at all")
+    return next(iter(wrong), "")
+
+
+def _pass_through_checkpoint(engine: Any, place: Path) -> None:
+    """Save the engine's state, forget its weights, and load it again."""
+    import torch.distributed as dist
+
+    places = [str(place)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(places)
+    engine.save_checkpoint(Path(places[0])).result()
+    for entry in engine.table:
+        entry.local.detach().zero_()
+        entry.publish()
+    engine.load_checkpoint(Path(places[0]))
+
+
+def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
+    """Return the largest relative difference of this rank's gradients, and the weight's name."""
+    import torch
+
+    from engine_torch.boxes import local_of
+
+    norm = float(torch.stack([g.norm() for g in expected.gradients.values()]).norm())
+    worst = (0.0, "")
+    for entry in engine.table:
+        if not entry.trainable:
+            continue
+        want = expected.gradients.get(entry.name)
+        whole = torch.zeros(entry.param.shape, dtype=torch.float64) if want is None else want
+        part = whole[entry.box.slices]
+        grad = entry.param.grad
+        mine = torch.zeros_like(part) if grad is None else local_of(grad).double()
+        apart = float((mine - part).norm()) / max(float(whole.norm()), 1e-3 * norm)
+        # A gradient that is not a number must not pass a comparison.
+        if not apart <= worst[0]:
+            worst = (apart, entry.name)
+    return worst
+
+
+def _mechanism(error: Any) -> str:
+    """Return the name of what a refusal is about."""
+    return str(getattr(error, "capability", None) or getattr(error, "field", type(error).__name__))
+
+
+def _line(error: BaseException) -> str:
+    """Return an error in a line, which for a refusal says why."""
+    what, why = (str(getattr(error, key, "") or "") for key in ("what", "why"))
+    said = "; ".join(part for part in (what if hasattr(error, "field") else "", why) if part)
+    lines = (said or f"{type(error).__name__}: {error}").strip().splitlines() or [""]
+    # The folder is another one in each run.
+    return re.sub(r"/\S*/zoo-\w+/", "", lines[0])[:300]
+
+
+def measure_all(model_types: Sequence[str], ulysses: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (model type, result) of each type, one after another."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        for model_type in model_types:
+            yield model_type, measure(model_type, Path(scratch) / model_type, ulysses)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, Any]]:
+    """Measure on ``count`` ranks, and return each type's worst result.
+
+    A type that ends its ranks is a crash, and the next ones run in new ranks.
+    """
+    worst: dict[str, dict[str, Any]] = {}
+    left = list(model_types)
+    while left:
+        results = _run_some(left, count)
+        for model_type in left:
+            rows = [rank[model_type] for rank in results if model_type in rank]
+            if len(rows) < count:
+                rows.append({"status": "crash", "why": "a rank ended"})
+            row = max(rows, key=_badness)
+            worst[model_type] = {key: value for key, value in row.items() if key != "type"}
+            left = left[1:]
+            if len(rows) > count or row["status"] == "crash":
+                break
+    return worst
+
+
+def _badness(row: dict[str, Any]) -> tuple[int, float]:
+    return ORDER.index(row["status"]), row.get("gradient", 0.0)
+
+
+def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str, Any]]]:
+    """Return the results of each rank, until the last type or the first rank that ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(count):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            environment = {key: str(value) for key, value in place.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1"}
+            command = [sys.executable, __file__, "rank", "--ulysses", str(count)]
+            command += ["--results", f"{scratch}/{rank}.jsonl", *model_types]
+            ranks.append(subprocess.Popen(command, env=os.environ | environment))
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+        # The other ranks would wait for one that ended.
+        if any(rank.poll() for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+        for rank in ranks:
+            rank.wait()
+        files = [Path(scratch, f"{rank}.jsonl") for rank in range(count)]
+        return [
+            {row["type"]: row for row in map(json.loads, file.read_text().splitlines())}
+            for file in files
+            if file.is_file()
+        ]
+
+
+def _measure_command(arguments: argparse.Namespace) -> int:
+    """Measure the chosen types, and write their results into the record."""
+    import transformers
+    from tiny_models import MODEL_TYPES
+
+    from engine_torch.mechanisms import MECHANISMS
+
+    chosen: list[str] = arguments.types or list(MODEL_TYPES)
+    types: dict[str, Any] = {}
+    if RECORD.is_file() and arguments.types:
+        types = json.loads(RECORD.read_text())["types"]
+    for model_type, found in measure_all(chosen, 1):
+        asks = found.pop("asks", [])
+        types[model_type] = {"asks": asks, LAYOUTS[0]: _rounded(found)}
+        print(f"{model_type}: {_sentence(found)}", flush=True)
+    accepted = [name for name in chosen if types[name][LAYOUTS[0]]["status"] in ("right", "wrong")]
+    if accepted and not arguments.one_rank:
+        for model_type, found in _run_ranks(accepted, 2).items():
+            found.pop("asks", None)
+            types[model_type][LAYOUTS[1]] = _rounded(found)
+            print(f"{model_type} on two ranks: {_sentence(found)}", flush=True)
+    record = {
+        "transformers": transformers.__version__,
+        "mechanisms": {
+            one.name: {"served_by": one.served_by, "why": one.why} for one in MECHANISMS
+        },
+        "types": dict(sorted(types.items())),
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(summary(types))
+    return int(any(_status(row) in ("wrong", "crash") for row in types.values()))
+
+
+def _status(row: dict[str, Any]) -> str:
+    """Return the worst status of a type's layouts."""
+    return max((row[one]["status"] for one in LAYOUTS if one in row), key=ORDER.index)
+
+
+def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+    # One digit: the rest differs between machines.
+    return {k: float(f"{v:.0e}") if isinstance(v, float) else v for k, v in found.items()}
+
+
+def _sentence(found: dict[str, Any]) -> str:
+    parts = [f"{k} {v:.1e}" for k, v in found.items() if isinstance(v, float)]
+    parts += [found["state"]] if found.get("state") else []
+    return ", ".join([found["status"], *parts, *([found["why"]] if "why" in found else [])])
+
+
+def summary(types: dict[str, Any]) -> str:
+    """Return the number of types of each status in a line."""
+    statuses = [_status(row) for row in types.values()]
+    counts = {name: statuses.count(name) for name in TITLES}
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"Of {len(types)} types: {said}"
+
+
+def main() -> int:
+    """Run the command, and return the exit status."""
+    if sys.argv[1:] in ([], ["--check"]):
+        return write_or_check(PAGE, render(json.loads(RECORD.read_text())), "zoo.py")
+    sys.path.insert(0, str(ROOT / "tests"))
+    parser = argparse.ArgumentParser(prog="zoo.py", description=__doc__)
+    parser.add_argument("command", choices=("measure", "rank"))
+    parser.add_argument("types", nargs="*", help="model types; all without any")
+    parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--results", help=argparse.SUPPRESS)
+    parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
+    arguments = parser.parse_intermixed_args()
+    if arguments.command == "measure":
+        return _measure_command(arguments)
+    with Path(arguments.results).open("a") as results:
+        for model_type, found in measure_all(arguments.types, arguments.ulysses):
+            print(json.dumps({"type": model_type, **found}), file=results, flush=True)
+            if found["status"] == "crash":
+                return 1
+    return 0
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+INTRODUCTION = """\
+# Models
+
+<!-- Generated from conformance/zoo.json by tools/zoo.py: run `nox -s zoo`. -->
+
+engine-fsdp serves a model by its *mechanisms*, not by its name. For each type of causal language
+model that transformers {transformers} has, `nox -s zoo` makes a tiny model with random weights,
+computes three packed documents and compares with transformers' own eager implementation in float64,
+one document at a time: the log-prob of each token, and the gradient of each weight. Exports, whole
+and as shards, and a checkpoint must hold the weights bit for bit, and `from_pretrained` must read
+what `save_hf` writes. All but the last runs once more on two ranks, which share the weights and
+divide each document (Ulysses), or the documents where a mechanism refuses Ulysses. Windows and
+selections are shorter than the documents.
+
+*Right* means that no log-prob is off by {near} nats or more, and no gradient by {gradient} of its
+norm. A model that asks for anything else is refused by the name of the mechanism, before its
+weights are read. A new release of transformers is one command: `nox -s zoo`.
+
+**{summary}.**
+"""
+
+
+def render(record: dict[str, Any]) -> str:
+    """Return docs/models.md."""
+    types: dict[str, Any] = record["types"]
+    introduction = INTRODUCTION.format(
+        transformers=record["transformers"],
+        near=NEAR,
+        gradient=NEAR_GRADIENT,
+        summary=summary(types),
+    )
+    parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
+    return "\n".join(parts)
+
+
+def _mechanisms(record: dict[str, Any]) -> str:
+    rows = []
+    for name, one in record["mechanisms"].items():
+        asking = [
+            kind
+            for kind, row in record["types"].items()
+            if name in row.get("asks", ()) or row[LAYOUTS[0]].get("by") == name
+        ]
+        served = one["served_by"] or f"nothing: {one['why']}"
+        rows.append((f"`{name}`", served, _names(asking)))
+    return table(("mechanism", "served by", "asked for by"), rows)
+
+
+def _sections(types: dict[str, Any]) -> list[str]:
+    parts: list[str] = []
+    for status, title in TITLES.items():
+        found = {name: row for name, row in types.items() if _status(row) == status}
+        if not found:
+            continue
+        parts.append(f"## {title}\n")
+        if status == "right":
+            parts.append(_right(found))
+        else:
+            rows = [(f"`{name}`", _reason(row)) for name, row in found.items()]
+            parts.append(table(("model type", "why"), rows))
+    return parts
+
+
+def _right(types: dict[str, Any]) -> str:
+    rows = []
+    for name, row in types.items():
+        one, two = (row.get(layout, {}) for layout in LAYOUTS)
+        without = ", ".join(one.get("without", ()))
+        rows.append(
+            (
+                f"`{name}`",
+                ", ".join(f"`{each}`" for each in row.get("asks", ())),
+                f"{one['log_probs']:.0e}",
+                f"{one['gradient']:.0e}",
+                two.get("status", "not run"),
+                f"with {without} at 0" if without else "",
+            )
+        )
+    head = ("model type", "asks for", "log-probs", "gradients", LAYOUTS[1], "note")
+    return table(head, rows)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    worst = next(row[one] for one in reversed(LAYOUTS) if one in row)
+    if worst["status"] == "wrong" and worst["state"]:
+        return str(worst["state"])
+    if worst["status"] == "wrong":
+        apart = f"log-probs are off by {worst['log_probs']:.0e}"
+        return f"{apart}, the gradient of {worst['weight']} by {worst['gradient']:.0e}"
+    by = f"`{worst['by']}`: " if "by" in worst else ""
+    return by + worst["why"].replace("|", "/")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
