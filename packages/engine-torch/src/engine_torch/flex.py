@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -23,8 +24,9 @@ _MASKS: WeakKeyDictionary[Any, dict[int | None, BlockMask]] = WeakKeyDictionary(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], *, dynamic: bool | None) -> Callable[..., Any]:
+    # Whole, because a part of it that is not compiled would compute all scores at once.
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
 @cache
@@ -49,7 +51,7 @@ def _mask_of(packing: Any, window: int | None) -> BlockMask:
 
         tokens = document.shape[0]
         # Compiled, because plain it makes the mask of each pair of tokens first.
-        masks[window] = _compiled(create_block_mask)(
+        masks[window] = _compiled(create_block_mask, dynamic=True)(
             is_seen, None, None, tokens, tokens, device=document.device
         )
     return masks[window]
@@ -91,15 +93,21 @@ def _compute(
     window: int | None,
     cap: float,
 ) -> Tensor:
-    result: Tensor = _compiled(flex_attention)(
-        q,
-        k,
-        v,
-        score_mod=_cap_of(cap),
-        block_mask=_mask_of(packing, window),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    mask = _mask_of(packing, window)
+    for x in (q, k, v):
+        # One kernel for all numbers of tokens. (torch documents this call, underscore and all.)
+        torch._dynamo.maybe_mark_dynamic(x, 2)  # noqa: SLF001
+    # The kernel is written for one scale and one cap: it takes no floats as arguments.
+    with torch._dynamo.config.patch(specialize_float=True):  # noqa: SLF001
+        result: Tensor = _compiled(flex_attention, dynamic=None)(
+            q,
+            k,
+            v,
+            score_mod=_cap_of(cap),
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     return result
 
 

@@ -62,7 +62,9 @@ def varlen_with_sinks(
     )
     out, sums = result[0], result[1].transpose(0, 1)
     total = torch.logaddexp(sums, sinks.float())
-    return (out * (sums - total).exp()[..., None]).to(out.dtype), total.contiguous()
+    # The kernel's result has the strides of q.
+    scaled = (out * (sums - total).exp()[..., None]).to(out.dtype).contiguous()
+    return scaled, total.contiguous()
 
 
 @varlen_with_sinks.register_fake
