@@ -22,6 +22,7 @@ ALLOWED = {
     "engine-megatron/src/engine_megatron": ["plugin.py"],
     "engine-npu/src/engine_npu": ["ascend.py"],
     "engine-torch/src/engine_torch": [],
+    "engine-torchtitan/src/engine_torchtitan": ["plugin.py"],
     "engine-veomni/src/engine_veomni": ["plugin.py"],
     "trainer/src/engine_trainer": ["telemetry/throughput.py", "placement/ray/cluster.py"],
     "rollout-fp8/src/rollout_fp8": [

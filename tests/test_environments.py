@@ -180,6 +180,7 @@ def test_every_session_can_be_installed_on_its_host(name: str, answers: dict[str
     [
         ("conformance(engine='fsdp2', device='cpu')", "cpu"),
         ("conformance(engine='megatron', device='cpu')", "cpu_shimmed"),
+        ("conformance(engine='torchtitan', device='cpu')", "cpu_torchtitan"),
         ("conformance(engine='veomni', device='cpu')", "cpu_veomni"),
         ("conformance(engine='veomni', device='cuda')", "h200_veomni"),
         ("conformance(engine='veomni', device='npu')", "ascend_veomni"),

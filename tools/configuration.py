@@ -37,6 +37,7 @@ PLUGINS = {
         "engine_fsdp.plugin:PLUGIN",
         "engine_megatron.plugin:PLUGIN",
         "engine_npu.plugin:MINDSPEED",
+        "engine_torchtitan.plugin:PLUGIN",
         "engine_veomni.plugin:PLUGIN",
     ),
     "rollout": ("rollout_fp8.plugin:VLLM", "rollout_fp8.plugin:SGLANG"),

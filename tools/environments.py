@@ -25,6 +25,7 @@ NOT_EVERYWHERE = {
     "megatron",
     "npu",
     "sglang",
+    "torchtitan",
     "trackio",
     "veomni",
     "vllm",

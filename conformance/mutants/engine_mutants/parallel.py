@@ -74,6 +74,22 @@ class HeadNormOfOwnHeads(LoopbackEngine):
         return grad
 
 
+@mutant("parallel.tp", group="tp", part="model", world=2, seen_in="NeMo Automodel 0.7.0")
+class BlockNormOfOwnTokens(Model):
+    """The gradient of a block's norms covers a tensor-parallel rank's own part of the tokens only.
+
+    So it is in sequence parallelism where the copies of a norm are not synchronized.
+    """
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed = super().norm(x, weight)
+        if self.layout.tensor == 1 or x.dim() != 2:
+            return normed
+        part = torch.arange(len(x), device=x.device) * self.layout.tensor // max(1, len(x))
+        own = part == self.layout.index("tensor")
+        return torch.where(own[:, None], normed, super().norm(x, weight.detach()))
+
+
 @mutant("parallel.tp", group="tp", world=2, seen_in="verl #4710")
 class NormCountsReplicated(LoopbackEngine):
     """The gradient's norm counts a weight once per tensor-parallel rank that holds it whole."""
@@ -113,6 +129,16 @@ class RouterGradientOfOwnPart(Model):
         if self.layout.tensor == 1:
             return mix
         return mix.detach() + (mix - mix.detach()) / self.layout.tensor
+
+
+@mutant(
+    "train.moe", group="moe", part="model", world=2, layout={"tp": 2}, seen_in="torchtitan 0.3.0"
+)
+class ExpertInputsWithoutGradient(Model):
+    """The input of experts that tensor parallelism splits has a gradient by the router alone."""
+
+    def experts(self, params: Params, x: Tensor, mix: Tensor) -> Tensor:
+        return super().experts(params, x.detach() if self.layout.tensor > 1 else x, mix)
 
 
 @mutant("train.moe", group="moe", world=2)
@@ -245,6 +271,17 @@ class GradientOncePerSlice(Model):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.collectives.gather_outputs = self.collectives.gather_sequence
+
+
+@mutant("parallel.cp", group="cp", part="model", world=2, seen_in="torchtitan 0.3.0")
+class GatheredKeysWithoutGradient(Model):
+    """Keys and values that were gathered over the ranks have no gradient."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        gather = self.collectives.gather_sequence
+        if self.layout.sequence > 1:
+            self.collectives.gather_sequence = lambda x: gather(x).detach()
 
 
 @mutant("parallel.ulysses", group="ulysses", part="model", world=2)

@@ -231,7 +231,7 @@ def test_a_known_gradient_of_a_head_with_all_of_them() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_caps_by_flex_attention(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """It has no backward pass on a CPU: test_cuda has that."""
-    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    monkeypatch.setattr(flex, "_compiled", lambda function, **_: function)
     inputs = random_inputs(
         sum(LENGTHS), heads=4, kv_heads=2, width=16, value_width=16, dtype=torch.float32
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,16 @@ import torch
 from torch import Tensor
 
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_torch.attention import build_packing, check_heads, choose_kernel, packed_attention
-from engine_torch.head import chunked_log_probs
+from engine_torch import head
+from engine_torch.attention import (
+    build_context_packing,
+    build_packing,
+    check_heads,
+    choose_kernel,
+    packed_attention,
+)
+from engine_torch.context import build_context
+from engine_torch.head import VocabularyShard, chunked_log_probs
 
 TOKENS = 13
 HIDDEN = 6
@@ -28,9 +39,19 @@ def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    logits = (hidden @ weight.T + (0.0 if bias is None else bias)) * scale
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -83,9 +104,170 @@ def test_chunked_head_of_no_tokens() -> None:
     assert not weight.grad.any()
 
 
+@dataclass
+class Exchange:
+    """Values that threads, which stand for ranks, give each other."""
+
+    ranks: int
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadShard(VocabularyShard):
+    """A part of the vocabulary in a thread."""
+
+    rank: int
+
+    def gather(self, values: Tensor) -> Tensor:
+        self.group.values[self.rank] = values
+        self.group.barrier.wait()
+        found = torch.stack([self.group.values[rank] for rank in range(self.group.ranks)])
+        self.group.barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize("bounds", [(0, 9, 17), (0, 1, 16, 17)])
+@pytest.mark.parametrize("special", [{}, {"scale": 0.4}, {"scale": 0.4, "cap": 1.5}], ids=str)
+@pytest.mark.parametrize("elementwise", ["eager", "as compiled"])
+def test_a_divided_vocabulary_gives_the_log_probs_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    bounds: tuple[int, ...],
+    chunk: int,
+    known: bool,
+    special: dict[str, float],
+    elementwise: str,
+) -> None:
+    """Each rank's gradient of the hidden states is an addend, that of the weight its own part.
+
+    A head with a scale or a cap is given a bias, too, of which each rank has its part.
+    """
+    if elementwise == "as compiled":
+        # The gradient of devices with a compiler, without compiling it.
+        monkeypatch.setattr(head, "_fused", lambda function, _: function)
+    hidden, weight, targets = head_inputs(torch.float32)
+    bias = torch.linspace(-1.0, 0.5, VOCABULARY) if special else None
+    ranks = len(bounds) - 1
+    exchange = Exchange(ranks)
+    upstream = torch.linspace(-1, 2, TOKENS)
+    found: dict[int, tuple[Tensor, ...]] = {}
+
+    def run(rank: int) -> None:
+        own_hidden = hidden.detach().clone().requires_grad_()
+        rows = slice(bounds[rank], bounds[rank + 1])
+        own = weight.detach()[rows].clone().requires_grad_()
+        own_bias = None if bias is None else bias[rows].clone().requires_grad_()
+        log_probs, entropy = chunked_log_probs(
+            own_hidden,
+            own,
+            targets,
+            temperature=0.6,
+            chunk=chunk,
+            entropy=True,
+            coefficients=upstream if known else None,
+            shard=ThreadShard(group=exchange, first=bounds[rank], rank=rank),
+            bias=own_bias,
+            **special,
+        )
+        assert entropy is not None
+        loss = log_probs @ upstream
+        # With known coefficients the entropy of several chunks is not trained on.
+        (loss if known else loss + entropy.sum()).backward()
+        assert own_hidden.grad is not None
+        assert own.grad is not None
+        found[rank] = (log_probs.detach(), entropy.detach(), own_hidden.grad, own.grad)
+        if own_bias is not None:
+            assert own_bias.grad is not None
+            found[rank] += (own_bias.grad,)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == ranks
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact_bias = None if bias is None else bias.double().requires_grad_()
+    want = plain_head(exact_hidden, exact_weight, targets, 0.6, bias=exact_bias, **special)
+    loss = want[0] @ upstream.double()
+    (loss if known else loss + want[1].sum()).backward()
+    assert exact_hidden.grad is not None
+    assert exact_weight.grad is not None
+    for rank in range(ranks):
+        assert torch.equal(found[rank][0], found[0][0])
+        assert torch.equal(found[rank][1], found[0][1])
+    torch.testing.assert_close(found[0][0].double(), want[0], atol=3e-6, rtol=0)
+    torch.testing.assert_close(found[0][1].double(), want[1], atol=3e-6, rtol=0)
+    d_hidden = torch.stack([one[2] for one in found.values()]).sum(0)
+    d_weight = torch.cat([found[rank][3] for rank in range(ranks)])
+    torch.testing.assert_close(d_hidden.double(), exact_hidden.grad, atol=2e-5, rtol=0)
+    torch.testing.assert_close(d_weight.double(), exact_weight.grad, atol=2e-5, rtol=0)
+    if exact_bias is not None:
+        assert exact_bias.grad is not None
+        d_bias = torch.cat([found[rank][4] for rank in range(ranks)])
+        torch.testing.assert_close(d_bias.double(), exact_bias.grad, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[12], [1, 11], [3, 3, 6], [5, 1, 1, 1, 4], [1] * 12])
+def test_a_part_of_a_pack_attends_to_the_documents_that_it_is_in(
+    lengths: list[int], parts: int
+) -> None:
+    total = sum(lengths)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    whole = (document[:, None] == document[None, :]) & torch.ones(total, total).tril().bool()
+    size = total // parts
+    for part in range(parts):
+        rows = slice(part * size, (part + 1) * size)
+        context = build_context(
+            lengths, "sdpa", torch.device("cpu"), group=None, parts=parts, part=part
+        )
+        assert context.mask is not None
+        columns = slice(context.first, context.stop)
+        assert torch.equal(context.mask[0, 0], whole[rows, columns])
+        # No token outside of these columns is attended to.
+        assert int(whole[rows].sum()) == int(context.mask.sum())
+        assert int(context.cu_queries[-1]) == size
+        assert int(context.cu_keys[-1]) == context.stop - context.first
+        queries, keys = context.cu_queries.diff(), context.cu_keys.diff()
+        assert (context.max_queries, context.max_keys) == (int(queries.max()), int(keys.max()))
+        # The kernel for documents lets the last query attend to all keys of its document.
+        at = context.cu_queries.tolist()
+        for index, (first, stop) in enumerate(itertools.pairwise(at)):
+            last = context.mask[0, 0, stop - 1]
+            assert int(last.sum()) == int(keys[index])
+            assert first < stop
+
+
 HEADS = 4
 KV_HEADS = 2
 WIDTH = 8
+
+
+@pytest.mark.parametrize(
+    ("extra", "value_width", "name"),
+    [
+        ({"sliding_window": 3}, WIDTH, "a sliding window"),
+        ({"softcap": 30.0}, WIDTH, "softcap"),
+        ({"s_aux": torch.zeros(HEADS)}, WIDTH, "sinks"),
+        ({}, WIDTH + 4, "values of another width than the keys"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_part_of_a_pack_refuses_what_its_attention_would_leave_out(
+    extra: dict[str, Any], value_width: int, name: str
+) -> None:
+    packing = build_context_packing([6], "sdpa", torch.device("cpu"), group=None, parts=2, part=0)
+    query = torch.zeros(1, HEADS, 3, WIDTH)
+    key = torch.zeros(1, KV_HEADS, 3, WIDTH)
+    value = torch.zeros(1, KV_HEADS, 3, value_width)
+    with pytest.raises(UnsupportedCapability, match=f"{name} under context parallelism"):
+        packed_attention(torch.nn.Module(), query, key, value, None, packing=packing, **extra)
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:

@@ -25,6 +25,7 @@ KNOWN_DISTRIBUTIONS = {
         "fsdp": "engine-fsdp",
         "fsdp2": "engine-fsdp",
         "megatron": "engine-megatron",
+        "torchtitan": "engine-torchtitan",
         "veomni": "engine-veomni",
         "mindspeed_megatron": "engine-npu",
     },

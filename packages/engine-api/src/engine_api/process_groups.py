@@ -141,3 +141,16 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: Any = None) ->
     is_renamed = hasattr(dist, "all_gather_single")
     gather: Any = getattr(dist, "all_gather_single" if is_renamed else "all_gather_into_tensor")
     gather(received, sent, group=group)
+
+
+def reduce_scatter(received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
+    """Add all ranks' ``sent`` ``[ranks · n]``, and place this rank's ``[n]`` of it in ``received``.
+
+    ``group`` None is the default group.
+    """
+    import torch.distributed as dist
+
+    # torch 2.13 renames this function as well.
+    is_renamed = hasattr(dist, "reduce_scatter_single")
+    reduce: Any = getattr(dist, "reduce_scatter_single" if is_renamed else "reduce_scatter_tensor")
+    reduce(received, sent, group=group)

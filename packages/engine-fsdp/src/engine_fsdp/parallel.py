@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
 from engine_api.config import EngineConfig, Parallelism
-from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
-from engine_torch.fsdp_modules import sum_gradients
-from engine_torch.model import DTYPES
+from engine_torch import parallel
+from engine_torch.parallel import set_timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +94,9 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
-    """Set the engine's timeout on the mesh's groups.
-
-    torch creates them with its own default timeout, not with that of the default group.
-    """
-    timeout = device_of(device_type).group_timeout(timedelta(seconds=timeout_s))
+    """Set the engine's timeout on the mesh's groups."""
     groups = [*layout.mesh.get_all_groups(), layout.shard_group, layout.ulysses_group]
-    # The public name came between torch 2.13 and 2.14.
-    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # noqa: SLF001
-    for group in groups:
-        if group is not None:
-            set_timeout(timeout, group)
+    set_timeouts(groups, device_type, timeout_s)
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:
@@ -145,36 +127,4 @@ def shard_model(
     one_dtype = precision.master == precision.compute == precision.reduce
     if layout.topology.world_size == 1 and one_dtype and not config.memory.offload_params:
         return
-    dtypes: dict[str, Any] = {
-        "param_dtype": DTYPES[config.precision.compute],
-        "reduce_dtype": DTYPES[config.precision.reduce],
-    }
-    pins = device_of(layout.mesh.device_type).pins_memory
-    arguments: dict[str, Any] = {
-        "mesh": layout.mesh,
-        "offload_policy": _offload_policy(config, pins),
-    }
-    for block in blocks:
-        fully_shard(
-            block,
-            mp_policy=MixedPrecisionPolicy(**dtypes),
-            reshard_after_forward=config.memory.reshard_after_forward,
-            **arguments,
-        )
-    # The root's inputs are ids, and per-token values that must stay float32.
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
-    sum_gradients(root)
-    _prefetch(blocks, prefetch)
-
-
-def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=pins) if config.memory.offload_params else OffloadPolicy()
-
-
-def _prefetch(blocks: list[nn.Module], count: int) -> None:
-    """Let FSDP gather ``count`` blocks ahead, in forward and in backward."""
-    for index, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])  # type: ignore[arg-type]
+    parallel.shard_model(root, blocks, config, layout.mesh, prefetch)

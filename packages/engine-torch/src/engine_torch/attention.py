@@ -20,12 +20,12 @@ What these kernels lack is computed by others, whichever of them is chosen:
   take: padded with zeros, and by sdpa document by document.
 
 Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
-tokens.
+tokens. Under context parallelism each rank gathers the keys and values, for sdpa or varlen
+(``engine_torch.context``).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
 from engine_torch.flex import capped_attention
 from engine_torch.mixers import DOCUMENTS
@@ -59,9 +60,6 @@ _CUDNN_MEAN = 8192
 # Widest heads that FlashAttention 2 takes.
 _VARLEN_WIDTH = 256
 
-# Before torch 2.13 `varlen_attn` accepts fewer key heads than query heads without being asked to.
-_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
@@ -78,6 +76,7 @@ class Packing:
         flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
         mask: ``[1, 1, T, T]`` bool, true where a query (row) attends to a key (column), or None.
         group: process group of Ulysses, or None.
+        context: this rank's part of the pack under context parallelism, or None.
     """
 
     kernel: str
@@ -89,6 +88,7 @@ class Packing:
     flat_index: Tensor | None = None
     mask: Tensor | None = None
     group: Any = None
+    context: Context | None = None
 
 
 def choose_kernel(requested: str, device_type: str, compute: str) -> str:
@@ -183,6 +183,33 @@ def build_packing(
     return Packing(**common, padded_index=padded.to(device), flat_index=flat)
 
 
+def build_context_packing(
+    lengths: list[int],
+    kernel: str,
+    device: torch.device,
+    *,
+    group: Any,
+    parts: int,
+    part: int,
+) -> Packing:
+    """Build the packing of one part of a pack under context parallelism (see ``build_context``).
+
+    ``auto`` is varlen, because cuDNN's kernel takes whole documents.
+    """
+    kernel = "varlen" if kernel == "auto" else kernel
+    context = build_context(lengths, kernel, device, group=group, parts=parts, part=part)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return Packing(
+        kernel=kernel,
+        bounds=cu,
+        cu_seqlens=cu.to(device, torch.int32),
+        max_length=max(lengths),
+        document=document.to(device),
+        context=context,
+    )
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -202,7 +229,7 @@ def packed_attention(
 
     Args:
         module: the attention layer, named in errors.
-        query: ``[1, H, T, d]``, under Ulysses of this rank's tokens.
+        query: ``[1, H, T, d]``, under Ulysses and context parallelism of this rank's tokens.
         key: ``[1, KV, T, d]``.
         value: ``[1, KV, T, e]``, where e may differ from d.
         attention_mask: always None, since transformers makes no mask for a kernel that it does not
@@ -239,7 +266,10 @@ def packed_attention(
         )
     _refuse_left_out(module, dropout, extra)
     scores = _Scores(scale=scaling, window=sliding_window, cap=softcap or None, sinks=s_aux)
-    if packing.group is None:
+    if packing.context is not None:
+        _refuse_in_context(module, key, value, scores)
+        out = packing.context.attend(query, key, value, scaling)
+    elif packing.group is None:
         out = _attend(query, key, value, packing, scores)
     else:
         size = torch.distributed.get_world_size(packing.group)
@@ -254,6 +284,24 @@ def packed_attention(
         out = sequence_to_heads(attended, packing.group)
     # Contiguous, because some families view the result in another shape.
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_in_context(module: nn.Module, key: Tensor, value: Tensor, scores: _Scores) -> None:
+    """Raise ``UnsupportedCapability`` for a layer that a part of a pack cannot be computed with."""
+    asked = {
+        "a sliding window": scores.window is not None,
+        "softcap": scores.cap is not None,
+        "sinks": scores.sinks is not None,
+        "values of another width than the keys": key.shape[-1] != value.shape[-1],
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedCapability(
+                f"{name} under context parallelism",
+                where=type(module).__name__,
+                why="the attention to gathered keys and values has no such thing",
+                remedy="set parallelism.cp: 1 for this model",
+            )
 
 
 def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
@@ -448,7 +496,6 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:
     """Return the attention ``[1, H, T, d]`` by FlashAttention 2."""
-    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
     window = scores.window
     # The kernel takes [T, H, d].
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -469,7 +516,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
         packing.max_length,
         scale=scores.scale,
         window_size=size,
-        **grouped,
+        **GROUPED,
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]

@@ -7,13 +7,36 @@ chunk's logits a dozen times, which costs more than the matrix products (docs/be
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.devices import device_of
+from engine_api.process_groups import all_gather
+
+__all__ = ["VocabularyShard", "chunked_log_probs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShard:
+    """The rows of the output embedding that this rank holds, where ranks divide the vocabulary."""
+
+    group: Any
+    """Process group of the ranks that hold the whole output embedding together."""
+
+    first: int
+    """Token id of the first row that this rank holds, which has at least one."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values ``[ranks, …]`` of all ranks, in the same order on each of them."""
+        ranks = dist.get_world_size(self.group)
+        received = values.new_empty(ranks * values.numel())
+        all_gather(received, values.contiguous().view(-1), self.group)
+        return received.view(ranks, *values.shape)
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -41,6 +64,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         cap: float | None,
         chunk: int,
         with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_probs, normalizer = (
@@ -51,11 +75,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias)
-            log_probs[part], normalizer[part] = _fused(_log_prob, hidden)(
-                logits, targets[part], scale, cap
-            )
+            log_probs[part], normalizer[part] = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
-                entropy[part] = _fused(_entropy, hidden)(logits, normalizer[part], scale, cap)
+                entropy[part] = _entropy_of_all(logits, normalizer[part], scale, cap, shard)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, kept)
         ctx.scale = scale
@@ -99,7 +121,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             d_weight = d_weight.to(weight.dtype)
         if d_bias is not None:
             d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, *(None,) * 6
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -121,6 +143,7 @@ class _KnownLogProb(torch.autograd.Function):
         cap: float | None,
         chunk: int,
         with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         gradient = _fused(_gradient, hidden)
@@ -133,11 +156,9 @@ class _KnownLogProb(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias)
-            log_probs[part], normalizer = _fused(_log_prob, hidden)(
-                logits, targets[part], scale, cap
-            )
+            log_probs[part], normalizer = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
-                entropy[part] = _fused(_entropy, hidden)(logits, normalizer, scale, cap)
+                entropy[part] = _entropy_of_all(logits, normalizer, scale, cap, shard)
             d_logits = gradient(
                 logits,
                 targets[part],
@@ -168,7 +189,45 @@ class _KnownLogProb(torch.autograd.Function):
         kept = (grads[0] - factor * known).abs().max() <= 1e-3 * grads[0].abs().max()
         factor = torch.where(kept, factor, torch.nan)
         d_bias = None if d_bias is None else d_bias.mul_(factor)
-        return d_hidden.mul_(factor), d_weight.mul_(factor), d_bias, *(None,) * 6
+        return d_hidden.mul_(factor), d_weight.mul_(factor), d_bias, *(None,) * 7
+
+
+def _score(
+    logits: Tensor, targets: Tensor, scale: float, cap: float | None, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the target's log-prob and the log-normalizer of each row, ``[T]`` float32.
+
+    With a shard ``logits`` and ``targets`` count from its first row.
+    """
+    if shard is None:
+        result: tuple[Tensor, Tensor] = _fused(_log_prob, logits)(logits, targets, scale, cap)
+        return result
+    own: tuple[Tensor, Tensor] = _fused(_log_prob_of_shard, logits)(logits, targets, scale, cap)
+    scores, normalizers = shard.gather(torch.stack(own)).unbind(1)
+    normalizer = normalizers.logsumexp(0)
+    return scores.sum(0) - normalizer, normalizer
+
+
+def _entropy_of_all(
+    logits: Tensor,
+    normalizer: Tensor,
+    scale: float,
+    cap: float | None,
+    shard: VocabularyShard | None,
+) -> Tensor:
+    """Return the entropy of each row over the whole vocabulary, ``[T]`` float32."""
+    own: Tensor = _fused(_entropy, logits)(logits, normalizer, scale, cap)
+    return own if shard is None else shard.gather(own).sum(0)
+
+
+def _log_prob_of_shard(
+    logits: Tensor, targets: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return each row's target score, 0 where another rank has it, and its log-normalizer here."""
+    z = _scores(logits, scale, cap)
+    is_here = (targets >= 0) & (targets < z.shape[1])
+    score = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
+    return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -249,7 +308,10 @@ def _gradient_eager(
     scale: float,
     cap: float | None,
 ) -> Tensor:
-    """Return the gradient of ``_gradient`` in few passes over memory, without compilation."""
+    """Return the gradient of ``_gradient`` in few passes over memory, without compilation.
+
+    A target outside of the logits, which another rank has, adds nothing.
+    """
     z = _scores(logits, scale, cap)
     p = z - normalizer[:, None]
     if cap is not None:
@@ -261,7 +323,7 @@ def _gradient_eager(
     else:
         weight = (p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
         p.exp_().mul_(weight).mul_(-scale)
-    return p.scatter_add_(-1, targets[:, None], grad[:, None] * scale).to(logits.dtype)
+    return _add_hits(p, targets, grad * scale).to(logits.dtype)
 
 
 def _capped_gradient(
@@ -282,8 +344,15 @@ def _capped_gradient(
     if entropy_grad is not None:
         weight = (log_p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
     p = log_p.exp_().mul_(weight).neg_()
-    p.scatter_add_(-1, targets[:, None], grad[:, None])
+    _add_hits(p, targets, grad)
     return p.mul_(z.div_(cap).square_().neg_().add_(1).mul_(scale))
+
+
+def _add_hits(p: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """Add each row's gradient at its target, unless another rank has it, and return ``p``."""
+    last = p.shape[1] - 1
+    hit = grad.masked_fill((targets < 0) | (targets > last), 0.0)
+    return p.scatter_add_(-1, targets.clamp(0, last)[:, None], hit[:, None])
 
 
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
@@ -336,6 +405,7 @@ def chunked_log_probs(
     bias: Tensor | None = None,
     scale: float = 1.0,
     cap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probs of ``targets``, and the entropy of their distributions where requested.
 
@@ -348,24 +418,30 @@ def chunked_log_probs(
         entropy: true to compute the entropy too.
         coefficients: the upstream gradient of the log-probs up to a factor, ``[T]`` float32, or
             None where it is not known. If given, the result must be used for that gradient only.
-        bias: bias of the logits ``[V]``, the same dtype, or None.
+        bias: bias of the logits ``[V]``, the same dtype, or None. With a shard, of its rows.
         scale: factor of the logits, bias included.
         cap: bound of the scaled logits (``cap · tanh(logits / cap)``), or None.
+        shard: the rows of the vocabulary that ``weight`` has, the other ones of which are on other
+            ranks of its group; None where ``weight`` has all. Each rank of the group gives the same
+            hidden states and targets. The gradient of ``hidden`` is then this rank's addend, which
+            the caller adds over the group.
 
     Returns:
         Log-probs ``[T]`` and entropy ``[T]`` or None, in nats and float32, differentiable once in
         ``hidden``, ``weight`` and ``bias``. Logits are rounded to the dtype of ``hidden``, and all
         that follows is float32.
     """
+    if shard is not None:
+        targets = targets - shard.first
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
     scale = scale / temperature
     cap = None if cap is None else cap / temperature
     if coefficients is not None and trains and hidden.shape[0] > chunk:
         known: tuple[Tensor, Tensor] = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, coefficients, scale, cap, chunk, entropy
+            hidden, weight, bias, targets, coefficients, scale, cap, chunk, entropy, shard
         )
         return known[0], known[1] if entropy else None
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, cap, chunk, entropy
+        hidden, weight, bias, targets, scale, cap, chunk, entropy, shard
     )
     return out[0], out[1] if entropy else None

@@ -1,4 +1,4 @@
-"""The inputs of one micro-batch: documents packed, padded, and divided over the Ulysses ranks."""
+"""The inputs of one micro-batch: documents packed, padded, and divided over ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_api.batch import Batch
-from engine_torch.attention import Packing, build_packing
+from engine_torch.attention import Packing, build_context_packing, build_packing
 from engine_torch.ulysses import gather_tokens
 
 __all__ = ["PackedInputs", "pack_inputs"]
@@ -19,8 +19,8 @@ __all__ = ["PackedInputs", "pack_inputs"]
 class PackedInputs:
     """One micro-batch on the device, padded to what the engine needs.
 
-    T is the number of tokens, T' that with padding, and n the Ulysses size. Tensors of T'/n tokens
-    hold this rank's slice.
+    T is the number of tokens, T' that with padding, and n the number of ranks that share them
+    (Ulysses or context parallelism). Tensors of T'/n tokens hold this rank's slice.
 
     Attributes:
         input_ids: ``[1, T'/n]`` int64.
@@ -58,21 +58,24 @@ def pack_inputs(
     multiple: int,
     device: torch.device,
     coefficients: Tensor | None = None,
+    gathers_keys: bool = False,
 ) -> PackedInputs:
     """Pad a batch to a multiple of ``multiple`` and of ``parts``, and move it to the device.
 
     The padding is a document of its own at the end. An empty batch becomes one document of padding.
 
     Args:
-        batch: the documents, the same on every rank of the Ulysses group.
-        group: process group of Ulysses, or None without sequence parallelism.
-        parts: number of ranks in the Ulysses group.
-        part: this rank's index in the Ulysses group.
+        batch: the documents, the same on every rank of the group.
+        group: process group of the ranks that share the tokens, or None.
+        parts: number of ranks in the group.
+        part: this rank's index in the group.
         kernel: name of the kernel of attention (``engine_torch.attention.choose_kernel``).
         multiple: number of tokens of which each part is a multiple.
         device: device of the tensors.
         coefficients: ``[T]`` the loss's derivative by the log-prob of each token up to a factor, or
             None where it is not known.
+        gathers_keys: true where the group is of context parallelism, whose ranks gather keys and
+            values, and false where it is of Ulysses.
     """
     step = multiple * parts
     padding = -batch.num_tokens % step if batch.num_tokens else step
@@ -90,10 +93,25 @@ def pack_inputs(
         position_ids=positions[mine][None].to(device, non_blocking=True),
         targets=ids.roll(-1)[mine].to(device, non_blocking=True),
         first=(positions == 0).to(device, non_blocking=True),
-        packing=build_packing(lengths, kernel, device, group),
+        packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys),
         size=batch.num_tokens,
         coefficients=coefficients,
     )
+
+
+def _build_packing(
+    lengths: list[int],
+    kernel: str,
+    device: torch.device,
+    group: Any,
+    parts: int,
+    part: int,
+    gathers_keys: bool,
+) -> Packing:
+    """Build the packing of documents of these lengths (see ``pack_inputs``)."""
+    if group is None or not gathers_keys:
+        return build_packing(lengths, kernel, device, group)
+    return build_context_packing(lengths, kernel, device, group=group, parts=parts, part=part)
 
 
 def _shift_to_targets(values: Tensor, padding: int, mine: Tensor) -> Tensor:

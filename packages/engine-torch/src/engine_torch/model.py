@@ -44,11 +44,18 @@ class PackedModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.head = head or Head()
-        self.documents = divide_mixers(lm, group)
-        _connect_experts(lm)
         self.kind = kind
         self.logit_chunk = logit_chunk
         self.group = group
+        self._adapt(lm)
+
+    def _adapt(self, lm: Any) -> None:
+        """Make the layers of a transformers model fit for packs.
+
+        An engine whose model is not one of transformers' overrides this with its own steps, if any.
+        """
+        self.documents = divide_mixers(lm, self.group)
+        _connect_experts(lm)
 
     def forward(
         self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
@@ -225,7 +232,7 @@ def build_model(
         UnsupportedCapability: the engine would compute this kind of model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = _hf_config(folder, config, kind, classes)
+    hf_config = read_config(folder, config, kind, classes)
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": classes.mechanisms, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
@@ -235,7 +242,7 @@ def build_model(
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
-    lm = _from_config(hf_config, config, kind, folder, torch.device("meta"), classes)
+    lm = make_model(hf_config, config, kind, folder, torch.device("meta"), classes)
     refuse_unserved(hf_config, cls, lm, **refusal)
     refuse_without_kernels(lm, device_type, classes.engine)
     head = Head()
@@ -251,7 +258,7 @@ def build_model(
     if random:
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
-        lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"), classes)
+        lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     files = None if random else WeightFiles(folder)
@@ -272,7 +279,7 @@ def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
         )
 
 
-def _from_config(
+def make_model(
     hf_config: Any,
     config: EngineConfig,
     kind: Kind,
@@ -327,7 +334,7 @@ def auto_class(kind: Kind) -> Any:
     return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
 
 
-def _hf_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
+def read_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
     """Read config.json, check that the model is of this kind, and apply the overrides."""
     hf_config = read_hf_config(
         folder,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +26,34 @@ def clip(table: list[ShardedParam], max_norm: float | None) -> float:
 
     Nothing is scaled where ``max_norm`` is None or the norm is not finite.
     """
-    params = [entry.param for entry in trainable(table) if entry.param.grad is not None]
-    grads = [p.grad for p in params if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads, norm_type=2.0)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    groups = _group_by_mesh(table)
+    norms = [_norm_of([p.grad for p in params if p.grad is not None]) for params in groups]
+    norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
     if max_norm is not None and norm > max_norm and norm < float("inf"):
-        on_device = torch.tensor(norm, device=local_of(grads[0]).device)
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, on_device)
+        for params in groups:
+            on_device = torch.tensor(norm, device=local_of(params[0]).device)
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, on_device)
     return norm
+
+
+def _group_by_mesh(table: list[ShardedParam]) -> list[list[Tensor]]:
+    """Return the parameters that have a gradient, with those of each mesh together.
+
+    torch has no operation on DTensors of several meshes.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for entry in trainable(table):
+        if entry.param.grad is not None:
+            param: Any = entry.param
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            groups.setdefault(mesh, []).append(entry.param)
+    return list(groups.values())
+
+
+def _norm_of(grads: list[Tensor]) -> float:
+    """Return the 2-norm of gradients of one mesh, over all of its ranks."""
+    total = torch.nn.utils.get_total_norm(grads, norm_type=2.0)
+    return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
 
 def optimizer_state(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from engine_fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from engine_fsdp.options import FSDPOptions
 from engine_torch.model import BuiltModel, ModelClasses
+from engine_torch.options import DTensorOptions
 from engine_veomni.library import Hold
 from engine_veomni.model import VeOmniClasses
 from engine_veomni.options import VeOmniOptions
@@ -17,7 +17,7 @@ __all__ = ["VeOmniEngine", "VeOmniEngineWithLMHead", "VeOmniEngineWithValueHead"
 class VeOmniEngine(FSDPEngine):
     """The common part of the language-model and value-model engines."""
 
-    options_class: ClassVar[type[FSDPOptions]] = VeOmniOptions
+    options_class: ClassVar[type[DTensorOptions]] = VeOmniOptions
     classes: ClassVar[ModelClasses] = VeOmniClasses()
 
     _hold: Hold | None = None

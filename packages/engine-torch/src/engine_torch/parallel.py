@@ -1,0 +1,91 @@
+"""``fully_shard`` over a mesh of data-parallel ranks, and the timeout of a mesh's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from engine_api.config import EngineConfig
+from engine_api.devices import device_of
+from engine_torch.fsdp_modules import sum_gradients
+from engine_torch.model import DTYPES
+
+__all__ = ["set_timeouts", "shard_model"]
+
+
+def set_timeouts(groups: Iterable[Any], device_type: str, timeout_s: int) -> None:
+    """Set the engine's timeout on process groups, of which some may be None.
+
+    torch creates a mesh's groups with its own default timeout, not with that of the default group.
+    """
+    timeout = device_of(device_type).group_timeout(timedelta(seconds=timeout_s))
+    # The public name came between torch 2.13 and 2.14.
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # noqa: SLF001
+    for group in groups:
+        if group is not None:
+            set_timeout(timeout, group)
+
+
+def shard_model(
+    root: nn.Module,
+    blocks: list[nn.Module],
+    config: EngineConfig,
+    mesh: DeviceMesh,
+    prefetch: int,
+    *,
+    parts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+) -> None:
+    """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
+
+    Args:
+        root: the module with everything, which becomes FSDP's root.
+        blocks: the repeated blocks in their order.
+        config: the engine's configuration, for dtypes and memory.
+        mesh: the ranks to shard over, ``(shard,)``, or ``(replicate, shard)`` for HSDP.
+        prefetch: number of blocks whose weights are gathered ahead.
+        parts: modules inside the blocks that are sharded over a mesh of their own, with the mesh.
+    """
+    dtypes: dict[str, Any] = {
+        "param_dtype": DTYPES[config.precision.compute],
+        "reduce_dtype": DTYPES[config.precision.reduce],
+    }
+    pins = device_of(mesh.device_type).pins_memory
+    arguments: dict[str, Any] = {"offload_policy": _offload_policy(config, pins)}
+    for module, own_mesh in [*parts.items(), *((block, mesh) for block in blocks)]:
+        fully_shard(
+            module,
+            mesh=own_mesh,
+            mp_policy=MixedPrecisionPolicy(**dtypes),
+            reshard_after_forward=config.memory.reshard_after_forward,
+            **arguments,
+        )
+    # The root's inputs are ids, and per-token values that must stay float32.
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **arguments)
+    sum_gradients(root)
+    _prefetch(blocks, prefetch)
+
+
+def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=pins) if config.memory.offload_params else OffloadPolicy()
+
+
+def _prefetch(blocks: list[nn.Module], count: int) -> None:
+    """Let FSDP gather ``count`` blocks ahead, in forward and in backward."""
+    for index, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])  # type: ignore[arg-type]

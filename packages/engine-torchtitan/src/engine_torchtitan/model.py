@@ -1,0 +1,328 @@
+"""torchtitan's model, wrapped to return per-token outputs of a packed micro-batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor, Partial
+
+from engine_api.config import EngineConfig, ModelSource
+from engine_api.devices import device_of
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_config import require_memory
+from engine_api.hf_folder import WeightFiles, fetch
+from engine_api.hf_names import Piece
+from engine_api.hf_noise import refuse_noise
+from engine_api.weights import random_weight
+from engine_torch import attention
+from engine_torch.boxes import find_box
+from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.inputs import PackedInputs
+from engine_torch.mechanisms import refuse_unserved
+from engine_torch.model import DTYPES, Kind, ModelClasses, PackedModel, make_model, read_config
+from engine_torch.weights import ShardedParam
+from engine_torchtitan.library import MoE, RoPE, RoutedExperts
+from engine_torchtitan.parallel import Layout
+from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
+
+__all__ = [
+    "BuiltDecoder",
+    "PackedDecoder",
+    "build_decoder",
+    "draw",
+    "fill_buffers",
+    "is_compiled",
+    "is_recomputing",
+    "tie",
+]
+
+
+class TorchTitanClasses(ModelClasses):
+    """The families of torchtitan, with the saved names of transformers' own classes."""
+
+    engine = "engine-torchtitan"
+    # torchtitan's blocks of these families have none of them, and no field asks for one.
+    mechanisms: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
+        """Raise ``ConfigError`` for a family that the engine does not build."""
+        if hf_config.model_type not in FAMILIES:
+            raise ConfigError(
+                "model.path",
+                f"expected a model of type {' or '.join(FAMILIES)}, got {hf_config.model_type!r}",
+                why="this engine maps no other family to torchtitan's blocks",
+                remedy="use backend fsdp2 for this model",
+            )
+        if source.trust_remote_code and getattr(hf_config, "auto_map", None):
+            raise ConfigError(
+                "model.trust_remote_code",
+                "expected false, got true for a folder that brings its own code",
+                why=f"torchtitan's own {hf_config.model_type} would be computed instead",
+                remedy="use backend fsdp2 for this model, or leave trust_remote_code out",
+            )
+
+
+CLASSES = TorchTitanClasses()
+
+
+class PackedDecoder(PackedModel):
+    """The FSDP root, made of torchtitan's decoder and the head that computes per-token outputs."""
+
+    def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
+        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=layout.cp_group)
+        # The head computes its logits in chunks, from the weight alone.
+        lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
+        self.tp_group = layout.tp_group
+
+    def _adapt(self, lm: Any) -> None:
+        """Leave torchtitan's layers as they are, which are given the documents in each pass."""
+
+    def forward(
+        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
+        assert isinstance(inputs, PackedInputs)
+        hidden: Any = self.lm(
+            inputs.input_ids, positions=inputs.position_ids, attention_masks=inputs.packing
+        )
+        weight = self.lm.lm_head.weight
+        shard = None
+        if isinstance(hidden, DTensor):
+            shard = VocabularyShard(group=self.tp_group, first=find_box(weight).offset[0])
+            # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
+            hidden = hidden.to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
+        log_probs, entropy = chunked_log_probs(
+            hidden[0],
+            weight,
+            inputs.targets,
+            temperature=temperature,
+            chunk=self.logit_chunk,
+            entropy="entropy" in needs,
+            coefficients=inputs.coefficients,
+            shard=shard,
+        )
+        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltDecoder:
+    """A model on the meta device, divided by tensor parallelism but not yet by ``fully_shard``."""
+
+    lm: Any
+    """torchtitan's decoder."""
+
+    hf_config: Any
+    """Transformers' configuration of the model."""
+
+    pieces: dict[str, list[Piece]]
+    """Saved tensor of each parameter by the parameter's name, in the order of transformers."""
+
+    folder: str
+    """Folder of the model's files."""
+
+    files: WeightFiles | None
+    """The weights, or None for a model that draws them."""
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks in their order."""
+        return list(self.lm.layers.values())
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The modules that hold the weights of experts."""
+        routed = [module for module in self.lm.modules() if isinstance(module, RoutedExperts)]
+        return [module.inner_experts for module in routed]
+
+
+def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bool) -> BuiltDecoder:
+    """Build the model of ``config.model`` and divide it by tensor parallelism.
+
+    Raises:
+        ConfigError: the folder, or a setting of the model, cannot be used.
+        UnsupportedCapability: the engine would compute this model wrongly.
+    """
+    folder = fetch(config.model)
+    hf_config = read_config(folder, config, "language_model", CLASSES)
+    tree = build_tree(hf_config)
+    if config.optimizer is not None:
+        refuse_noise(hf_config, where=CLASSES.engine)
+    _refuse_indivisible(hf_config, layout.tp, layout.ep)
+    set_layouts(
+        tree,
+        hf_config.model_type,
+        sequence_parallel=sequence_parallel,
+        divides_experts=layout.ep > 1,
+    )
+    files = None if config.model.init == "random" else WeightFiles(folder)
+    names = _list_saved(hf_config, config, folder, files)
+    with torch.device("meta"):
+        lm: Any = tree.build()
+    lm.to(DTYPES[config.precision.master])
+    if config.model.init == "random":
+        ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
+        need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
+        require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
+    if layout.tp > 1 or layout.ep > 1:
+        lm.parallelize(layout.dims)
+        tie(lm)
+    if config.memory.recompute == "full":
+        _recompute(lm)
+    pieces = _map_names(lm, hf_config, names)
+    if files is not None:
+        files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
+    return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
+
+
+def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
+    """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
+    divided = [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+    ]
+    if has_experts(hf_config) and ep == 1:
+        # Tensor-parallel ranks divide each expert, unless the experts are spread over them.
+        divided.append("moe_intermediate_size")
+    for name in divided:
+        _refuse_size(hf_config, name, "tp", tp)
+    if ep == 1:
+        return
+    if not has_experts(hf_config):
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected 1 for a model without experts, got {ep}",
+            remedy="leave parallelism.ep out, or choose a mixture of experts",
+        )
+    _refuse_size(hf_config, "num_experts", "ep", ep)
+
+
+def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
+    """Raise ``ConfigError`` for a size of the model that a number of ranks does not divide."""
+    size = getattr(hf_config, name)
+    if size % ranks:
+        raise ConfigError(
+            f"parallelism.{kind}",
+            f"{name} {size} cannot be divided over {ranks} ranks",
+            remedy="choose a divisor of it",
+        )
+
+
+def _list_saved(
+    hf_config: Any, config: EngineConfig, folder: str, files: WeightFiles | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that transformers saves of this model, in its order.
+
+    Raises:
+        UnsupportedCapability: transformers' model has a mechanism that torchtitan's does not have.
+    """
+    attention.register()
+    twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
+    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    pieces = CLASSES.list_pieces(twin, "language_model", files)
+    return {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+
+
+def _map_names(
+    lm: Any, hf_config: Any, saved: dict[str, tuple[int, ...]]
+) -> dict[str, list[Piece]]:
+    """Return the saved tensor of each parameter, by torchtitan's own table of names.
+
+    Raises:
+        UnsupportedCapability: the parameters are not the tensors that transformers saves.
+    """
+    adapter: Any = FAMILIES[hf_config.model_type].adapter(lm.config, None)
+    table = {theirs: ours for ours, theirs in adapter.from_hf_map.items() if theirs is not None}
+    pieces: dict[str, list[Piece]] = {}
+    for name, param in lm.named_parameters():
+        plain = name.replace("_checkpoint_wrapped_module.", "")
+        if lm.enable_weight_tying:
+            plain = plain.replace("lm_head.", "tok_embeddings.")
+        layer = re.search(r"\d+", plain)
+        theirs = table.get(re.sub(r"\d+", "{}", plain, count=1), plain)
+        pieces[name] = _list_pieces(theirs, layer[0] if layer else "", tuple(param.shape))
+    own = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+    if own != saved:
+        odd = sorted({name for name, _ in own.items() ^ saved.items()})
+        raise UnsupportedCapability(
+            f"the parameters of {type(lm).__name__}",
+            where=CLASSES.engine,
+            why=f"{odd[0]} is not as transformers saves it",
+            remedy="use backend fsdp2 for this model",
+        )
+    order = {name: index for index, name in enumerate(saved)}
+    return dict(sorted(pieces.items(), key=lambda item: order[item[1][0].name]))
+
+
+def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
+    """Return the saved tensors of a parameter, one for each expert where it has several.
+
+    Args:
+        name: saved name, with ``{}`` for the numbers of layer and expert.
+        layer: number of the layer, or an empty text outside of layers.
+        shape: shape of the parameter, with experts in the first dimension where it has several.
+    """
+    if name.count("{}") < 2:
+        return [Piece(name=name.format(layer), shape=shape)]
+    return [
+        Piece(name=name.format(layer, expert), shape=shape[1:], expert=expert, rows=(0, shape[1]))
+        for expert in range(shape[0])
+    ]
+
+
+def _recompute(lm: Any) -> None:
+    """Let each block compute its activations again in the backward pass.
+
+    torchtitan's own function for this changes dynamo's cache for the whole process.
+    """
+    for name, block in list(lm.layers.named_children()):
+        lm.layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+
+
+def is_recomputing(lm: Any) -> bool:
+    """Return whether each block computes its activations again in the backward pass."""
+    return all(isinstance(block, CheckpointWrapper) for block in lm.layers.values())
+
+
+def is_compiled(lm: Any) -> bool:
+    """Return whether each block runs compiled."""
+    # torch keeps a block's compiled call under this name and has no public one.
+    return all(block._compiled_call_impl is not None for block in lm.layers.values())  # noqa: SLF001
+
+
+def tie(lm: Any) -> None:
+    """Let embedding and head share one parameter again, where the model ties them.
+
+    Each step that replaces parameters gives every module one of its own.
+    """
+    if lm.enable_weight_tying:
+        lm.lm_head.weight = lm.tok_embeddings.weight
+
+
+def fill_buffers(lm: Any, device: torch.device) -> None:
+    """Compute the buffers, which are in no file, on a device."""
+    for module in lm.modules():
+        if isinstance(module, RoPE):
+            module.init_states(buffer_device=device)
+        elif isinstance(module, MoE):
+            # The number of tokens of each expert, which nothing reads.
+            module.tokens_per_expert_E = torch.zeros_like(module.tokens_per_expert_E, device=device)
+
+
+def draw(table: list[ShardedParam], seed: int, std: float) -> None:
+    """Draw random weights, whose values are the same in every layout."""
+    for entry in table:
+        parts = entry.views(entry.local.detach())
+        for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
+            part.copy_(random_weight(piece.name, spec, seed=seed, std=std))

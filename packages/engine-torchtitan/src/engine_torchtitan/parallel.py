@@ -1,0 +1,163 @@
+"""torchtitan's meshes, and this rank's place in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine_api.config import Parallelism
+from engine_api.errors import ConfigError
+from engine_api.results import Topology
+from engine_torch.parallel import set_timeouts
+from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
+
+__all__ = ["Layout", "build_layout", "limit_groups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The meshes, and this rank's place in them."""
+
+    dims: ParallelDims
+    """torchtitan's meshes by name."""
+
+    topology: Topology
+    """Topology that the engine reports."""
+
+    tp: int
+    """Number of tensor-parallel ranks."""
+
+    cp: int
+    """Number of context-parallel ranks."""
+
+    ep: int
+    """Number of ranks that the experts are spread over."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Mesh that ``fully_shard`` shards over, ``(fsdp,)``, or ``(dp_replicate, fsdp)``.
+
+        Context-parallel ranks shard the weights together with the data-parallel ones.
+        """
+        names = ["dp_replicate", "fsdp"] if self.dims.dp_replicate_enabled else ["fsdp"]
+        return self.dims.get_mesh(names)
+
+    @property
+    def tp_group(self) -> Any:
+        """Process group of tensor parallelism, or None without it."""
+        return self.dims.get_mesh("tp").get_group() if self.tp > 1 else None
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Mesh that ``fully_shard`` shards experts over, or None where they are not spread."""
+        if self.ep == 1:
+            return None
+        names = ["dp_replicate", "efsdp"] if self.dims.dp_replicate_enabled else ["efsdp"]
+        return self.dims.get_mesh(names)
+
+    @property
+    def cp_group(self) -> Any:
+        """Process group of context parallelism, or None without it."""
+        return self.dims.get_mesh("cp").get_group() if self.cp > 1 else None
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's index in the group of context parallelism."""
+        return self.topology.rank // self.tp % self.cp
+
+
+# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
+# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
+# up with each engine.
+_DIMS: dict[tuple[Any, ...], ParallelDims] = {}
+
+
+def _build_dims(device_type: str, sizes: dict[str, Any]) -> ParallelDims:
+    """Return torchtitan's meshes of these sizes, the same ones at each call."""
+    key = (dist.group.WORLD, device_type, *sizes.items())
+    # The meshes of a default group that has been destroyed are of no use.
+    for stale in [one for one in _DIMS if one[0] is not dist.group.WORLD]:
+        del _DIMS[stale]
+    if key not in _DIMS:
+        dims = ParallelDims(
+            **sizes, pp=1, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND
+        )
+        with building_meshes_for(device_type):
+            dims.build_mesh()
+        _DIMS[key] = dims
+    return _DIMS[key]
+
+
+def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
+    """Build the layout for the current world.
+
+    Tensor-parallel ranks are neighbours, which have the fastest links, and context-parallel ranks
+    are the next. The ranks that share one copy of the weights are the ones that experts are spread
+    over.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of ranks, or ``ep`` does not divide
+            the ranks of a copy of the weights.
+    """
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    tp = parallelism.tp
+    cp = parallelism.cp
+    replicate = parallelism.dp_replicate
+    shard = _shard_size(parallelism, world)
+    sizes: dict[str, Any] = {
+        "dp_replicate": replicate,
+        "dp_shard": shard,
+        "cp": cp,
+        "tp": tp,
+        "ep": parallelism.ep,
+    }
+    _refuse_experts(parallelism.ep, shard * cp * tp)
+    topology = Topology(
+        rank=rank,
+        world_size=world,
+        dp_rank=rank // (tp * cp),
+        dp_size=replicate * shard,
+        is_primary=rank % (tp * cp) == 0,
+        sizes=sizes,
+    )
+    dims = _build_dims(device_type, sizes)
+    return Layout(dims=dims, topology=topology, tp=tp, cp=cp, ep=parallelism.ep)
+
+
+def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
+    """Set the engine's timeout on the meshes' groups."""
+    experts = [] if layout.expert_mesh is None else [layout.expert_mesh]
+    meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    set_timeouts(groups, device_type, timeout_s)
+
+
+def _refuse_experts(ep: int, ranks: int) -> None:
+    """Raise ``ConfigError`` unless ``ep`` divides the ranks that share one copy of the weights."""
+    if ranks % ep:
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected a divisor of dp_shard x cp x tp = {ranks}, got {ep}",
+            why="experts are spread over the ranks that share one copy of the weights",
+            remedy="choose a divisor of it",
+        )
+
+
+def _shard_size(parallelism: Parallelism, world: int) -> int:
+    """Return the number of data-parallel ranks that share one copy of the weights."""
+    fixed = parallelism.dp_replicate * parallelism.tp * parallelism.cp
+    dp_shard = parallelism.dp_shard
+    if dp_shard == -1:
+        dp_shard = world // fixed
+    if dp_shard < 1 or dp_shard * fixed != world:
+        raise ConfigError(
+            "parallelism",
+            f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x tp "
+            f"{parallelism.tp} x cp {parallelism.cp} does not make a world of {world}",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
+        )
+    return dp_shard

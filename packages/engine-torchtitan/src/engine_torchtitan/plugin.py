@@ -1,0 +1,91 @@
+"""The plug-in's descriptor and probe, whose loading imports neither torch nor torchtitan."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from engine_api.capabilities import Capability
+from engine_api.devices import probe_device
+from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
+
+# torchtitan renames classes and moves modules from release to release, so each needs a run of the
+# conformance suite.
+TESTED_VERSION = "0.3.0"
+# torchtitan 0.3.0 imports names of torch.distributed.fsdp that torch 2.12 does not have.
+LEAST_TORCH = (2, 13)
+
+_INSTALL = "pip install 'engine-torchtitan[core]'"
+_DEVICES = ("cuda", "cpu")
+
+
+def probe(device: str) -> ProbeResult:
+    """Return whether the tested torchtitan and its torch are here and ``device`` can be used."""
+    if device not in _DEVICES:
+        return ProbeResult(ok=False, reason=f"no support for {device}", remedy="use cuda or cpu")
+    return find_problem() or probe_device(device)
+
+
+def find_problem() -> ProbeResult | None:
+    """Return the answer where torchtitan or torch is absent or of another version, or None."""
+    try:
+        version = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        return ProbeResult(ok=False, reason="torchtitan is not installed", remedy=_INSTALL)
+    if version != TESTED_VERSION:
+        return ProbeResult(
+            ok=False,
+            reason=f"expected torchtitan {TESTED_VERSION}, got {version}, which is not tested",
+            remedy=_INSTALL,
+        )
+    least = ".".join(map(str, LEAST_TORCH))
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ProbeResult(
+            ok=False, reason="torch is not installed", remedy=f"pip install 'torch>={least}'"
+        )
+    if tuple(int(part) for part in torch.split(".")[:2]) < LEAST_TORCH:
+        return ProbeResult(
+            ok=False,
+            reason=f"torchtitan {TESTED_VERSION} needs torch {least} or later, got {torch}",
+            remedy=f"pip install 'torch>={least}'",
+        )
+    return None
+
+
+PLUGIN = EnginePlugin(
+    name="engine-torchtitan",
+    contract="1.3",
+    rows=(
+        Row(
+            backends=("torchtitan",),
+            devices=_DEVICES,
+            target="engine_torchtitan.engine:TorchTitanEngine",
+        ),
+    ),
+    capabilities=frozenset(
+        {
+            Capability.DP,
+            Capability.HSDP,
+            Capability.TP,
+            Capability.CP,
+            Capability.EP,
+            Capability.MOE,
+            Capability.OFFLOAD,
+            Capability.RECOMPUTE,
+            Capability.COMPILE,
+            Capability.BF16,
+            Capability.ASYNC_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.EXPORT_SHARDS,
+            Capability.SAVE_HF,
+        }
+    ),
+    families=("qwen3", "llama", "qwen3_moe"),
+    options="engine_torchtitan.options:TorchTitanOptions",
+    variants=(
+        Variant(options={"sequence_parallel": False}, parallelism={"tp": 2}),
+        Variant(options={"reduce_each_micro_batch": True}),
+    ),
+    probe=probe,
+)
