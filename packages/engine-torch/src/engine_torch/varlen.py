@@ -117,7 +117,8 @@ def _backward_op(
         scale=scale,
         **_window(window),
     )
-    d_query, d_key, d_value = gradients
+    # The kernel's gradients have the strides of q, k and v.
+    d_query, d_key, d_value = (gradient.contiguous() for gradient in gradients)
     return d_query, d_key, d_value
 
 
