@@ -206,7 +206,7 @@ def test_names_are_exact_and_tied_head_absent(checkpoint: Any) -> None:
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "whole heads"),
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "gelu_fast"}, "gelu_fast"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "SequenceClassification"),
     ],
 )

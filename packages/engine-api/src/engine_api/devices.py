@@ -116,6 +116,9 @@ class Device:
     transformer_engine = False
     """True if NVIDIA's Transformer Engine has kernels for the device."""
 
+    mixer_kernels = False
+    """True if layers of linear attention have kernels for the device in packages of their own."""
+
     @property
     def module(self) -> Any:
         """Torch's module of the device, with streams, events, generators and memory."""
@@ -245,6 +248,7 @@ class Cuda(Accelerator):
     compiles_elementwise = True
     float32_products = True
     transformer_engine = True
+    mixer_kernels = True
 
     def probe(self) -> ProbeResult:
         """Return whether torch is built with CUDA and the driver shows a device."""

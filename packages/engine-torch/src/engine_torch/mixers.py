@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine_api.devices import device_of
 from engine_api.errors import UnsupportedCapability
 
 __all__ = ["DOCUMENTS", "Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
@@ -72,8 +73,8 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def refuse_without_kernels(lm: nn.Module, device_type: str, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for a device of CUDA without the kernels of such layers."""
-    if device_type != "cuda":
+    """Raise ``UnsupportedCapability`` for a device without its kernels of such layers."""
+    if not device_of(device_type).mixer_kernels:
         return
     needed = {name for m in find_mixers(lm).values() for name in _list_kernels(m)}
     missing = sorted(name for name in needed if importlib.util.find_spec(name) is None)
