@@ -66,7 +66,10 @@ def test_a_name_of_a_package(package):
     assert section.reads_reference  # without a KL
     assert not AlgorithmSection().reads_reference
     assert PolicyLoss(kind="mine").only_advantages
-    assert installed_names()["algorithm.loss"] == sorted([*LOSSES.built_in, "mine", "number"])
+    listed = installed_names()["algorithm.loss"]
+    assert listed == sorted(listed)
+    # Beside these stand those of packages that happen to be installed, as the examples' are.
+    assert {*LOSSES.built_in, "mine", "number"} <= {*listed}
     assert "broken" in installed_names()["algorithm.advantage"]
 
 
