@@ -72,7 +72,8 @@ class PolicyTokens:
             on_policy: the old log-probs are those of ``outputs``.
             corrected: multiply the weight by the field ``correction``.
             needs: fields that the batch must have.
-            denominator, version: see the class.
+            denominator: see the class.
+            version: see the class.
 
         Raises:
             BatchError: a field is missing.
