@@ -356,7 +356,7 @@ def register_kernel(name: str, kernel: Kernel) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scores:
-    """What a layer does with the scores of its queries and keys.
+    """Treatment of the scores of a layer's queries and keys.
 
     Attributes:
         scale: their factor (None: ``d ** -0.5``).

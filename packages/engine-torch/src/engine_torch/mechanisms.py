@@ -47,7 +47,7 @@ class Mechanism:
     """
 
     served_by: str = ""
-    """What serves it, or an empty text where nothing does."""
+    """Name of the code that serves it, or an empty text where nothing does."""
 
     why: str = "no part of this engine computes it"
     """Reason of the refusal."""
@@ -257,7 +257,7 @@ def refuse_unserved(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What a language model does with its plain logits x = h W^T + b.
+    """Treatment of a language model's plain logits x = h W^T + b.
 
     It is ``scale · x``, or ``cap · tanh(scale · x / cap)`` with a cap.
     """

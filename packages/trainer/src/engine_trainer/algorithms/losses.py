@@ -204,7 +204,7 @@ class PolicyLoss:
 
     @property
     def traits(self) -> LossTraits:
-        """What the loss says about itself."""
+        """Traits of the loss (``engine_trainer.extensions.traits``)."""
         return LOSSES.traits(self.kind)
 
     @property

@@ -484,12 +484,12 @@ class AlgorithmSection:
 
     @property
     def loss_traits(self) -> LossTraits:
-        """What the loss says about itself."""
+        """Traits of the loss (``engine_trainer.extensions.traits``)."""
         return LOSSES.traits(self.loss)
 
     @property
     def advantage_traits(self) -> AdvantageTraits:
-        """What the advantage says about itself."""
+        """Traits of the advantage (``engine_trainer.extensions.traits``)."""
         return ADVANTAGES.traits(self.advantage)
 
     @property

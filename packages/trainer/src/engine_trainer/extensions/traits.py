@@ -1,4 +1,4 @@
-"""What a loss or an advantage says about itself, and the decorators with which it says so.
+"""Traits of losses and advantages, and the decorators that state them.
 
 The trainer reads these traits before a model is loaded. A function without a decorator has the
 defaults.
