@@ -242,32 +242,32 @@ class Campaign:
     # --- the unchanged engine ------------------------------------------------------------------
 
     def prepare(self, stage: Stage) -> None:
-        """Run a stage on the unchanged engine: times, the oracle's results, and lines.
+        """Run a stage on the unchanged engine: lines, times and the oracle's results.
 
-        The oracle's results stay in this process and in all that are forked from it. The lines are
-        kept in a file for the next campaign on the same sources. Cases that do not pass are left
-        out.
+        The lanes find the lines that each case executes, side by side, which takes several times as
+        long as the cases do. The lines are kept in a file for the next campaign on the same
+        sources. Then this process runs the quick tier's cases, so that the oracle's results stay in
+        it and in all that are forked from it. The full tier's cases would take minutes here, while
+        the lanes stand idle. Cases that do not pass are left out.
         """
         items = self.items(stage)
         print(f"{stage}: {len(items)} cases on the unchanged engine", flush=True)
         cache = self.work.parent / f"lines-{self.engine.backend}-{self._digest()}.json"
         lines: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
         read = self._lines_of_the_descriptor(stage)
+        # The cases of the descriptor keep a result in their process, and must look at every change:
+        # they run in a process of their own, and the descriptor's lines are theirs.
+        alone = [name for name, item in items.items() if item.case.id.startswith("plugin.")]
+        here = [name for name in items if stage.tier == "quick" and name not in alone]
+        in_lanes = [name for name in items if name not in lines or name not in here]
+        for name, known in self._run_in_lanes(stage, in_lanes):
+            self.known[name] = known
+            lines[name] = known.lines
+            cache.write_text(json.dumps(lines))
         for name, item in items.items():
-            if item.case.id.startswith("plugin."):
-                # They keep a result in their process, and must look at every change: they run in a
-                # process of their own, and the descriptor's lines are theirs.
-                self.known[name] = self._alone(stage, name)
-                lines[name] = {}
-                continue
-            path = None if name in lines else self.work / f"lines-{len(lines)}"
-            self.known[name] = known = self._traced(item, path)
-            if path and not known.passes:
-                # It may be the tracer, and the case has not come to all of its lines.
-                self.known[name] = self._traced(item, None)
-            if path:
-                lines[name] = executed_lines(path) if known.passes else None
-                cache.write_text(json.dumps(lines))
+            # A case may fail in a lane because of the tracer alone.
+            if name in here or not (name in alone or self.known[name].passes):
+                self.known[name] = self._run_here(item)
         close_pools()
         gc.collect()
         gc.freeze()
@@ -279,36 +279,35 @@ class Campaign:
                 print(f"  left out: {name} ended as {known.status}", flush=True)
         self.names[stage] = [name for name in items if self.known[name].passes]
 
-    def _traced(self, item: Item, path: Path | None) -> CaseFacts:
-        """Run a case, and write the lines that its ranks execute if a file is given.
-
-        Its ranks are then new, so that they execute everything that the case needs.
-        """
-        if path is None:
-            with launched_by(Forking(cpu_s=3600)):
-                outcome = run_case(item.case, item.target)
-            return CaseFacts(seconds=outcome.seconds, status=outcome.status)
-        close_pools()
-        tracer = Tracer(self._lanes.copies[0].folder, path)
-        with launched_by(Forking(cpu_s=3600, tracer=tracer)):
-            outcome = run_case(item.case, patient(item, AT_LEAST_S).target)
-            close_pools()
+    def _run_here(self, item: Item) -> CaseFacts:
+        with launched_by(Forking(cpu_s=3600)):
+            outcome = run_case(item.case, item.target)
         return CaseFacts(seconds=outcome.seconds, status=outcome.status)
 
-    def _alone(self, stage: Stage, name: str) -> CaseFacts:
-        """Run a case that starts processes of its own and no ranks."""
-        found: list[CaseFacts] = []
+    def _run_in_lanes(self, stage: Stage, names: Sequence[str]) -> list[tuple[str, CaseFacts]]:
+        """Run cases side by side, with new ranks for each, and return what each has shown."""
+        found: list[tuple[str, CaseFacts]] = []
+        files = {name: self.work / f"lines-{stage.tier}-{i}" for i, name in enumerate(names)}
 
-        def look(pipe: Connection) -> None:
-            item = self.items(stage)[name]
-            outcome = run_case(item.case, item.target)
-            pipe.send(CaseFacts(seconds=outcome.seconds, status=outcome.status))
+        def work(name: str, copy: PackageCopy) -> Callable[[Connection], None]:
+            def look(pipe: Connection) -> None:
+                tracer = Tracer(copy.folder, files[name])
+                with launched_by(Forking(cpu_s=3600, tracer=tracer)):
+                    item = self.items(stage)[name]
+                    outcome = run_case(item.case, patient(item, AT_LEAST_S).target)
+                    close_pools()
+                pipe.send(CaseFacts(seconds=outcome.seconds, status=outcome.status))
+
+            return look
 
         def done(child: Child) -> None:
-            found.extend(child.messages or [CaseFacts(seconds=0.0, status="timeout")])
+            known = child.messages[0] if child.messages else CaseFacts(seconds=0, status="timeout")
+            # It may be the tracer, and the case has not come to all of its lines.
+            known.lines = executed_lines(files[child.task]) if known.passes else None
+            found.append((child.task, known))
 
-        self._lanes.run([name], lambda _task, _copy: look, done, seconds=600.0)
-        return found[0]
+        self._lanes.run(names, work, done, seconds=600.0)
+        return found
 
     def _lines_of_the_descriptor(self, stage: Stage) -> dict[str, list[int]]:
         """Return the lines that are executed where the engine is found, which all cases need."""

@@ -470,9 +470,11 @@ def imports(file: str) -> bool:
 
 def check_threads() -> None:
     """Raise if this process has a second thread, with which it cannot be forked."""
-    count = len(list(Path("/proc/self/task").iterdir()))
-    if count != 1:
+    threads = sorted(Path("/proc/self/task").iterdir(), key=lambda path: int(path.name))
+    if len(threads) != 1:
+        others = ", ".join((path / "comm").read_text().strip() for path in threads[1:])
         raise RuntimeError(
-            f"the campaign's process has {count} threads, expected 1: a package that it imports "
-            "starts threads, and a process with threads cannot be forked"
+            f"the campaign's process has {len(threads)} threads, expected 1 (beside the first: "
+            f"{others}): a package that it imports starts threads, and a process with threads "
+            "cannot be forked"
         )
