@@ -45,6 +45,8 @@ from typing import Any
 
 # torch reads it when it is imported: without threads a process of it can be forked.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Changed engines run on the CPU, also on a host with GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # pyarrow's jemalloc reads it when pyarrow is imported, whichever allocator is used then. Otherwise
 # it keeps a thread (jemalloc_bg_thd). transformers imports pyarrow with scikit-learn.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
