@@ -1,4 +1,4 @@
-"""The parts of a process's state that `contract.leaves_nothing` does not count as the engine's."""
+"""The parts of a process's state that the suite does not count as the engine's."""
 
 import importlib
 import os
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 
 from engine_conformance.cases._surroundings import ImportedVariables, read_surroundings
+from engine_conformance.cases.export import all_tensors, bytes_alive
 from engine_loopback.engine import LoopbackEngine
 
 VARIABLE = "SURROUNDINGS_TEST_VARIABLE"
@@ -60,3 +62,16 @@ def test_the_workers_of_the_compiler_are_no_children() -> None:
         assert read_surroundings("cpu", frozenset()).children == before
     finally:
         pool.shutdown()
+
+
+def test_a_wrapper_of_torch_func_that_is_alive_has_no_storage_of_its_own() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(row: torch.Tensor) -> torch.Tensor:
+        kept.append(row)
+        return row
+
+    rows = torch.ones(3, 5)
+    torch.func.vmap(keep)(rows)
+    assert any(one is kept[0] for one in all_tensors())
+    assert bytes_alive([rows, *kept]) == {rows.untyped_storage().data_ptr(): 3 * 5 * 4}

@@ -7,6 +7,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -258,7 +259,7 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
     gc.unfreeze()
     with opened(setup) as engine:
         gc.collect()
-        before = _alive(_all_tensors())
+        before = bytes_alive(all_tensors())
         looks = list[dict[int, int]]()
         sizes = list[int]()
         references = list[weakref.ref[Tensor]]()
@@ -272,28 +273,39 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
             yielded = [given for reference in references if (given := reference()) is not None]
             # What is ready but not yet handed out is looked for at a few yields, the first among
             # them: it takes long.
-            looks.append(_alive([*yielded, *(_all_tensors() if len(sizes) % _EVERY == 1 else [])]))
+            looks.append(
+                bytes_alive([*yielded, *(all_tensors() if len(sizes) % _EVERY == 1 else [])])
+            )
             del yielded
         del tensor
         gc.collect()
-        own = before.keys() | _alive(_all_tensors()).keys()
+        own = before.keys() | bytes_alive(all_tensors()).keys()
         most = max(sum(size for place, size in look.items() if place not in own) for look in looks)
         if memory:
             most = max(most, memory.max_memory_allocated() - allocated)
         return most, sum(sizes), max(sizes)
 
 
-def _all_tensors() -> list[Tensor]:
+def all_tensors() -> list[Tensor]:
     """Return every plain tensor of this process that Python knows of."""
     # By the exact type: isinstance would ask objects of others for their class, and a DTensor has
     # no storage.
     return [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
 
 
-def _alive(tensors: Sequence[Tensor]) -> dict[int, int]:
+def bytes_alive(tensors: Sequence[Tensor]) -> dict[int, int]:
     """Return the bytes of their storages, by address."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    alive = dict[int, int]()
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            continue
+        # A wrapper of torch.func, such as compiled flex attention leaves, has no storage: its values
+        # are those of another tensor.
+        with suppress(NotImplementedError):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                alive[storage.data_ptr()] = storage.nbytes()
+    return alive
 
 
 @case(id="export.bounded", model_types=TYPES)
