@@ -299,8 +299,8 @@ def bytes_alive(tensors: Sequence[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         if tensor.layout != torch.strided:
             continue
-        # A wrapper of torch.func, such as compiled flex attention leaves, has no storage of its own:
-        # its values are those of another tensor.
+        # A wrapper of torch.func, such as compiled flex attention leaves, has no storage of its
+        # own: its values are those of another tensor.
         with suppress(NotImplementedError):
             storage = tensor.untyped_storage()
             if storage.nbytes():
