@@ -372,6 +372,7 @@ class BaseEngine(EngineDefaults):
             max_tokens=memory.max_tokens,
             vocab_size=self.vocab_size,
             needs_weight=needs_weight,
+            share_prefixes=memory.share_prefixes,
         )
 
     def _check_training(

@@ -212,6 +212,16 @@ class Memory:
     have.
     """
 
+    share_prefixes: bool = False
+    """True computes the tokens at which several documents of a micro-batch begin alike once instead
+    of once for each document, which engine-fsdp has (since contract 1.4).
+
+    In ``rl`` the completions of a prompt share it, so that an update on 8 completions of 512 tokens
+    to a prompt of 2,048 computes 6,144 tokens instead of 20,480. ``max_tokens`` counts the tokens
+    that are computed. It is off because it gains nothing where documents begin differently, and
+    because layers with windows, caps of scores, sinks or linear attention refuse it.
+    """
+
     offload_params: bool = False
     """True keeps weights, gradients and optimizer state on the CPU, and streams the weights to the
     device block by block, which engine-fsdp has. It is off because it is slower.

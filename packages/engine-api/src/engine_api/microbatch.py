@@ -17,7 +17,7 @@ def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
 
     Raises ``BatchError`` for a document longer than the budget.
     """
-    _check_budget(lengths, max_tokens)
+    check_budget(lengths, max_tokens)
     bins: Bins = []
     loads: list[int] = []
     for index in _longest_first(lengths):
@@ -67,7 +67,8 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
+def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
+    """Raise ``BatchError`` for a document longer than the budget."""
     for index, length in enumerate(lengths):
         if length > max_tokens:
             raise BatchError(

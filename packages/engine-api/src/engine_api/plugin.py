@@ -14,7 +14,7 @@ from engine_api.capabilities import Capability
 from engine_api.config import Parallelism
 
 # MAJOR.MINOR of the contract, independent of package versions.
-CONTRACT = "1.3"
+CONTRACT = "1.4"
 
 ENGINE_GROUP = "engine_api.engines"
 ROLLOUT_GROUP = "engine_api.rollouts"

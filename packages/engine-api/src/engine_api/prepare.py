@@ -13,6 +13,7 @@ from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.errors import BatchError
 from engine_api.microbatch import least_bins, split_micro_batches
+from engine_api.prefixes import least_shared_bins, order_by_prefix, split_shared_micro_batches
 from engine_api.results import TokenOutputs, Topology
 
 if TYPE_CHECKING:
@@ -81,16 +82,26 @@ def prepare(
     max_tokens: int,
     vocab_size: int,
     needs_weight: bool,
+    share_prefixes: bool = False,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
+    With ``share_prefixes`` documents that begin alike come into the same micro-batch, and
+    ``max_tokens`` counts the tokens that differ.
+
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
-    rows = together(comm, lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight))
+    rows = together(
+        comm,
+        lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight, share_prefixes),
+    )
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
     primary = [row for row in rows if row.primary]
     count = max(1, *(row.count for row in rows))
-    documents = split_micro_batches(batch.lengths, max_tokens, count)
+    if share_prefixes:
+        documents = split_shared_micro_batches(order_by_prefix(batch), max_tokens, count)
+    else:
+        documents = split_micro_batches(batch.lengths, max_tokens, count)
     return MicroBatches(
         batch=batch,
         parts=[batch.select(d) for d in documents],
@@ -101,10 +112,18 @@ def prepare(
 
 
 def _examine(
-    batch: Batch, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool
+    batch: Batch,
+    topology: Topology,
+    max_tokens: int,
+    vocab_size: int,
+    needs_weight: bool,
+    share_prefixes: bool,
 ) -> _Row:
     batch.check_vocabulary(vocab_size)
-    count = len(least_bins(batch.lengths, max_tokens))
+    if share_prefixes:
+        count = len(least_shared_bins(order_by_prefix(batch), max_tokens))
+    else:
+        count = len(least_bins(batch.lengths, max_tokens))
     if needs_weight and batch.num_tokens:
         batch.loss_weight  # noqa: B018 - raises the error that names the field
     weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else None

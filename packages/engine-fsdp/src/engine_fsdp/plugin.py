@@ -13,7 +13,7 @@ _DEVICES = ("cuda", "cpu")
 
 PLUGIN = EnginePlugin(
     name="engine-fsdp",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=("language_model",),
@@ -37,6 +37,7 @@ PLUGIN = EnginePlugin(
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.COMPILE,
+            Capability.SHARED_PREFIXES,
             Capability.BF16,
             Capability.MOE,
             Capability.VALUE_HEAD,

@@ -77,6 +77,7 @@ class PackedModel(nn.Module):
             use_cache=False,
             packing=inputs.packing,
         ).last_hidden_state[0]
+        hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
             values = self.lm.score(hidden).squeeze(-1).float()
             return (inputs.align(values, self.group),)

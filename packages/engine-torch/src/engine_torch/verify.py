@@ -28,7 +28,12 @@ _AVERAGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def verify_model(
-    engine: Any, lengths: list[int], *, name: str, reshard: Callable[[], None]
+    engine: Any,
+    lengths: list[int],
+    *,
+    name: str,
+    reshard: Callable[[], None],
+    shared: int = 0,
 ) -> None:
     """Check packed outputs against the model's own, and training against inference.
 
@@ -38,6 +43,7 @@ def verify_model(
         lengths: tokens of each random document that is compared.
         name: name of the engine in errors.
         reshard: frees the gathered weights that a forward pass leaves behind.
+        shared: number of tokens at which all documents begin alike.
 
     Raises:
         UnsupportedCapability: the outputs differ by more than rounding.
@@ -45,6 +51,8 @@ def verify_model(
     """
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
+    for document in documents:
+        document[:shared] = documents[0][:shared]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     batch = Batch(input_ids=torch.cat(documents), cu_seqlens=ends)
     value_model = engine.kind == "value_model"
