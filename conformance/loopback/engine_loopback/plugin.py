@@ -12,7 +12,7 @@ CAPABILITIES = frozenset(Capability) - {Capability.FP16, Capability.FP8}
 
 PLUGIN = EnginePlugin(
     name="loopback",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=("language_model",),

@@ -32,22 +32,11 @@ OTHERS = [[7, 3, 1, 1], [20, 21, 22]]
 
 def batch() -> Batch:
     documents = [[*PROMPT, *answer] for answer in ANSWERS] + OTHERS
-    order = [3, 6, 0, 5, 2, 7, 1, 4]
-    return Batch.pack(
-        [
-            {
-                "input_ids": documents[i],
-                "loss_weight": [
-                    0.0,
-                    *(0.3 + ((i + j) % 5) / 4 for j in range(len(documents[i]) - 1)),
-                ],
-            }
-            for i in order
-        ]
-    )
-
-
-DISTINCT = len(PROMPT) + 4 + 2 + 1 + 2 + 3  # tokens of the tree
+    rows: list[dict[str, Any]] = []
+    for i in (3, 6, 0, 5, 2, 7, 1, 4):
+        weights = [0.0, *(0.3 + ((i + j) % 5) / 4 for j in range(len(documents[i]) - 1))]
+        rows.append({"input_ids": documents[i], "loss_weight": weights})
+    return Batch.pack(rows)
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,9 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
     },
     Capability.RECOMPUTE: {'Memory(recompute="full")': {"memory": Memory(recompute="full")}},
     Capability.COMPILE: {"Memory(compile=True)": {"memory": Memory(compile=True)}},
+    Capability.SHARED_PREFIXES: {
+        "Memory(share_prefixes=True)": {"memory": Memory(share_prefixes=True)}
+    },
     Capability.BF16: _precisions("bfloat16"),
     Capability.FP16: _precisions("float16"),
     Capability.FP8: _precisions("float8"),
@@ -290,6 +293,10 @@ _OTHER_WAYS = {
 }
 
 
+# Versions of the contract that brought a capability; an engine of an older one knows no such field.
+_SINCE = {Capability.SHARED_PREFIXES: "1.4"}
+
+
 def _ways(capability: Capability) -> str:
     listed = [*CONFIGURED.get(capability, ()), *CALLED.get(capability, ())]
     return ", ".join(listed) or _OTHER_WAYS[capability]
@@ -315,8 +322,14 @@ def _probe(capability: Capability) -> None:
     """
     # The checkpoint to refuse is one of an earlier release.
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
-    name = f"refusal.{capability}"
-    case(id=name, probes=capability, world=(1,), model_types=BOTH, families=families)(probe)
+    case(
+        id=f"refusal.{capability}",
+        since=_SINCE.get(capability, "1.0"),
+        probes=capability,
+        world=(1,),
+        model_types=BOTH,
+        families=families,
+    )(probe)
 
 
 for _capability in Capability:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from engine_api.batch import Batch
@@ -40,22 +41,16 @@ class PrefixOrder:
 def order_by_prefix(batch: Batch) -> PrefixOrder:
     """Return the order of a batch's documents by their tokens, which is lexicographic."""
     ids = batch.input_ids.cpu()
-    documents = [ids[begin:end] for begin, end in _ranges(batch)]
+    documents = [ids[begin:end] for begin, end in pairwise(batch.boundaries)]
     # Bytes with the highest one first compare as the tokens do.
     keys = [document.numpy().astype(">i8").tobytes() for document in documents]
     order = sorted(range(len(documents)), key=lambda index: (keys[index], index))
-    pairs = zip(order, order[1:], strict=False)
-    shared = [_count_common(documents[one], documents[other]) for one, other in pairs]
+    shared = [_count_common(documents[one], documents[two]) for one, two in pairwise(order)]
     return PrefixOrder(
         documents=order,
         shared=[0, *shared] if order else [],
         lengths=[len(documents[index]) for index in order],
     )
-
-
-def _ranges(batch: Batch) -> list[tuple[int, int]]:
-    bounds = batch.boundaries
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def _count_common(one: torch.Tensor, other: torch.Tensor) -> int:
