@@ -47,16 +47,19 @@ def _sees(packing: Any, window: int | None) -> Callable[..., Tensor]:
     def in_document(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document[query] == document[key])
 
+    if ends is not None:
+
+        def in_tree(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query < ends[key])
+
+        return in_tree
+    if window is None:
+        return in_document
+
     def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return in_document(batch, head, query, key) & (query - key < window)
 
-    if ends is None:
-        return in_document if window is None else in_window
-
-    def in_tree(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query < ends[key])
-
-    return in_tree
+    return in_window
 
 
 def _mask_of(packing: Any, window: int | None) -> BlockMask:

@@ -107,7 +107,9 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "a rollout that is colocated with an engine waits while the engine trains",
         "launcher: ray and ray.rollouts: 1 or more",
     )
-    corrected = algorithm.correction.enabled or algorithm.old_log_probs == "rollout"
+    # With a rollout that is chosen later, so is the correction.
+    undecided = algorithm.correction.weight == "auto"
+    corrected = algorithm.correction.enabled or undecided or algorithm.old_log_probs == "rollout"
     yield (
         mode != "none" and not corrected,
         "overlap.mode",

@@ -24,8 +24,9 @@ from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, PluginError, PluginUnavailable
 from engine_api.hf_config import unbuildable
+from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
@@ -62,6 +63,26 @@ def free_memory(device: str) -> FreeMemory:
     )
 
 
+def look_around(
+    device: str, served: str, rollouts: Sequence[str]
+) -> tuple[FreeMemory, dict[str, str]]:
+    """Return a row of ``Launcher.survey`` for this process."""
+    # Without its local rank every rank would measure the first device.
+    device_of(device).adopt_local_rank()
+    return free_memory(device), {name: _why_unusable(name, served) for name in rollouts}
+
+
+def _why_unusable(rollout: str, device: str) -> str:
+    """Return why a rollout cannot be used on a device of this machine, or "" if it can."""
+    try:
+        RolloutRegistry.resolve(backend=rollout, device=device)
+    except PluginUnavailable as error:
+        return "; ".join(error.trace) or error.what
+    except PluginError as error:
+        return error.what
+    return ""
+
+
 def check(
     engines: Sequence[FreeMemory],
     rollouts: Sequence[FreeMemory],
@@ -77,11 +98,11 @@ def check(
         engines, rollouts: free memory of every rank and of every replica.
         engine: configuration of each rank of the policy, on ``device``.
     """
-    counts = _engines_bytes(config, engine, device)
+    counts = engines_bytes(config, engine, device)
     # Bytes of a rank while it trains, by engine.
     per_rank = {name: (kept + gradient) / len(engines) for name, (kept, gradient) in counts.items()}
     train = fsum(per_rank.values())
-    serve = _rollout_bytes(config.rollout, engine)
+    serve = rollout_bytes(config.rollout, engine)
     sleeps = config.rollout.sleep and device != "cpu"
     time_shared = sleeps and config.rollout.offload_engine
     # Bytes that a rank keeps while the rollout is awake.
@@ -112,7 +133,7 @@ def check(
             )
 
 
-def _engines_bytes(
+def engines_bytes(
     config: RLConfig, policy: EngineConfig, device: str
 ) -> dict[str, tuple[int, int]]:
     """Return for every engine, over all ranks, the bytes that it keeps and those of its gradients.
@@ -156,7 +177,17 @@ def _engine_bytes(
     return (weight + moments) * size, gradient * size
 
 
-def _rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
+def engine_bytes(engine: EngineConfig, device: str, *, trunk: bool) -> tuple[int, int]:
+    """Return for one engine that learns, over all ranks, its bytes (see ``engines_bytes``).
+
+    ``trunk``: of a model without its head, as a value model has it.
+    """
+    parameters = _parameters(engine.model, trunk=trunk)
+    return _engine_bytes(engine, parameters, device, learns=True)
+
+
+def rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
+    """Return the bytes of the weights that one process of a rollout serves."""
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
     return _parameters(engine.model) * width / positive_option(section, "tensor_parallel_size")
 

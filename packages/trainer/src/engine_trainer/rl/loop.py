@@ -67,6 +67,9 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
     )
     with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
+        settled = run.settle()
+        assert isinstance(settled, RLConfig)
+        config = settled
         check_critic(config, run.launcher, ranks)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
