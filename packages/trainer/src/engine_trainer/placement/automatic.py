@@ -3,7 +3,7 @@
 It is made before anything is loaded, where the engine will run. An explicit value is never changed,
 and engines and rollouts get explicit values alone. On a CPU the choices are the contract's
 defaults, so that a run computes there what it did before there were choices.
-docs/scaling.md has a table of them.
+docs/gpus.md has a table of them.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _choose_recompute(
     if rollout is not None and rollout.name == "local" and not rollout.sleep:
         state += memory.rollout_bytes(rollout, built)
     need = state + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
-    what = f"{need / GIB:.1f} GiB without, {room / GIB:.1f} of the free memory usable"
+    what = f"needs {need / GIB:.1f} GiB without it, {room / GIB:.1f} GiB are usable"
     return ("none" if need <= room else "full"), what
 
 
