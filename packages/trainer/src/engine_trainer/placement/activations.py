@@ -16,8 +16,8 @@ from engine_trainer.scaling.shapes import Shape
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number by the dtype of the computation (float8 keeps bfloat16)."""
 
-# Share of an eager block's bytes that a compiled one keeps. From 8,192 to 32,768 tokens the peaks of
-# docs/benchmarks.md grow by 0.60 (0.6B) and 0.62 (1.7B) of the count below.
+# Share of an eager block's bytes that a compiled one keeps. From 8,192 to 32,768 tokens the peaks
+# of docs/benchmarks.md grow by 0.60 (0.6B) and 0.62 (1.7B) of the count below.
 _COMPILED = 0.65
 
 # Norms compute in float32.

@@ -52,7 +52,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a choice depends on beyond the configuration.
+    """The facts beyond the configuration that a choice depends on.
 
     Attributes:
         device: type of the engine's device.
