@@ -405,6 +405,12 @@ def _check_choices(section: str, part: object) -> None:
     for name, hint in get_type_hints(type(part)).items():
         if get_origin(hint) is Literal:
             check_choice(f"{section}.{name}", getattr(part, name), get_args(hint))
+        elif hint is bool and not isinstance(getattr(part, name), bool):
+            raise ConfigError(
+                f"{section}.{name}",
+                f"expected true or false, got {getattr(part, name)!r}",
+                remedy="give one of the two; engine-train chooses where a value is auto",
+            )
 
 
 # The parts are: true if it is wrong, then the key and the texts what, why and remedy of the error.
