@@ -154,7 +154,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(
 
 
 def test_ranks_on_one_device_share_its_memory(folder: Path) -> None:
-    launcher = Launcher("cuda", ranks=2, free=80 * GIB)
+    launcher = Launcher("cuda", ranks=2, free=60 * GIB)
     launcher.free = [replace(one, device="gpu0") for one in launcher.free]
     _, choices = choose(configure(SFTConfig, folder, DPO), launcher)
     assert choices["engine.memory.recompute"] == "full"

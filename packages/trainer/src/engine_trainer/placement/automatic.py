@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, Precision
+from engine_api.devices import device_of
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
@@ -194,7 +195,7 @@ def _choose_compute(device: str, capabilities: Collection[Capability]) -> Choice
 
 def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> tuple[bool, str]:
     reasons = {
-        f"on {around.device}": around.device != "cuda",
+        f"on {around.device}": not device_of(around.device).compiles_elementwise,
         "the engine declares no compile": Capability.COMPILE not in around.capabilities,
         "an engine that only infers": section.optimizer is None,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
