@@ -89,7 +89,7 @@ def test_names_of_plugins_are_those_that_are_installed():
     assert "local" in names["rollout.name"]
     config = to_plain(load(ROOT / "recipes/rl/dapo.yaml"))
     lines = explain(config, json.loads(schema_text("rl")), names).splitlines()
-    for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "auto")):
+    for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "vllm")):
         at = lines.index(f"  {key}: {value}")
         section = "rollout" if key == "name" else "engine"
         assert lines[at - 1] == f"  # Installed here: {', '.join(names[f'{section}.{key}'])}."

@@ -38,7 +38,7 @@ def installed_names() -> dict[str, list[str]]:
     return {
         "engine.backend": sorted({name for row in engines for name in row.backends}),
         "engine.model_type": sorted({name for row in engines for name in row.model_types}),
-        "rollout.name": ["auto", *sorted({name for row in rollouts for name in row.backends})],
+        "rollout.name": sorted({name for row in rollouts for name in row.backends}),
         "algorithm.loss": LOSSES.names(),
         "algorithm.advantage": ADVANTAGES.names(),
         "dpo.loss": PAIR_LOSSES.names(),
