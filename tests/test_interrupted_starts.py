@@ -21,8 +21,8 @@ from sglang_fakes import Engine
 from waiting import NEVER_S, children, runs, until
 
 from engine_api.config import ModelSource
-from engine_conformance import ranks
-from engine_conformance.ranks import RankPool
+from engine_conformance import rank_templates, ranks
+from engine_conformance.ranks import RankPool, close_pools
 from engine_trainer.rewards import worker_pool as workers
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import Sample
@@ -67,13 +67,21 @@ import os
 os.rename(announce + ".partial", announce)
 server.serve_forever()
 """
-RANK = """
+TEMPLATE = """
 from multiprocessing.connection import Connection
+from engine_conformance._rank_template import serve
 from engine_conformance._rank_worker import RankReply
-pipe = Connection({})
-pipe.recv_bytes()
-pipe.send(RankReply(kind="returned"))
-pipe.recv_bytes()
+
+def run(descriptor):
+    pipe = Connection(descriptor)
+    try:
+        pipe.recv_bytes()
+        pipe.send(RankReply(kind="returned"))
+        pipe.recv_bytes()
+    except EOFError:
+        pass
+
+serve({}, run)
 """
 REWARDS = """#!{python} -S
 import sys
@@ -172,14 +180,24 @@ def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_COMMAND", RANK)
+    monkeypatch.setattr(rank_templates, "_COMMAND", TEMPLATE)
 
     def start() -> Callable[[], None]:
         pool = RankPool(2)
         pool.start()
         return pool.close
 
-    check(start, ranks)
+    def pids() -> set[int]:
+        """Return the ranks, and the templates that no later start would use."""
+        started = children()
+        kept = {template.process.pid for template in ranks._templates._running.values()}
+        return (started - kept).union(*(children(pid) for pid in started))
+
+    try:
+        check(start, ranks, rank_templates, pids=pids)
+    finally:
+        close_pools()
+    until(lambda: not children(), missing="a template is left")
 
 
 def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,10 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
+from engine_api.devices import npu_is_simulated
 from engine_conformance._rank_worker import BACKENDS, Job, RankReply, WorkerSpec
 from engine_conformance.rank_failure import FailedRank, RankError
+from engine_conformance.rank_templates import Templates
 from engine_conformance.seeds import current_seed
 
 __all__ = [
@@ -38,8 +40,8 @@ __all__ = [
     "launched_by",
 ]
 
-# A new interpreter, not multiprocessing's spawn, which imports the parent's main module again: that
-# fails for a notebook, and runs a script that has no guard.
+# A new interpreter, not multiprocessing's spawn or its server of forks, which import the parent's
+# main module again: that fails for a notebook, and runs a script that has no guard.
 _COMMAND = "from engine_conformance._rank_worker import main; main({})"
 # Time for importing torch from a cold disk, and for the rendezvous.
 _START_SECONDS = 180.0
@@ -90,12 +92,13 @@ def _launch_interpreter(
     )
 
 
-_launchers: list[Launcher] = [_launch_interpreter]
+_launchers: list[Launcher] = []
+_templates = Templates()
 
 
 @contextlib.contextmanager
 def launched_by(launcher: Launcher) -> Iterator[None]:
-    """Start all ranks inside the context by ``launcher`` instead of as new interpreters."""
+    """Start all ranks inside the context by ``launcher``."""
     _launchers.append(launcher)
     try:
         yield
@@ -184,16 +187,35 @@ class RankPool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        launcher = self._launcher()
+        if launcher is None:
+            # All import side by side, before the first of them is waited for.
+            for rank in range(self.world):
+                with self._log(rank).open("ab") as log:
+                    _templates.start(rank, log, environment)
         for rank in range(self.world):
             ours, theirs = Pipe()
             # An engine's output is kept for the report of its failure, apart from the suite's own.
-            with self._log(rank).open("wb") as log:
+            with self._log(rank).open("ab") as log:
                 # In one statement: an interrupt after it finds the process in the list.
-                self._processes.append(_launchers[-1](theirs.fileno(), log, environment))
+                self._processes.append(
+                    launcher(theirs.fileno(), log, environment)
+                    if launcher
+                    else _templates.fork(rank, theirs.fileno(), log)
+                )
             self._pipes.append(ours)
             theirs.close()
             ours.send_bytes(pickle.dumps(self._spec(rank)))
         self._collect("start", _START_SECONDS)
+
+    def _launcher(self) -> Launcher | None:
+        """Return the function that starts a rank, or None if ranks are forks of templates."""
+        if _launchers:
+            return _launchers[-1]
+        # A library of an accelerator may start threads when it is imported, and what it has set up
+        # is lost in a fork. Other systems than Linux have no handle of a process.
+        on_host = self.device == "cpu" or (self.device == "npu" and npu_is_simulated())
+        return None if on_host and sys.platform == "linux" else _launch_interpreter
 
     def run(
         self,
@@ -408,10 +430,14 @@ def get_pool(world: int, device: str = "cpu") -> RankPool:
 
 
 def close_pools() -> None:
-    """Close every pool that still runs, and forget those that `get_pool` kept."""
+    """Close every pool that still runs, and forget those that `get_pool` kept.
+
+    The templates of ranks end as well.
+    """
     _pools.clear()
     for pool in list(_running):
         pool.close()
+    _templates.close()
 
 
 atexit.register(close_pools)
