@@ -27,7 +27,7 @@ _LONGEST = 1 << 16
 
 def main(descriptor: int) -> None:
     """Import what every rank needs, and serve requests at the socket ``descriptor``."""
-    import torch.distributed
+    import torch.distributed  # noqa: F401 - ranks find it loaded
 
     # A stand-in for a device replaces parts of torch, which later imports must find replaced.
     if not (cuda_is_simulated() or npu_is_simulated()):

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import IO, Any
 
@@ -100,7 +101,7 @@ class _Template:
 
     def fork(self, descriptor: int, log: IO[bytes]) -> ForkedRank | None:
         """Return a new rank, or None if the template has ended."""
-        folder = FORK + os.fsencode(os.getcwd())
+        folder = FORK + os.fsencode(Path.cwd())
         answer = self._ask(folder, (descriptor, log.fileno()))
         return ForkedRank(self, int(answer)) if answer else None
 
