@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
 from engine_conformance._rank_worker import main as run_rank
 
 __all__ = ["FORK", "REAP", "main", "serve"]
 
-# A request is one of these bytes and its argument: the folder of the rank, or a process id.
+# A request is one of these bytes and its argument: a JSON object with the rank's ``folder`` and
+# variables of its ``environment``, or a process id.
 FORK, REAP = b"f", b"r"
 _LONGEST = 1 << 16
 
@@ -67,18 +69,19 @@ def serve(descriptor: int, run: Callable[[int], None]) -> None:
                 os.close(number)
             connection.send(str(pid).encode())
     pipe, log = descriptors
-    _become_rank(os.fsdecode(argument), log)
+    _become_rank(log, **json.loads(argument))
     run(pipe)
 
 
-def _become_rank(folder: str, log: int) -> None:
-    """Give this copy the folder, the output and the random numbers of a new process."""
+def _become_rank(log: int, folder: str, environment: Mapping[str, str]) -> None:
+    """Give this copy the output, folder, environment and random numbers of a new process."""
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
     # A folder of a test that has ended may be gone: a new process could not start there either.
     with contextlib.suppress(FileNotFoundError):
         os.chdir(folder)
+    os.environ.update(environment)
     # Files may have come since the template listed the folders of its modules.
     importlib.invalidate_caches()
     # Python seeds its own generator in every copy; NumPy does not.

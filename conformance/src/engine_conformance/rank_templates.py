@@ -6,6 +6,7 @@ of a string then differs between ranks, so that an engine which depends on a set
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -24,9 +25,9 @@ __all__ = ["ForkedRank", "Templates"]
 _COMMAND = "from engine_conformance._rank_template import main; main({})"
 # Time for importing torch from a cold disk.
 _START_SECONDS = 180.0
-_CLOSE_SECONDS = 5.0
-# pytest changes it for each test, and no module reads it when it is imported.
-_PASSING = "PYTEST_CURRENT_TEST"
+# Variables that are read when they are used, and not by an import: pytest's, which differs for each
+# test, and the one that torch itself sets when its compiler is imported.
+_LATE = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class ForkedRank:
@@ -99,10 +100,13 @@ class _Template:
         """Return whether it can be asked."""
         return self._socket.fileno() >= 0 and self.process.poll() is None
 
-    def fork(self, descriptor: int, log: IO[bytes]) -> ForkedRank | None:
+    def fork(
+        self, descriptor: int, log: IO[bytes], environment: Mapping[str, str]
+    ) -> ForkedRank | None:
         """Return a new rank, or None if the template has ended."""
-        folder = FORK + os.fsencode(Path.cwd())
-        answer = self._ask(folder, (descriptor, log.fileno()))
+        late = {name: environment[name] for name in _LATE if name in environment}
+        request = json.dumps({"folder": str(Path.cwd()), "environment": late})
+        answer = self._ask(FORK + request.encode(), (descriptor, log.fileno()))
         return ForkedRank(self, int(answer)) if answer else None
 
     def reap(self, pid: int) -> int | None:
@@ -126,13 +130,10 @@ class _Template:
         return answer
 
     def close(self) -> None:
-        """Let the process leave, then make sure that it is gone."""
+        """End the process, which has nothing to finish."""
         self._socket.close()
-        try:
-            self.process.wait(_CLOSE_SECONDS)
-        except TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class Templates:
@@ -150,7 +151,7 @@ class Templates:
             environment: the environment of the template and its ranks. Libraries read it when they
                 are imported, so that another environment needs another template.
         """
-        wanted = {name: value for name, value in environment.items() if name != _PASSING}
+        wanted = {name: value for name, value in environment.items() if name not in _LATE}
         running = self._running.get(rank)
         if running is not None:
             if running.runs() and running.environment == wanted:
@@ -158,7 +159,9 @@ class Templates:
             running.close()
         self._running[rank] = _Template(log, wanted)
 
-    def fork(self, rank: int, descriptor: int, log: IO[bytes]) -> Any:
+    def fork(
+        self, rank: int, descriptor: int, log: IO[bytes], environment: Mapping[str, str]
+    ) -> Any:
         """Fork the template of a rank, which was started, and return the rank's process.
 
         It is the template's own process if that has ended, so that its end is reported as the
@@ -168,9 +171,10 @@ class Templates:
             rank: the number of the rank.
             descriptor: the rank's end of its pipe.
             log: the file for the rank's output.
+            environment: the environment with which the template was started.
         """
         template = self._running[rank]
-        return template.fork(descriptor, log) or template.process
+        return template.fork(descriptor, log, environment) or template.process
 
     def close(self) -> None:
         """End all templates."""

@@ -38,6 +38,7 @@ __all__ = [
     "close_pools",
     "get_pool",
     "launched_by",
+    "warm_up",
 ]
 
 # A new interpreter, not multiprocessing's spawn or its server of forks, which import the parent's
@@ -104,6 +105,34 @@ def launched_by(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _launchers.pop()
+
+
+def _find_launcher(device: str) -> Launcher | None:
+    """Return the function that starts a rank, or None if ranks are forks of templates."""
+    if _launchers:
+        return _launchers[-1]
+    # A library of an accelerator may start threads when it is imported, and what it has set up is
+    # lost in a fork. Other systems than Linux have no handle of a process.
+    on_host = device == "cpu" or (device == "npu" and npu_is_simulated())
+    return None if on_host and sys.platform == "linux" else _launch_interpreter
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a rank that starts now."""
+    # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def warm_up(world: int, device: str) -> None:
+    """Let ``world`` ranks import torch and the suite while this process does something else.
+
+    Nothing happens where ranks are no forks of templates.
+    """
+    if _find_launcher(device) is None:
+        with Path(os.devnull).open("wb") as log:
+            for rank in range(world):
+                # If one fails, it fails again when it is needed, and is then reported.
+                _templates.start(rank, log, _environment())
 
 
 class RankPool:
@@ -185,9 +214,8 @@ class RankPool:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-        # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        launcher = self._launcher()
+        environment = _environment()
+        launcher = _find_launcher(self.device)
         if launcher is None:
             # All import side by side, before the first of them is waited for.
             for rank in range(self.world):
@@ -201,21 +229,14 @@ class RankPool:
                 self._processes.append(
                     launcher(theirs.fileno(), log, environment)
                     if launcher
-                    else _templates.fork(rank, theirs.fileno(), log)
+                    else _templates.fork(rank, theirs.fileno(), log, environment)
                 )
             self._pipes.append(ours)
             theirs.close()
-            ours.send_bytes(pickle.dumps(self._spec(rank)))
+            # A rank that has died already is found, and reported, where its reply is read.
+            with contextlib.suppress(BrokenPipeError):
+                ours.send_bytes(pickle.dumps(self._spec(rank)))
         self._collect("start", _START_SECONDS)
-
-    def _launcher(self) -> Launcher | None:
-        """Return the function that starts a rank, or None if ranks are forks of templates."""
-        if _launchers:
-            return _launchers[-1]
-        # A library of an accelerator may start threads when it is imported, and what it has set up
-        # is lost in a fork. Other systems than Linux have no handle of a process.
-        on_host = self.device == "cpu" or (self.device == "npu" and npu_is_simulated())
-        return None if on_host and sys.platform == "linux" else _launch_interpreter
 
     def run(
         self,
