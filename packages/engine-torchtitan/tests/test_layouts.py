@@ -36,8 +36,15 @@ EXPERTS: dict[int, list[dict[str, int]]] = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", EXPERTS)])
+@pytest.mark.parametrize(
+    ("family", "layouts", "ranks"),
+    [
+        ("qwen3", DENSE, 2),
+        ("qwen3_moe", EXPERTS, 4),
+        pytest.param("qwen3", DENSE, 4, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", EXPERTS, 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_layouts_beside_each_other_compute_the_same(
     tmp_path: Path, family: str, layouts: dict[int, list[dict[str, int]]], ranks: int
 ) -> None:

@@ -134,6 +134,7 @@ def assert_same_state(got: Path, want: Path) -> None:
     assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
 
 
+@pytest.mark.nightly
 def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(
     file: Path, tmp_path: Path, launch: Launch
 ) -> None:
