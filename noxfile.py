@@ -182,8 +182,8 @@ def conformance_commands(commit: str) -> list[tuple[str, ...]]:
     """Return the conformance commands of every engine that the matrix calls tested on a CPU.
 
     The hash of ``commit`` decides which engine has its turn, so that a run can be repeated. That
-    engine runs every case once on one and two ranks, and the cases that need four ranks
-    there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of all
+    engine runs every case once on two ranks, the quick tier on one, and the cases that need four
+    ranks there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of all
     engines, and repeats some in each layout and with each option, as `certify` does.
     """
     engines = [engine for engine, device in engine_devices(load()) if device == "cpu"]
@@ -191,7 +191,7 @@ def conformance_commands(commit: str) -> list[tuple[str, ...]]:
     found = []
     for engine in engines:
         if engine == turn:
-            runs = [((1, 2), "--case", "*"), ((4,), "--case", LAYOUTS)]
+            runs = [((2,), "--case", "*"), ((4,), "--case", LAYOUTS), ((1,), "--tier", "quick")]
         else:
             runs = [((2,), "--tier", "quick")]
         # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
