@@ -183,8 +183,8 @@ def conformance_commands(commit: str) -> list[tuple[str, ...]]:
 
     The hash of ``commit`` decides which engine has its turn, so that a run can be repeated. That
     engine runs every case once on two ranks, the quick tier on one, and the cases that need four
-    ranks there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of all
-    engines, and repeats some in each layout and with each option, as `certify` does.
+    ranks there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of
+    all engines, and repeats some in each layout and with each option, as `certify` does.
     """
     engines = [engine for engine, device in engine_devices(load()) if device == "cpu"]
     turn = engines[int(commit.removesuffix("-dirty"), 16) % len(engines)]
