@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -271,6 +272,23 @@ class UpdatesRoundedToWeights(AdamW):
         before = param.clone()
         super().adam_update(param, grad, state, group)
         param.copy_(before + (param.bfloat16() - before.bfloat16()).to(param.dtype))
+
+
+@mutant("memory.precisions", group="bf16", part="model")
+class ComputesInMastersDtype(Model):
+    """bfloat16 masters are computed with in bfloat16, though the computation is in float32."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.dtype = next(iter(self.weights.values())).dtype
+
+
+@mutant("memory.precisions", group="bf16", world=2)
+class ReducesInFloat32(LoopbackEngine):
+    """``precision.reduce`` is accepted, and gradients are summed in float32 all the same."""
+
+    def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
+        return self.sum_over_copies(weight, grad)
 
 
 # --- policy optimization ------------------------------------------------------------------------

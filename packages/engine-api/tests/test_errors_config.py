@@ -145,6 +145,8 @@ def test_options_of_a_plugin():
             {"optimizer": engine_api.OptimizerConfig(name="torch.optim.AdamW", betas=(0.9, 0.95))},
             "optimizer.betas",
         ),
+        ({"optimizer": engine_api.OptimizerConfig(betas=(0.9, 1.0))}, "optimizer.betas"),
+        ({"optimizer": engine_api.OptimizerConfig(betas=(-0.1, 0.999))}, "optimizer.betas"),
         ({"schedule": engine_api.ScheduleConfig(warmup_steps=-1)}, "schedule.warmup_steps"),
         ({"schedule": engine_api.ScheduleConfig(min_ratio=0.1)}, "schedule.min_ratio"),
         ({"lora": engine_api.LoraConfig(dropout=1.5)}, "lora.dropout"),

@@ -463,6 +463,13 @@ def _wrong_optimizer(optimizer: OptimizerConfig) -> Iterator[_Refusal]:
         "gradients would vanish or change sign",
         "give a number above 0, or null, which turns clipping off",
     )
+    yield (
+        not all(0 <= beta < 1 for beta in optimizer.betas),
+        "optimizer.betas",
+        f"expected two numbers in [0, 1), got {optimizer.betas}",
+        "a running mean that forgets nothing, or grows, has no correction of its start",
+        "give numbers from 0 up to, but not including, 1",
+    )
     defaults = OptimizerConfig()
     for name in ("betas", "eps"):
         value, default = getattr(optimizer, name), getattr(defaults, name)
