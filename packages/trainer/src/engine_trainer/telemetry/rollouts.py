@@ -23,6 +23,10 @@ FOLDER = "rollouts"
 VERSION = 1
 """Version of the schema. A column that is added does not change it; any other change does."""
 VERSION_KEY = b"engine_trainer.rollouts.version"
+RUN_KEY = b"engine_trainer.rollouts.run"
+"""Key of the metadata with the id of the run."""
+LEARNED_KEY = b"engine_trainer.rollouts.learned"
+"""Key of the metadata with the number of completions that the step learned from, kept or not."""
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 _IDS = pa.list_(pa.int32())
@@ -149,6 +153,20 @@ def files_of(folder: Path) -> list[Path]:
         [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     )
     return sorted(found, key=lambda path: int(path.name[5:-8]))
+
+
+def describe(run: str, learned: int) -> dict[bytes, bytes]:
+    """Return the metadata of a step's file.
+
+    Args:
+        run: id of the run.
+        learned: number of completions that the step learned from, kept or not.
+    """
+    return {
+        VERSION_KEY: str(VERSION).encode(),
+        RUN_KEY: run.encode(),
+        LEARNED_KEY: str(learned).encode(),
+    }
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
