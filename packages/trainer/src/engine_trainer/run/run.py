@@ -125,6 +125,13 @@ class Run:
     in each step. An error that leaves the context manager saves the last complete step, where the
     weights are still those of that step and all ranks can take part.
 
+    Args:
+        config: the configuration.
+        kind: the task, or ``eval``.
+        total_steps: number of steps of the run.
+        launcher: the launcher that runs the engines; None is this process or torchrun's ranks.
+        saves: False for a run that saves nothing, such as an evaluation.
+
     Attributes:
         launcher: the launcher that runs the engines and rollouts.
         policy: the engine that learns, on all of its ranks; set by ``start``.
@@ -147,7 +154,13 @@ class Run:
     id: str
 
     def __init__(
-        self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None
+        self,
+        config: Config,
+        *,
+        kind: str,
+        total_steps: int,
+        launcher: Launcher | None = None,
+        saves: bool = True,
     ) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self.folder = Path(config.run.output_dir).absolute()  # the same in every process
@@ -178,10 +191,11 @@ class Run:
         self.before_save: list[Callable[[], None]] = []
         self._interrupt = Interrupt(self._describe_interrupt if self.is_main else None)
         self._lock = FolderLock(self.folder)
+        self._saves = saves
 
     def __enter__(self) -> Self:
-        # An evaluation has nothing to save: a signal ends it at once.
-        if self.kind != "eval":
+        # Without anything to save a signal ends the run at once.
+        if self._saves:
             self._interrupt.__enter__()
         return self
 
