@@ -92,7 +92,8 @@ def compare_tokens(recorded: RecordedStep, kept: KeptTokens) -> list[TokenDiffer
         for row, index in zip(recorded.rows, recorded.indices, strict=True):
             if index is None or not row["tokens"]:
                 continue
-            then = _floats(row[name], len(row["tokens"]))
+            # Files of earlier releases lack columns that came later.
+            then = _floats(row.get(name), len(row["tokens"]))
             now = kept.numbers(index)[name].float()
             counted = ~(then.isnan() & now.isnan())
             off = (then.view(torch.int32) != now.view(torch.int32)) & counted

@@ -253,6 +253,8 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
         answer=row["answer"],
         file=file,
         number=int(number),
+        # A column that files of earlier releases do not have.
+        teacher_tokens=row.get("teacher_prompt_tokens"),
     )
 
 

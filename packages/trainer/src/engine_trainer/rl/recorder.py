@@ -177,6 +177,7 @@ def _prompt(one: _Chosen) -> dict[str, Any]:
         "question": prompt.text,
         "prompt": prompt.rendered,
         "prompt_tokens": prompt.tokens,
+        "teacher_prompt_tokens": prompt.teacher_tokens,
         "answer": prompt.answer,
     }
 
