@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -229,25 +230,30 @@ class TeacherPrompts:
 def _with_privilege(example: Example, template: str) -> Example:
     """Return the example with the template around its last user turn, and without its response."""
     turns = [dict(turn) for turn in example.prompt]
-    responses = example.messages[len(turns) :]
-    texts = {"answer": example.answer, "response": responses[0]["content"] if responses else None}
-    shown = template
-    for name, text in texts.items():
-        if f"{{{name}}}" not in template:
-            continue
-        if text is None:
-            raise example.error(
-                f"algorithm.teacher.prompt_template shows {{{name}}}, but the row has none",
-                remedy=f"complete the row, or leave {{{name}}} out",
-            )
-        shown = shown.replace(f"{{{name}}}", str(text))
     asked = [turn for turn in turns if turn["role"] == "user"]
     if not asked:
         raise example.error(
             "algorithm.teacher.prompt_template needs a turn of the user, and the row has none",
             remedy="complete the row, or remove it",
         )
-    asked[-1]["content"] = shown.replace("{prompt}", str(asked[-1]["content"]))
+    response = example.messages[len(turns) :]
+    texts = {
+        "prompt": asked[-1]["content"],
+        "answer": example.answer,
+        "response": response[0]["content"] if response else None,
+    }
+
+    def fill(found: re.Match[str]) -> str:
+        text = texts[found[1]]
+        if text is None:
+            raise example.error(
+                f"algorithm.teacher.prompt_template shows {found[0]}, but the row has none",
+                remedy=f"complete the row, or leave {found[0]} out",
+            )
+        return str(text)
+
+    # In one pass, because a row's own text may have braces.
+    asked[-1]["content"] = re.sub(r"\{(prompt|answer|response)\}", fill, template)
     return replace(example, messages=turns)
 
 

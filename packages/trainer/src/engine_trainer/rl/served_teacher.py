@@ -115,7 +115,8 @@ class TeacherClient:
             "prompt": list(tokens),
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,
+            # The best token and the prompt's own.
+            "prompt_logprobs": 1,
         }
         choices = _list_of(self._request("completions", body), "choices")
         rows = choices[0].get("prompt_logprobs") if choices else None
