@@ -3,7 +3,8 @@
 ``python recipes/quickstart/distill.py [--seed N] [--output FOLDER] [--device cpu|cuda]
 [KEY=VALUE …]``, where ``KEY`` is a ``section.key`` of distill.yaml. The teacher is the model that
 ``run.py`` leaves in the same folder for the seed 0, which is trained first if it is not there. The
-student has its tokenizer and its shape, and 400 steps of SFT from other random weights.
+student has its tokenizer and its shape, and begins where the quickstart's SFT ends, from random
+weights of its own seed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import sys
 from pathlib import Path
 
 from run import HERE, accuracies, run_python
-
-STUDENT_STEPS = 400
-"""Steps of the student's SFT. The teacher had 1,000, and reinforcement learning after them."""
 
 
 def main() -> None:
@@ -43,8 +41,7 @@ def main() -> None:
     sft = folder / "sft"
     if not (sft / "hf").is_dir():
         overrides = [f"engine.model.path={teacher / 'model'}", f"run.output_dir={sft}"]
-        overrides += [f"run.steps={STUDENT_STEPS}", *common]
-        run_python(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *overrides])
+        run_python(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *overrides, *common])
     distilled = folder / "distill"
     overrides = [f"engine.model.path={sft / 'hf'}", f"run.output_dir={distilled}"]
     overrides += [f"algorithm.teacher.engine.model.path={teacher / 'rl' / 'hf'}", *common]

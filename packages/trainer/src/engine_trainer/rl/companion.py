@@ -39,15 +39,15 @@ def check_companion(
             remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
             "null takes the policy's",
         )
-    with _named_below(key):
+    with named_below(key):
         built = engine.build(seed=config.run.seed, total_steps=1)
         _, capabilities = launcher.resolve(engine, config.engine)
     refuse_undeclared(built, capabilities, engine.backend)
 
 
 @contextmanager
-def _named_below(key: str) -> Iterator[None]:
-    """Name the engine's own keys in errors, in place of the policy's."""
+def named_below(key: str) -> Iterator[None]:
+    """Name the keys below ``key`` in errors, in place of those of the policy's engine."""
     try:
         yield
     except ConfigError as error:

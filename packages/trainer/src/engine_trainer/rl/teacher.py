@@ -15,7 +15,7 @@ from engine_trainer.config import DataSection, RLConfig
 from engine_trainer.data import ChatTokenizer, load_tokenizer
 from engine_trainer.placement.groups import EngineGroup, Launcher, run_together
 from engine_trainer.placement.replica import Group
-from engine_trainer.rl.companion import check_companion
+from engine_trainer.rl.companion import check_companion, named_below
 from engine_trainer.rl.credit import CompletionIndex
 from engine_trainer.rl.partition import Partition, TrainingDocument
 from engine_trainer.rl.served_teacher import TeacherClient
@@ -180,7 +180,8 @@ def check_teacher(
         engine = section.engine.engine(config.engine)
         check_companion(engine, config, launcher, ranks, f"{KEY}.engine")
         # Only the vocabulary is compared, so that the policy's template does not matter.
-        teacher = load_tokenizer(DataSection(source="-", tokenizer=engine.model.path), engine.model)
+        with named_below(f"{KEY}.engine"):
+            teacher = load_tokenizer(DataSection(source="-"), engine.model)
         check_same_vocabulary(
             tokenizer.tokenizer.get_vocab(),
             teacher.tokenizer.get_vocab(),
@@ -211,8 +212,7 @@ def check_same_vocabulary(
     ]
     raise ConfigError(
         f"{KEY}.engine.model",
-        f"expected the tokenizer of the policy, got one in which {len(different)} of {len(own)} "
-        "tokens differ",
+        f"expected the tokenizer of the policy, got one in which {len(different)} tokens differ",
         why=f"{token!r} has {ids[0]} in {policy_path} and {ids[1]} in {teacher_path}: the teacher "
         "would score other text",
         remedy="take a teacher with the policy's tokenizer, such as a larger model of its family",
