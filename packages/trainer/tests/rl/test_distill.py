@@ -288,6 +288,7 @@ def test_the_policy_teaches_itself_with_the_answer_in_the_prompt(train, sums_mod
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_two_ranks_learn_what_one_does(train, sums_model, teacher_model, tmp_path):
     """The teacher's documents are longer, and fall on other ranks than the student's."""
     template = "#{answer}#{answer}#{answer}#{prompt}"
