@@ -675,6 +675,16 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def distillation(session: nox.Session) -> None:
+    """Train three students by on-policy distillation on the quickstart's problems.
+
+    After `--`: `--write` puts the table into docs/algorithms.md, `--output FOLDER` keeps the runs.
+    """
+    install(session, [API, FSDP, TRAINER])
+    session.run("python", "tools/distillation.py", *session.posargs)
+
+
+@nox.session
 def newest(session: nox.Session) -> None:
     """Run the tests with the newest version of every dependency; after `--`: pytest arguments.
 

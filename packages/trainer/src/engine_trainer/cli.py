@@ -32,6 +32,7 @@ from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
 from engine_trainer.config.tasks import find_task
 from engine_trainer.errors import DataError
+from engine_trainer.replay import command as replay
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
 from engine_trainer.run.torchrun import end_with_torchrun, is_news
@@ -170,6 +171,11 @@ def _export(options: argparse.Namespace) -> int:
         what = "the adapter" if options.adapter else "the model"
         print(f"{what} of {found} is in {options.directory}")
     return DONE
+
+
+def _replay(options: argparse.Namespace) -> int:
+    _set_up_logging()
+    return DONE if replay.run_replay(options) else FAILED
 
 
 def _run_config(options: argparse.Namespace, config: Config) -> int:
@@ -377,6 +383,13 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    replay.add_arguments(parser)
+    _add_overrides(parser)
+    _add_ranks(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
@@ -448,6 +461,12 @@ COMMANDS = {
         summary="write the model of a checkpoint as a Hugging Face folder",
         run=_export,
         add_arguments=_add_export_arguments,
+        takes_overrides=True,
+    ),
+    "replay": Command(
+        summary="make a recorded step of `rl` again, and show what differs",
+        run=_replay,
+        add_arguments=_add_replay_arguments,
         takes_overrides=True,
     ),
     "view": Command(

@@ -132,6 +132,9 @@ def _engines_bytes(
         found["critic"] = _engine_bytes(
             critic, _parameters(critic.model, trunk=True), device, learns=True
         )
+    if algorithm.teacher is not None and algorithm.teacher.engine is not None:
+        teacher = algorithm.teacher.engine.engine(config.engine)
+        found["teacher"] = _engine_bytes(teacher, _parameters(teacher.model), device, learns=False)
     return found
 
 

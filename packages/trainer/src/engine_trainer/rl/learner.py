@@ -35,6 +35,7 @@ from engine_trainer.rl.mismatch import (
     mismatch_sums,
 )
 from engine_trainer.rl.partition import Partition, TrainingDocument
+from engine_trainer.rl.teacher import create_teacher, teacher_documents
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.hf_models import draws_dropout
@@ -73,6 +74,7 @@ class Learner:
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
+        self.teacher = create_teacher(run, config)
         self.kept = KeptTokens([], [], ())
 
     @property
@@ -113,6 +115,7 @@ class Learner:
         # Old and reference log-probs.
         with self.timers.phase("log_probs"):
             shards = self._with_log_probs(self._mark_kept_tokens(packed, partition))
+            shards = self._with_teacher(shards, partition, mini_batches, groups)
 
         # Values.
         critic_shards = self._evaluate_critic(partition, packed, mini_batches)
@@ -137,7 +140,7 @@ class Learner:
         return figures
 
     def offload_idle_engines(self) -> None:
-        """Move reference and critic off the device until the next update.
+        """Move reference, critic and teacher off the device until the next update.
 
         Only with ``rollout.offload_engine``.
         """
@@ -154,15 +157,15 @@ class Learner:
         return self.policy.weight_version - overlap.max_staleness * updates_per_step
 
     def close(self) -> None:
-        """Close the engines of reference and critic."""
-        for part in (self.reference, self.critic):
+        """Close the engines of reference, critic and teacher."""
+        for part in (self.reference, self.critic, self.teacher):
             if part is not None:
                 part.close()
 
     def _move(self, *, away: bool) -> None:
         if not self.config.rollout.offload_engine:
             return
-        for part in (self.reference, self.critic):
+        for part in (self.reference, self.critic, self.teacher):
             # A reference that is the policy without its adapter has no engines of its own.
             engines = None if part is None else part.engines
             if engines is None:
@@ -261,6 +264,22 @@ class Learner:
         if self.reference is not None:
             extra["ref_log_probs"] = self.reference.log_probs(shards, self.temperature)
         return self._with_fields(shards, **extra)
+
+    def _with_teacher(
+        self,
+        shards: Sequence[Batch],
+        partition: Partition,
+        mini_batches: Sequence[_MiniBatch],
+        groups: Sequence[Group],
+    ) -> list[Batch]:
+        """Return the shards with ``teacher_log_probs``, where there is a teacher."""
+        if self.teacher is None:
+            return list(shards)
+        documents = [d for mini in mini_batches for d in mini.documents]
+        found = self.teacher.log_probs(
+            teacher_documents(documents, groups), partition, self.temperature
+        )
+        return self._with_fields(shards, teacher_log_probs=found)
 
     def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
         """Return each dp shard with its tensor of each field.
@@ -424,6 +443,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """Return the loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
+    teacher = algorithm.teacher
     return PolicyLoss(
         kind=absolute_target(algorithm.loss),
         options=dict(algorithm.loss_options),
@@ -434,6 +454,8 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         kl_estimator=kl.chosen,
         kl_importance=kl.importance,
         kl_bound=kl.bound,
+        policy_coef=1.0 if teacher is None else teacher.reward_weight,
+        teacher_coef=0.0 if teacher is None else teacher.coefficient,
         entropy_coef=algorithm.entropy_coefficient,
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",

@@ -7,7 +7,7 @@ them in the other partition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,8 @@ class Partition:
     def move(self, values: Sequence[torch.Tensor], to: Partition) -> list[torch.Tensor]:
         """Return per-token values of this partition in the order of the partition ``to``.
 
-        Both partitions are of the same documents. Called on all processes of the loop together.
+        Both partitions are of the same completions, whose prompts may differ (see ``place``).
+        Called on all processes of the loop together.
 
         Args:
             values: ``[T]`` per dp shard, on the CPU.
@@ -126,10 +127,24 @@ class Partition:
                 documents, row.split([len(d.tokens) for d in documents]), strict=True
             )
         }
+        return to.place(found)
+
+    def place(self, found: Mapping[CompletionIndex, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the values of each local dp shard, ``[T]``, from those of each document.
+
+        Values and document end at the same token. Values before the document's first token are left
+        out, and missing ones are 0.
+        """
         return [
-            torch.cat([values[0].new_zeros(0), *(found[d.index] for d in shard)])
-            for shard in to.shards
+            torch.cat([torch.zeros(0), *(_at_end(found[d.index], len(d.tokens)) for d in shard)])
+            for shard in self.shards
         ]
+
+
+def _at_end(values: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the last ``length`` values, with zeros in front of fewer."""
+    kept = values[max(len(values) - length, 0) :]
+    return torch.cat([values.new_zeros(length - len(kept)), kept]) if len(kept) < length else kept
 
 
 def _pack(documents: Sequence[TrainingDocument]) -> Batch:
