@@ -171,11 +171,12 @@ def build_decoder(config: EngineConfig, layout: Layout) -> BuiltDecoder:
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
     refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
     files = None if config.model.init == "random" else WeightFiles(folder)
-    lm = _make(hf_config, config, folder)
+    device_type = layout.mesh.device_type
+    lm = _make(hf_config, config, folder, device_type)
     if files is None:
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
-        require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
+        require_memory(hf_config, folder, need, device_of(device_type).room()[1])
     _divide(lm, layout)
     if config.memory.recompute == "full":
         recompute_children(lm.model.layers)
@@ -186,7 +187,7 @@ def build_decoder(config: EngineConfig, layout: Layout) -> BuiltDecoder:
     return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
 
 
-def _make(hf_config: Any, config: EngineConfig, folder: str) -> Any:
+def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str) -> Any:
     """Make the model on the meta device, with the engine's own parts in it.
 
     Raises:
@@ -201,7 +202,7 @@ def _make(hf_config: Any, config: EngineConfig, folder: str) -> Any:
                 compute=DTYPES[config.precision.compute],
             )
             if has_experts(hf_config.model_type):
-                adapt(lm)
+                adapt(lm, device_type)
     except Exception as error:
         # Automodel's own code reads the configuration, and may raise anything for a value it does
         # not know.
@@ -275,9 +276,7 @@ def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
         )
 
 
-def _map_names(
-    lm: Any, twin: Any, saved: Mapping[str, list[Piece]]
-) -> dict[str, list[Piece]]:
+def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
     """Return the saved tensors of each parameter, which has transformers' name.
 
     Raises:

@@ -89,26 +89,31 @@ class Experts(GroupedExperts):
         return self.down_proj.transpose(1, 2)
 
 
-def adapt(lm: nn.Module) -> None:
-    """Put the engine's attention and experts into one of Automodel's mixtures of experts."""
+def adapt(lm: nn.Module, device_type: str) -> None:
+    """Put the engine's attention and experts into one of Automodel's mixtures of experts.
+
+    Args:
+        lm: the model, which has no values yet.
+        device_type: kind of the device that will compute it.
+    """
     for module in list(lm.modules()):
         if isinstance(module, Qwen3MoeAttention):
             module.__class__ = PackedAttention
         elif isinstance(module, GroupedExperts):
             _adapt_experts(module)
+            if device_type == "cpu":
+                # Automodel's own is compiled, which takes a compiler on a CPU.
+                module.expert_activation_grouped = _gate
 
 
 def _adapt_experts(experts: Any) -> None:
-    """Give experts, which have no values yet, the order of dimensions of ``Experts``."""
+    """Give experts the order of dimensions of ``Experts``."""
     for theirs, ours in (("gate_and_up_projs", "gate_up_proj"), ("down_projs", "down_proj")):
         weight = getattr(experts, theirs)
         delattr(experts, theirs)
         turned = torch.empty_like(weight.transpose(1, 2), memory_format=torch.contiguous_format)
         experts.register_parameter(ours, nn.Parameter(turned))
     experts.__class__ = Experts
-    if not torch.cuda.is_available():
-        # Automodel's own is compiled, which takes a compiler on a CPU.
-        experts.expert_activation_grouped = _gate
 
 
 def _gate(values: Tensor, weights: Tensor) -> Tensor:
