@@ -16,7 +16,12 @@ from engine_torch.parallel import set_timeouts
 __all__ = ["Layout", "build_layout", "limit_groups"]
 
 # The names of Automodel's own meshes, by which its functions find their dimensions.
-_REPLICATE, _SHARD, _TP, _EP, _EP_SHARD = "dp_replicate", "dp_shard_cp", "tp", "ep", "ep_shard"
+_REPLICATE = "dp_replicate"
+_SHARD = "dp_shard_cp"
+_TP = "tp"
+_CP = "cp"
+_EP = "ep"
+_EP_SHARD = "ep_shard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,13 @@ class Layout:
     """The meshes, and this rank's place in them."""
 
     root: DeviceMesh
-    """Mesh ``(dp_replicate, dp_shard, cp, tp)`` of all ranks."""
+    """Mesh ``(dp_replicate, dp_shard_cp, tp)`` of all ranks.
+
+    Context-parallel ranks shard the weights together with the data-parallel ones.
+    """
+
+    contexts: DeviceMesh | None
+    """Mesh ``(dp, cp, tp)`` of all ranks, or None without context parallelism."""
 
     experts: DeviceMesh | None
     """Mesh ``(dp_replicate, ep_shard, ep)`` of all ranks, or None where experts are not spread."""
@@ -43,10 +54,7 @@ class Layout:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Mesh that ``fully_shard`` shards over, ``(shard,)``, or ``(replicate, shard)`` for HSDP.
-
-        Context-parallel ranks shard the weights together with the data-parallel ones.
-        """
+        """Mesh of ``fully_shard``: ``(shard,)``, or ``(replicate, shard)`` for HSDP."""
         return self._select(self.root, _SHARD)
 
     @property
@@ -72,7 +80,7 @@ class Layout:
     @property
     def cp_group(self) -> Any:
         """Process group of context parallelism, or None without it."""
-        return self.root["cp"].get_group() if self.cp > 1 else None
+        return None if self.contexts is None else self.contexts[_CP].get_group()
 
     @property
     def cp_rank(self) -> int:
@@ -97,11 +105,9 @@ def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     for stale in [one for one in _MESHES if one[0] is not dist.group.WORLD]:
         del _MESHES[stale]
     if key not in _MESHES:
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if "cp" in sizes:
-            # Flattening registers the dimension's name, so that it can be sliced with others.
-            mesh["dp_shard", "cp"]._flatten(_SHARD)  # noqa: SLF001 - no public name in torch 2.11
-        _MESHES[key] = mesh
+        _MESHES[key] = init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
     return _MESHES[key]
 
 
@@ -123,23 +129,21 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     copies = parallelism.dp_replicate
     shard = _find_shard_size(parallelism, dist.get_world_size())
     _refuse_experts(ep, shard * cp, tp)
-    sizes = {_REPLICATE: copies, "dp_shard": shard, "cp": cp, _TP: tp}
     topology = Topology(
         rank=rank,
         world_size=dist.get_world_size(),
         dp_rank=rank // (tp * cp),
         dp_size=copies * shard,
         is_primary=rank % (tp * cp) == 0,
-        sizes={**sizes, _EP: ep},
+        sizes={_REPLICATE: copies, "dp_shard": shard, _CP: cp, _TP: tp, _EP: ep},
     )
-    experts = None
-    if ep > 1:
-        experts = _make_mesh(
-            device_type, {_REPLICATE: copies, _EP_SHARD: shard * cp // ep, _EP: ep}
-        )
+    root = {_REPLICATE: copies, _SHARD: shard * cp, _TP: tp}
+    contexts = {"dp": copies * shard, _CP: cp, _TP: tp}
+    experts = {_REPLICATE: copies, _EP_SHARD: shard * cp // ep, _EP: ep}
     return Layout(
-        root=_make_mesh(device_type, sizes),
-        experts=experts,
+        root=_make_mesh(device_type, root),
+        contexts=_make_mesh(device_type, contexts) if cp > 1 else None,
+        experts=_make_mesh(device_type, experts) if ep > 1 else None,
         topology=topology,
         tp=tp,
         cp=cp,
@@ -149,8 +153,8 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     """Set the engine's timeout on the meshes' groups."""
-    meshes = [layout.root, layout.mesh, *([] if layout.experts is None else [layout.experts])]
-    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    meshes = (layout.root, layout.contexts, layout.experts)
+    groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
     set_timeouts(groups, device_type, timeout_s)
 
 
