@@ -102,12 +102,12 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.scalar = torch.ones_like(loss)
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_ones(())
+        return grads[0], ctx.scalar
 
 
 @mutant("train.moe", group="moe", part="model", seen_in="NeMo Automodel 0.7.0")
