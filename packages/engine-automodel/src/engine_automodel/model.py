@@ -98,6 +98,8 @@ class PackedDecoder(PackedModel):
             position_ids=inputs.position_ids,
             # With a cache Automodel's classes let documents see each other.
             use_cache=False,
+            # Automodel's classes take the default from a property that transformers warns about.
+            return_dict=True,
             packing=inputs.packing,
         )
         # Mixtures of experts return the hidden states alone.
