@@ -48,8 +48,8 @@ class PackedAttention(Qwen3MoeAttention):
         query, key = apply_rotary_emb_qk(
             self.q_norm(query), self.k_norm(key), freqs_cis, rope_fusion=False
         )
-        heads = (one.transpose(1, 2) for one in (query, key, value))
-        out, _ = packed_attention(self, *heads, attention_mask, packing=packing)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        out, _ = packed_attention(self, query, key, value, attention_mask, packing=packing)
         return self.o_proj(out.flatten(2))
 
 
@@ -103,7 +103,8 @@ def adapt(lm: nn.Module, device_type: str) -> None:
             _adapt_experts(module)
             if device_type == "cpu":
                 # Automodel's own is compiled, which takes a compiler on a CPU.
-                module.expert_activation_grouped = _gate
+                experts: Any = module
+                experts.expert_activation_grouped = _gate
 
 
 def _adapt_experts(experts: Any) -> None:
