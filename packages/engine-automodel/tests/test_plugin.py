@@ -11,6 +11,7 @@ import pytest
 from engine_api import EngineConfig, EngineRegistry, LoraConfig, ModelSource, Parallelism, Precision
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_automodel import plugin
+from engine_automodel.options import AutomodelOptions
 
 
 def state_version(monkeypatch: pytest.MonkeyPatch, distribution: str, version: str | None) -> None:
@@ -83,6 +84,28 @@ def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capabili
     config = EngineConfig(model=ModelSource(path="any"), **asked)
     with pytest.raises(UnsupportedCapability, match=rf"\b{capability}\b"):
         EngineRegistry.create(backend="automodel", device="cpu", config=config)
+
+
+def test_an_unknown_way_to_compute_experts_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(model=ModelSource(path=str(tmp_path)), options={"experts": "deepep"})
+    with pytest.raises(ConfigError, match="expected auto or loop or grouped") as caught:
+        EngineRegistry.create(backend="automodel", device="cpu", config=config)
+    assert caught.value.field == "options.experts"
+
+
+@pytest.mark.parametrize(
+    ("asked", "compute", "chosen"),
+    [
+        ("auto", "float32", "loop"),
+        ("auto", "bfloat16", "grouped"),
+        ("loop", "bfloat16", "loop"),
+        ("grouped", "float32", "grouped"),
+    ],
+)
+def test_experts_are_computed_by_the_dtype_unless_asked_for(
+    asked: str, compute: str, chosen: str
+) -> None:
+    assert AutomodelOptions(experts=asked).choose_experts(compute) == chosen
 
 
 def test_an_unknown_option_is_refused_with_the_near_ones(tmp_path: Path) -> None:

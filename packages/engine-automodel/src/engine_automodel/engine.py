@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from engine_automodel.model import (
     place_positions,
     tie,
 )
+from engine_automodel.options import AutomodelOptions
 from engine_automodel.parallel import Layout, build_layout, limit_groups
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.inputs import pack_inputs
 from engine_torch.model import is_recomputing
+from engine_torch.options import DTensorOptions
 from engine_torch.parallel import shard_model
 from engine_torch.weights import draw, fill, parameter_table
 
@@ -35,6 +37,7 @@ class AutomodelEngine(DTensorEngine):
     """The engine for log-probs and entropy of Automodel's causal language models."""
 
     kind = "language_model"
+    options_class: ClassVar[type[DTensorOptions]] = AutomodelOptions
 
     # --- building ------------------------------------------------------------------------------
 
@@ -48,7 +51,7 @@ class AutomodelEngine(DTensorEngine):
         _refuse_kernel(self.kernel, self.layout.cp)
         models: list[BuiltDecoder] = []
         # A folder may be damaged, or absent, on one machine only.
-        together(self.comm, lambda: models.append(build_decoder(config, self.layout)))
+        together(self.comm, lambda: models.append(self._build_decoder()))
         (built,) = models
         lm = built.lm
         self.folder = built.folder
@@ -77,6 +80,13 @@ class AutomodelEngine(DTensorEngine):
         self._number_copies()
         # A file may be damaged on one machine only.
         together(self.comm, lambda: self._fill(built))
+
+    def _build_decoder(self) -> BuiltDecoder:
+        return build_decoder(self.config, self.layout, experts=self._choose_experts())
+
+    def _choose_experts(self) -> str:
+        assert isinstance(self.options, AutomodelOptions)
+        return self.options.choose_experts(self.config.precision.compute)
 
     def _is_plain(self) -> bool:
         """Return whether there is nothing to shard, reduce or cast.
@@ -119,6 +129,7 @@ class AutomodelEngine(DTensorEngine):
             "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self.module.lm.model.layers) else "none",
             "memory.logit_chunk": self.module.logit_chunk,
+            "options.experts": self._choose_experts(),
         }
 
     # --- running -------------------------------------------------------------------------------

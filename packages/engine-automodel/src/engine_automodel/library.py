@@ -62,16 +62,14 @@ def has_experts(model_type: str) -> bool:
     return FAMILIES[model_type] is Qwen3MoeForCausalLM
 
 
-def make_decoder(
-    hf_config: Any, *, attention: str, dtype: torch.dtype, compute: torch.dtype
-) -> Any:
+def make_decoder(hf_config: Any, *, attention: str, dtype: torch.dtype, experts: str) -> Any:
     """Make Automodel's model of a configuration, on torch's default device.
 
     Args:
         hf_config: transformers' configuration of a family in ``FAMILIES``, which is left unchanged.
         attention: name of the attention in transformers' ``AttentionInterface``.
         dtype: dtype of the parameters.
-        compute: dtype of the computation.
+        experts: way to compute experts, ``loop`` or ``grouped`` (``AutomodelOptions.experts``).
     """
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
@@ -82,13 +80,13 @@ def make_decoder(
     with warnings.catch_warnings(), redirect_stdout(printed), _without_cuda():
         # It announces the end of its dense classes, which the tested version still has.
         warnings.simplefilter("ignore", FutureWarning)
-        lm = FAMILIES[config.model_type](config, backend=_choose_backend(compute))
+        lm = FAMILIES[config.model_type](config, backend=_choose_backend(experts))
     for line in printed.getvalue().splitlines():
         log.debug("Automodel printed: %s", line)
     return lm
 
 
-def _choose_backend(compute: torch.dtype) -> BackendConfig:
+def _choose_backend(experts: str) -> BackendConfig:
     """Return Automodel's choice of kernels for the parts of a model: those of plain PyTorch.
 
     Its defaults depend on the packages that are installed.
@@ -100,7 +98,7 @@ def _choose_backend(compute: torch.dtype) -> BackendConfig:
         rms_norm="torch",
         rope="torch",
         rope_fusion=False,
-        experts="torch_mm" if compute == torch.bfloat16 else "torch",
+        experts={"loop": "torch", "grouped": "torch_mm"}[experts],
         dispatcher="torch",
         enable_hf_state_dict_adapter=False,
     )

@@ -156,8 +156,13 @@ class BuiltDecoder:
         return [module for module in self.lm.modules() if isinstance(module, Experts)]
 
 
-def build_decoder(config: EngineConfig, layout: Layout) -> BuiltDecoder:
+def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> BuiltDecoder:
     """Build the model of ``config.model``, divided by tensor and expert parallelism.
+
+    Args:
+        config: the engine's configuration.
+        layout: the meshes.
+        experts: way to compute experts (``AutomodelOptions.choose_experts``).
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -174,7 +179,7 @@ def build_decoder(config: EngineConfig, layout: Layout) -> BuiltDecoder:
     refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
     files = None if config.model.init == "random" else WeightFiles(folder)
     device_type = layout.mesh.device_type
-    lm = _make(hf_config, config, folder, device_type)
+    lm = _make(hf_config, config, folder, device_type, experts)
     if files is None:
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
@@ -189,7 +194,7 @@ def build_decoder(config: EngineConfig, layout: Layout) -> BuiltDecoder:
     return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
 
 
-def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str) -> Any:
+def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, experts: str) -> Any:
     """Make the model on the meta device, with the engine's own parts in it.
 
     Raises:
@@ -201,7 +206,7 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str) -
                 hf_config,
                 attention=attention.NAME,
                 dtype=DTYPES[config.precision.master],
-                compute=DTYPES[config.precision.compute],
+                experts=experts,
             )
             if has_experts(hf_config.model_type):
                 adapt(lm, device_type)

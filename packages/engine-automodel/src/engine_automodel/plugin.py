@@ -81,7 +81,7 @@ PLUGIN = EnginePlugin(
         }
     ),
     families=("llama", "qwen2", "qwen3", "qwen3_moe"),
-    options="engine_torch.options:DTensorOptions",
-    variants=(Variant(options={"reduce_each_micro_batch": True}),),
+    options="engine_automodel.options:AutomodelOptions",
+    variants=(Variant(options={"experts": "grouped", "reduce_each_micro_batch": True}),),
     probe=probe,
 )
