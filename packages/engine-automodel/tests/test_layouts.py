@@ -11,8 +11,8 @@ from layout_peers import run_peers
 from transformers import AutoConfig
 
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
-from engine_api.errors import ConfigError
-from engine_automodel.model import _refuse_indivisible
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_automodel.model import _refuse_indivisible, _refuse_windows
 from engine_automodel.parallel import _refuse_experts
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 
@@ -48,6 +48,14 @@ def test_sizes_that_do_not_make_the_world_are_refused(
     with pytest.raises(ConfigError, match="does not make a world of 1") as caught:
         engine.initialize()
     assert caught.value.field == "parallelism"
+
+
+def test_a_window_is_refused_under_context_parallelism_alone() -> None:
+    model = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
+    _refuse_windows(model, 1)
+    with pytest.raises(UnsupportedCapability, match="sliding_window") as caught:
+        _refuse_windows(model, 2)
+    assert caught.value.remedy == "set parallelism.cp: 1 for this model"
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
     folder = fetch(config.model)
     hf_config = read_config(folder, config, "language_model", CLASSES)
     _refuse_differing(hf_config)
+    _refuse_windows(hf_config, layout.cp)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
     _refuse_indivisible(hf_config, layout)
@@ -246,6 +247,17 @@ def _refuse_differing(hf_config: Any) -> None:
         for name, value in _FIXED_OF_EXPERTS.items():
             if (found := getattr(hf_config, name, value)) != value:
                 _refuse(name, found, f"Automodel's {hf_config.model_type} computes {value!r} alone")
+
+
+def _refuse_windows(hf_config: Any, cp: int) -> None:
+    """Raise ``UnsupportedCapability`` for layers with a sliding window, under context parallelism."""
+    if cp > 1 and "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise UnsupportedCapability(
+            "sliding_window",
+            where=f"{CLASSES.engine} with parallelism.cp {cp}",
+            why="the attention to gathered keys and values has no window",
+            remedy="set parallelism.cp: 1 for this model",
+        )
 
 
 def _refuse(name: str, value: Any, why: str) -> None:
