@@ -250,7 +250,7 @@ def _refuse_differing(hf_config: Any) -> None:
 
 
 def _refuse_windows(hf_config: Any, cp: int) -> None:
-    """Raise ``UnsupportedCapability`` for layers with a sliding window, under context parallelism."""
+    """Raise ``UnsupportedCapability`` for layers with a window under context parallelism."""
     if cp > 1 and "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
         raise UnsupportedCapability(
             "sliding_window",
