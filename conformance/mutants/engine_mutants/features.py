@@ -97,6 +97,31 @@ class RouterNotTrained(Model):
         return super().route(params, x).detach()
 
 
+class _WithLoss(torch.autograd.Function):
+    """The identity, which lets a scalar take part in the backward pass as a loss of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.scalar = torch.ones_like(loss)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.scalar
+
+
+@mutant("train.moe", group="moe", part="model", seen_in="NeMo Automodel 0.7.0")
+class AuxiliaryLossInGradient(Model):
+    """The gradient of the router has that of a balancing loss, which the caller's loss has not."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        mix = super().route(params, x)
+        probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
+        load = (mix > 0).float().mean(0) * self.shape.experts / self.shape.top_k
+        # transformers' default of router_aux_loss_coef.
+        return _WithLoss.apply(mix, 1e-3 * (load * probs.mean(0)).sum())
+
+
 @mutant("train.moe", group="moe")
 class ExpertsOfLastMicroBatch(LoopbackEngine):
     """Experts keep the gradient of the last micro-batch alone."""

@@ -136,25 +136,25 @@ class Parallelism:
 
     dp_replicate: int = 1
     """Number of copies of the training state, each divided over ``dp_shard`` ranks. Above 1 it is
-    hybrid sharding (HSDP), which engine-fsdp and engine-torchtitan have.
+    hybrid sharding (HSDP), which engine-fsdp, engine-torchtitan and engine-automodel have.
     """
 
     tp: int = 1
-    """Number of tensor-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns it
-    off.
+    """Number of tensor-parallel ranks, which engine-megatron, engine-torchtitan and
+    engine-automodel have. 1 turns it off.
     """
 
     pp: int = 1
     """Number of pipeline stages, which engine-megatron has. 1 turns the pipeline off."""
 
     cp: int = 1
-    """Number of context-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns
-    it off.
+    """Number of context-parallel ranks, which engine-megatron, engine-torchtitan and
+    engine-automodel have. 1 turns it off.
     """
 
     ep: int = 1
-    """Number of ranks that the experts of a mixture are spread over, which engine-megatron and
-    engine-torchtitan have. 1 turns it off.
+    """Number of ranks that the experts of a mixture are spread over, which engine-megatron,
+    engine-torchtitan and engine-automodel have. 1 turns it off.
 
     They are ranks that are data or context parallel for all other weights, so that ``ep`` adds no
     ranks and divides their number.

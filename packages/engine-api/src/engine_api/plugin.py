@@ -22,6 +22,7 @@ ROLLOUT_GROUP = "engine_api.rollouts"
 # The distribution to install for a name that no installed plug-in offers.
 KNOWN_DISTRIBUTIONS = {
     "engine": {
+        "automodel": "engine-automodel",
         "fsdp": "engine-fsdp",
         "fsdp2": "engine-fsdp",
         "megatron": "engine-megatron",

@@ -8,6 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
@@ -424,3 +428,17 @@ def blocks_of(lm: Any) -> list[nn.Module]:
             remedy="use a transformers causal language model",
         )
     return blocks
+
+
+def recompute_children(layers: nn.Module) -> None:
+    """Let each child compute its activations again in the backward pass.
+
+    It is for the blocks of a model that is none of transformers', whose own have a method for it.
+    """
+    for name, block in list(layers.named_children()):
+        layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+
+
+def is_recomputing(layers: nn.Module) -> bool:
+    """Return whether each child computes its activations again in the backward pass."""
+    return all(isinstance(block, CheckpointWrapper) for block in layers.children())
