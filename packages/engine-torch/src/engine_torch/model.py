@@ -17,6 +17,7 @@ from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
+from engine_api.hf_routers import Routers
 from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.head import chunked_log_probs
@@ -39,9 +40,17 @@ class PackedModel(nn.Module):
     """The FSDP root, made of a Hugging Face model and the head that computes per-token outputs."""
 
     def __init__(
-        self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any, head: Head | None = None
+        self,
+        lm: Any,
+        *,
+        kind: Kind,
+        logit_chunk: int,
+        group: Any,
+        head: Head | None = None,
+        routers: Routers | None = None,
     ) -> None:
         super().__init__()
+        self.routers = routers
         self.lm = lm
         self.head = head or Head()
         self.kind = kind
@@ -69,6 +78,8 @@ class PackedModel(nn.Module):
             tuple because FSDP looks for tensors in tuples. For plain ids ``(logits,)``.
         """
         self.documents.set(None if isinstance(inputs, Tensor) else inputs.packing)
+        if self.routers is not None:
+            self.routers.replay(None if isinstance(inputs, Tensor) else inputs.experts)
         if isinstance(inputs, Tensor):
             return (self.lm(input_ids=inputs, use_cache=False).logits,)
         hidden = self.lm.base_model(
@@ -139,6 +150,7 @@ class BuiltModel:
         files: weights that are read after sharding, for parameters on the meta device; None for a
             model that has its random weights.
         head: what a language model does with its plain logits.
+        routers: the model's routers, or None where no selection of experts is replayed.
     """
 
     lm: Any
@@ -146,6 +158,7 @@ class BuiltModel:
     folder: str
     files: WeightFiles | None
     head: Head = field(default_factory=Head)
+    routers: Routers | None = None
 
 
 class ModelClasses:
@@ -259,13 +272,14 @@ def build_model(
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
         lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
+    routers = Routers(lm, where=classes.engine) if config.router_replay else None
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     files = None if random else WeightFiles(folder)
     pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head)
+    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head, routers=routers)
 
 
 def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
