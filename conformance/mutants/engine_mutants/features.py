@@ -32,7 +32,7 @@ from engine_mutants.mutant import mutant
 class ExpertsNotNormalised(Model):
     """The chosen experts' weights do not add up to one, in spite of norm_topk_prob."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
         probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
         weights, chosen = probs.topk(self.shape.top_k, dim=-1)
         return torch.zeros_like(probs).scatter(-1, chosen, weights).to(x.dtype)
@@ -42,8 +42,8 @@ class ExpertsNotNormalised(Model):
 class ExpertsAlwaysNormalised(Model):
     """The chosen experts' weights are made to add up to one, against config.json."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         return mix / mix.sum(-1, keepdim=True)
 
 
@@ -51,8 +51,8 @@ class ExpertsAlwaysNormalised(Model):
 class ExpertsSwapped(Model):
     """The first two experts get each other's tokens."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        first, second, *others = super().route(params, x).unbind(-1)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        first, second, *others = super().route(params, x, replayed).unbind(-1)
         return torch.stack((second, first, *others), dim=-1)
 
 
@@ -74,16 +74,16 @@ class ExpertsGateAndUpSwapped(Model):
 class RouterInBfloat16(Model):
     """The router's probabilities are rounded to bfloat16 in a float32 computation."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        return super().route(params, x).bfloat16().to(x.dtype)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        return super().route(params, x, replayed).bfloat16().to(x.dtype)
 
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class ExpertsDropTokens(Model):
     """An expert takes at most 1.5 times its even share of the tokens and drops later ones."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         capacity = math.ceil(1.5 * len(mix) * self.shape.top_k / self.shape.experts)
         return mix * ((mix > 0).cumsum(0) <= capacity)
 
@@ -92,8 +92,8 @@ class ExpertsDropTokens(Model):
 class RouterNotTrained(Model):
     """The router gets no gradient through the experts' weights."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        return super().route(params, x).detach()
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        return super().route(params, x, replayed).detach()
 
 
 @mutant("train.moe", group="moe")

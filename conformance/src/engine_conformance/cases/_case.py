@@ -59,6 +59,7 @@ _MODULES = (
     "models",
     "train",
     "objectives",
+    "moe",
     "steps",
     "order",
     "checkpoint",

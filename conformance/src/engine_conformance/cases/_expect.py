@@ -200,7 +200,12 @@ def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
     batch = call.documents
     if oracle.config.value_model:
         return {"values": oracle.values(batch.input_ids, batch.cu_seqlens)}
-    want = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=call.temperature)
+    want = oracle.token_outputs(
+        batch.input_ids,
+        batch.cu_seqlens,
+        temperature=call.temperature,
+        routed_experts=batch.routed_experts,
+    )
     return {"log_probs": want.log_probs} | ({"entropy": want.entropy} if call.entropy else {})
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.contract import Adapter, Engine
 from engine_api.errors import EngineError
 from engine_api.losses import LossFn
@@ -92,6 +92,8 @@ def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
     }
     ids = torch.tensor(documents.input_ids, device=device)
     fields["key"] = ids + FIRST_KEY
+    if documents.routed_experts is not None:
+        fields[ROUTED_EXPERTS] = torch.tensor(documents.routed_experts, device=device)
     return Batch(
         input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_api.batch import Batch
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.config import (
     CheckpointConfig,
     EngineConfig,
@@ -140,6 +140,7 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
     Capability.ASYNC_CHECKPOINT: {
         "CheckpointConfig(async_save=True)": {"checkpoint": CheckpointConfig(async_save=True)}
     },
+    Capability.ROUTER_REPLAY: {"router_replay=True": {"router_replay": True}},
 }
 
 
@@ -316,8 +317,12 @@ def _probe(capability: Capability) -> None:
     # The checkpoint to refuse is one of an earlier release.
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
     name = f"refusal.{capability}"
-    case(id=name, probes=capability, world=(1,), model_types=BOTH, families=families)(probe)
+    since = "1.4" if capability in MECHANISMS | {Capability.ROUTER_REPLAY} else "1.0"
+    case(
+        id=name, since=since, probes=capability, world=(1,), model_types=BOTH, families=families
+    )(probe)
 
 
 for _capability in Capability:
-    _probe(_capability)
+    if _capability not in MECHANISMS:
+        _probe(_capability)

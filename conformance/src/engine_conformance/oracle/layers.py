@@ -56,12 +56,17 @@ def attention_block(params: Params, config: ModelConfig, index: int, x: Tensor) 
     return x + mixed
 
 
-def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
-    """Compute the second half, a dense or a mixture layer, ``[L, C]`` to ``[L, C]``."""
+def feed_forward_block(
+    params: Params, config: ModelConfig, index: int, x: Tensor, replayed: Tensor | None = None
+) -> Tensor:
+    """Compute the second half, a dense or a mixture layer, ``[L, C]`` to ``[L, C]``.
+
+    ``replayed [L, k]`` are the experts of each token, see `mixture`.
+    """
     normed = feed_forward_input(params, config, index, x)
     prefix = f"model.layers.{index}.mlp."
     if config.moe is not None and index in config.moe.sparse_layers:
-        return x + mixture(params, config, config.moe, prefix, normed)
+        return x + mixture(params, config, config.moe, prefix, normed, replayed)
     made = mlp(params, config, prefix, normed)
     if not config.norms_after:
         return x + made
@@ -104,10 +109,23 @@ def mlp(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
     return linear(params, f"{prefix}down_proj", gate * linear(params, f"{prefix}up_proj", x))
 
 
-def mixture(params: Params, config: ModelConfig, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
-    """Mix the top k of a softmax over all experts, renormalised or not, without capacity limits."""
+def mixture(
+    params: Params,
+    config: ModelConfig,
+    moe: MoEConfig,
+    prefix: str,
+    x: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    """Mix the top k of a softmax over all experts, renormalised or not, without capacity limits.
+
+    ``replayed [L, k]`` are experts in place of the top k, with the softmax's weights, or -1.
+    """
     probs = linear(params, f"{prefix}gate", x).softmax(dim=-1)  # [L, E]
-    weights, chosen = probs.topk(moe.top_k, dim=-1)  # [L, k]
+    chosen = probs.topk(moe.top_k, dim=-1).indices  # [L, k]
+    if replayed is not None:
+        chosen = torch.where(replayed < 0, chosen, replayed)
+    weights = probs.gather(-1, chosen)
     if moe.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     # [L, E], zero for experts that are not chosen.

@@ -111,7 +111,12 @@ class FSDPEngine(DTensorEngine):
         A derived engine may prepare its library here. An error on one rank is raised on all.
         """
         return build_model(
-            self.config, self.kind, self.layout.ulysses, self.classes, self.device_type
+            self.config,
+            self.kind,
+            self.layout.ulysses,
+            self.classes,
+            self.device_type,
+            served=self.capabilities,
         )
 
     @property

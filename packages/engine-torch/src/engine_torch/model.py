@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,6 @@ from engine_torch import attention
 from engine_torch.head import chunked_log_probs
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import (
-    SERVED,
     Head,
     measure_head,
     refuse_unserved,
@@ -175,9 +174,6 @@ class ModelClasses:
     engine: ClassVar[str]
     """Name of the engine in errors about a model that it would compute wrongly."""
 
-    mechanisms: ClassVar[frozenset[str]] = SERVED
-    """Names of the mechanisms that the engine serves (``engine_torch.mechanisms``)."""
-
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
         # No public name tells it without building.
@@ -230,6 +226,8 @@ def build_model(
     ulysses: int,
     classes: ModelClasses,
     device_type: str = "cpu",
+    *,
+    served: Collection[str],
 ) -> BuiltModel:
     """Build the model of ``config.model`` without sharding it.
 
@@ -239,6 +237,7 @@ def build_model(
         ulysses: number of ranks in the Ulysses group.
         classes: classes that the model is built of.
         device_type: device that will compute it.
+        served: capabilities of the engine, which name the mechanisms that it serves.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -247,7 +246,7 @@ def build_model(
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes)
     cls = classes.find(hf_config, kind)
-    refusal: dict[str, Any] = {"served": classes.mechanisms, "engine": classes.engine}
+    refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
     _refuse_divided_masks(hf_config, ulysses, classes.engine)
     if config.optimizer is not None:
@@ -261,7 +260,7 @@ def build_model(
     head = Head()
     if kind == "language_model":
         head = measure_head(lm, engine=classes.engine)
-        if head.scale != 1.0 and "logit_scale" not in classes.mechanisms:
+        if head.scale != 1.0 and "logit_scale" not in served:
             raise UnsupportedCapability(
                 "logit_scale",
                 where=f"{classes.engine} with {type(lm).__name__}",
