@@ -15,6 +15,8 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
 from engine_api.losses import LossFn
 from engine_api.results import LossOutput
 from engine_loopback.engine import LoopbackEngine
@@ -24,6 +26,7 @@ from engine_loopback.model import Model
 from engine_loopback.optimizer import AdamW, Group, move_state
 from engine_loopback.weights import Weight
 from engine_mutants.mutant import mutant
+from engine_mutants.refusal import Edits
 
 # --- experts ------------------------------------------------------------------------------------
 
@@ -107,6 +110,85 @@ class ExpertsOfLastMicroBatch(LoopbackEngine):
                 weight.held.grad = None
         with super()._accumulation(last=last):
             yield
+
+
+# --- experts that a batch brings along ----------------------------------------------------------
+
+
+@mutant("moe.replay", group="router_replay", part="model", seen_in="arXiv:2510.11370")
+class ReplayDetached(Model):
+    """Experts that a batch selects have weights without a gradient, so that no router learns."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
+        return mix if replayed is None else mix.detach()
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayIgnoredInTraining(Model):
+    """Experts that a batch selects serve their tokens in inference, and in training others do."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        return [None] * self.shape.layers if self.training else super().experts_of(batch)
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayForTheTokenBefore(Model):
+    """Experts that a batch selects are shifted by one token, as targets are."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        return [None if one is None else one.roll(-1, 0) for one in super().experts_of(batch)]
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayWithOwnWeights(Model):
+    """Experts that a batch selects get the weights of those that the router would select."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        if replayed is None:
+            return super().route(params, x, None)
+        own = super().route(params, x, None)
+        weights = own.topk(self.shape.top_k, dim=-1).values
+        chosen = torch.where(replayed < 0, own.topk(self.shape.top_k, dim=-1).indices, replayed)
+        return torch.zeros_like(own).scatter(-1, chosen, weights)
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayOfUnknownIsLast(Model):
+    """Tokens whose experts are not known (-1) are served by the last expert."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        known = None if replayed is None else replayed % self.shape.experts
+        return super().route(params, x, known)
+
+
+@mutant("moe.replay", group="router_replay", part="model", world=2, layout={"cp": 2})
+class ReplayOfTheFirstPart(Model):
+    """Each sequence-parallel rank takes the experts of the first rank's tokens."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        found = super().experts_of(batch)
+        return [
+            None if one is None else self.layout.all_gather(one, "sequence")[: len(one)]
+            for one in found
+        ]
+
+
+@mutant("moe.replay_refused", group="router_replay")
+class ReplayUnasked(LoopbackEngine):
+    """A field ``routed_experts`` is left out in silence where it was not configured."""
+
+    def _check_experts(self, batch: Batch) -> None:
+        if self.routing is not None:
+            super()._check_experts(batch)
+
+
+@mutant("refusal.router_replay", group="router_replay", hides=(Capability.ROUTER_REPLAY,))
+class ReplayIgnored(Edits):
+    """Replay is not declared, and ``router_replay`` is ignored."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, router_replay=False)
 
 
 # --- value heads --------------------------------------------------------------------------------

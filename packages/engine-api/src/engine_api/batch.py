@@ -54,7 +54,8 @@ class Batch:
         input_ids: ``[T]`` int64 token ids.
         cu_seqlens: ``[D+1]`` int32 or int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
         fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …). The
-            field ``routed_experts`` alone is ``[T, L, k]``, signed integers of -1 or more.
+            field ``routed_experts`` alone is ``[T, L, k]``, signed integers, which
+            the engine checks.
 
     Raises:
         BatchError: when the parts do not fit each other; it names field and index.
@@ -498,7 +499,7 @@ def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
 
 
 def _check_experts(value: torch.Tensor, tokens: int, *, index: int | None = None) -> None:
-    """Raise ``BatchError`` unless ``value`` is ``[tokens, L, k]`` of integers of -1 or more."""
+    """Raise ``BatchError`` unless ``value`` is ``[tokens, L, k]`` of signed integers."""
     if value.dim() != 3 or value.shape[0] != tokens:
         raise BatchError(
             ROUTED_EXPERTS,
@@ -513,13 +514,6 @@ def _check_experts(value: torch.Tensor, tokens: int, *, index: int | None = None
             f"dtype {value.dtype} is no signed integer",
             index=index,
             remedy="convert with .to(torch.int16)",
-        )
-    if value.numel() and int(value.min()) < -1:
-        raise BatchError(
-            ROUTED_EXPERTS,
-            f"expected numbers of experts, or -1, got {int(value.min())}",
-            index=index,
-            remedy="look where this field is recorded",
         )
 
 

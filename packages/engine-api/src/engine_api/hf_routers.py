@@ -66,7 +66,10 @@ class Routing:
         here = given[:, sorted(self.routed)].long()
         ordered = here.sort(dim=-1).values
         refused = (
-            (here >= self.experts, f"an expert beyond the model's {self.experts}"),
+            (
+                (here >= self.experts) | (here < -1),
+                f"a number that is none of the model's {self.experts} experts",
+            ),
             ((here < 0).any(-1) != (here < 0).all(-1), "some of a layer's experts, and not all"),
             ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0), "one expert twice in a layer"),
         )
