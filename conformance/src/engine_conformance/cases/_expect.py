@@ -253,7 +253,8 @@ def outputs_match(
         f"the engine returns {unasked}, which nobody asked for",
     )
     gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
-    keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
+    chosen = oracle.routing_margin(batch.input_ids, batch.cu_seqlens, batch.routed_experts)
+    keep = chosen > gap
     margins = []
     for name, exact in want.items():
         tol = target.tolerance(name, layers=oracle.config.num_layers)  # type: ignore[arg-type]
