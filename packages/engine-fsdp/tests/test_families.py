@@ -32,7 +32,8 @@ from engine_api import (
 )
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
-from engine_fsdp.engine import FSDPModelClasses
+from engine_fsdp.engine import FSDPEngine, FSDPModelClasses
+from engine_fsdp.plugin import PLUGIN
 from engine_torch import model as model_module
 
 TINY: dict[str, Any] = {

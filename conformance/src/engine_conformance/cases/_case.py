@@ -60,6 +60,7 @@ _MODULES = (
     "train",
     "objectives",
     "moe",
+    "mechanisms",
     "steps",
     "order",
     "checkpoint",
@@ -193,7 +194,7 @@ class Case:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
             return f"{self.probes} is declared"
-        if self.families and not set(self.families) & set(target.families):
+        if self.families and not any(target.builds(name) for name in self.families):
             return f"model family not declared: {', '.join(self.families)}"
         if self.partner and target.partner is None:
             return "no second engine: name one with --partner"

@@ -28,12 +28,14 @@ from engine_conformance.rank_failure import REFUSED
 
 __all__ = [
     "InferCall",
+    "InferredAndTrained",
     "RankOutputs",
     "Trained",
     "build",
     "caught",
     "checked",
     "infer",
+    "infer_and_train",
     "infer_on_rank",
     "local_batch",
     "opened",
@@ -303,6 +305,24 @@ def train(
         if save_to is not None:
             save(engine, save_to)
         return summary(engine, outputs, adapter=adapter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferredAndTrained:
+    """A rank's outputs before a step, and the step."""
+
+    outputs: list[RankOutputs]
+    trained: Trained = field(repr=False)
+
+
+def infer_and_train(
+    setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments
+) -> InferredAndTrained:
+    """Make the calls, then one ``train_batch``, with one engine."""
+    with opened(setup) as engine:
+        outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
+        trained = summary(engine, [step(engine, setup, batch)])
+        return InferredAndTrained(outputs=outputs, trained=trained)
 
 
 def summary(

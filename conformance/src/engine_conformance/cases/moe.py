@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +23,10 @@ from engine_conformance.cases._expect import (
     training_matches,
 )
 from engine_conformance.cases._ranks import (
-    InferCall,
-    RankOutputs,
+    InferredAndTrained,
     Trained,
     caught,
-    infer_on_rank,
+    infer_and_train,
     local_batch,
     opened,
     step,
@@ -42,21 +41,6 @@ EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False}
 _LAYERS = 2
 _EXPERTS = 4
 _TOP_K = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replayed:
-    """A rank's outputs before a step, the step, and its outputs after it."""
-
-    before: list[RankOutputs]
-    trained: Trained = field(repr=False)
-
-
-def replay(setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments) -> Replayed:
-    """Make the calls, then a step, with one engine."""
-    with opened(setup) as engine:
-        before = [infer_on_rank(engine, call, setup.device) for call in calls]
-        return Replayed(before=before, trained=summary(engine, [step(engine, setup, batch)]))
 
 
 @cached_by_seed
@@ -93,9 +77,11 @@ def replayed(target: Target) -> float:
         calls = [asking(target, batch)]
         if some:
             calls.append(asking(target, documents(31)))
-        ranks: list[Replayed] = target.run(replay, config, calls=calls, batch=batch)
+        ranks: list[InferredAndTrained] = target.run(
+            infer_and_train, config, calls=calls, batch=batch
+        )
         for index, call in enumerate(calls):
-            rows = [rank.before[index] for rank in ranks]
+            rows = [rank.outputs[index] for rank in ranks]
             margins.append(outputs_match(target, oracle, call, rows))
         want = oracle_training(str(model), (batch,))
         margins.append(training_matches(target, [r.trained for r in ranks], want, oracle))
@@ -131,7 +117,9 @@ def spoil(
     with opened(setup) as engine:
         own = local_batch(engine, batch, setup.device)
         errors = [
-            caught(lambda how=how: engine.infer_batch(_spoiled(own, how) if own.num_tokens else own))
+            caught(
+                lambda how=how: engine.infer_batch(_spoiled(own, how) if own.num_tokens else own)
+            )
             for how in hows
         ]
         return errors, summary(engine, [step(engine, setup, batch)])

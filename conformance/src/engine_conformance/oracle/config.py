@@ -82,9 +82,7 @@ class Names:
 
 
 _NAMES = {
-    "phi": Names(
-        final_norm="final_layernorm", output="dense", gate="", up="fc1", down="fc2"
-    ),
+    "phi": Names(final_norm="final_layernorm", output="dense", gate="", up="fc1", down="fc2"),
     "lfm2": Names(
         attention_norm="operator_norm",
         mlp_norm="ffn_norm",

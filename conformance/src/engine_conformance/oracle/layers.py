@@ -242,8 +242,7 @@ def indexed_attention(
 
 def _rotate_pairs(x: Tensor, config: ModelConfig) -> Tensor:
     """Rotate ``[heads, L, R]`` with dimension 2i and 2i + 1 as a pair."""
-    turned = rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), config.rope)
-    return turned
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), config.rope)
 
 
 @torch.no_grad()

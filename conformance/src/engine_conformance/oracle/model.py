@@ -161,9 +161,7 @@ class OracleModel:
 
         return _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
 
-    def routing_margin(
-        self, input_ids: Any, cu_seqlens: Any, routed_experts: Any = None
-    ) -> Tensor:
+    def routing_margin(self, input_ids: Any, cu_seqlens: Any, routed_experts: Any = None) -> Tensor:
         """Return each value's distance ``[T]`` from another choice of experts, in router logits.
 
         At t it is the smallest gap between the last chosen expert and the next, over

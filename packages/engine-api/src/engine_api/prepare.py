@@ -81,7 +81,7 @@ def prepare(
     max_tokens: int,
     vocab_size: int,
     needs_weight: bool,
-    check: Callable[[Batch], None] = lambda batch: None,
+    check: Callable[[Batch], None] | None = None,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
@@ -91,7 +91,8 @@ def prepare(
     """
 
     def examine() -> _Row:
-        check(batch)
+        if check is not None:
+            check(batch)
         return _examine(batch, topology, max_tokens, vocab_size, needs_weight)
 
     rows = together(comm, examine)

@@ -103,9 +103,7 @@ def pack_inputs(
     )
 
 
-def _pad_experts(
-    batch: Batch, padding: int, mine: Tensor, device: torch.device
-) -> Tensor | None:
+def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device) -> Tensor | None:
     """Return the batch's experts of the tokens ``mine``, with -1 at padding, or None."""
     if ROUTED_EXPERTS not in batch.fields:
         return None

@@ -73,6 +73,4 @@ def routed_layers(source: ModelSource) -> RoutedLayers:
             why="its config.json names no experts",
             remedy="rollout.routed_experts=off",
         )
-    return RoutedLayers(
-        layers=int(text.num_hidden_layers), top_k=int(top_k), experts=experts
-    )
+    return RoutedLayers(layers=int(text.num_hidden_layers), top_k=int(top_k), experts=experts)

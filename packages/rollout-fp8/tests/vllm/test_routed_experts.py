@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import vllm_peers as peers
 from vllm_peers import DEVICE
 
 from engine_api.errors import UnsupportedCapability
@@ -22,6 +21,7 @@ def model(root: Path, family: str) -> str:
     return str(rollout_model(target, family=family))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's CPU build records no experts")
 @pytest.mark.parametrize("executor", ["in_process", "workers"])
 def test_recorded_experts_are_those_that_the_routers_select(root: Path, executor: str) -> None:
     ((first, again, want),) = get_pool(1, device=DEVICE).run(
@@ -35,6 +35,16 @@ def test_recorded_experts_are_those_that_the_routers_select(root: Path, executor
         assert torch.equal(ours, theirs)
         assert cached.tokens == c.tokens
         assert torch.equal(cached.routed_experts[:-1].long().sort(-1).values, ours)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="vLLM records experts there")
+def test_a_device_on_which_vllm_records_no_experts_is_refused(root: Path) -> None:
+    (error,) = get_pool(1, device=DEVICE).run(
+        "vllm_peers:refused", deadline=280, model=model(root, "qwen3_moe"), routed_experts=True
+    )
+    assert isinstance(error, UnsupportedCapability)
+    assert error.capability == "router_replay"
+    assert "needs Triton" in str(error)
 
 
 def test_a_model_without_experts_is_refused_before_vllm_starts(root: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from engine_api.codec import register
 from engine_api.comm import GroupComm
 from engine_api.config import LoraConfig, ModelSource, check_choice
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
@@ -124,6 +124,14 @@ class VllmRollout:
             worker_extension=EXTENSION,
             routed_experts=routed_experts,
         )
+        if routed_experts and self._plan.device.type == "cpu":
+            raise UnsupportedCapability(
+                "router_replay",
+                where="rollout 'vllm' on cpu",
+                why="vLLM records experts in a model runner that needs Triton, which its CPU build "
+                "does not have (0.32.0)",
+                remedy="rollout.name=local, or rollout.routed_experts=off",
+            )
         if routed_experts and self._plan.shared:
             raise ConfigError(
                 "rollout.routed_experts",

@@ -19,8 +19,8 @@ import torch
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
-from engine_trainer.utils.threads import DaemonThreads
 from engine_trainer.utils.experts import join_experts
+from engine_trainer.utils.threads import DaemonThreads
 
 TOGETHER_S = 0.02
 """Seconds to wait for conversations about to request a turn, to be in the same slice."""

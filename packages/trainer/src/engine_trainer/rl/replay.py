@@ -19,13 +19,9 @@ def check_replay(config: RLConfig, launcher: Launcher) -> None:
         return
     _, capabilities = launcher.resolve(config.engine)
     if Capability.ROUTER_REPLAY not in capabilities:
-        raise unsupported(
-            Capability.ROUTER_REPLAY, config.engine.backend, capabilities, off=_OFF
-        )
+        raise unsupported(Capability.ROUTER_REPLAY, config.engine.backend, capabilities, off=_OFF)
     name = config.rollout.name
     for found, row in RolloutRegistry.rows():
         declared = frozenset() if found.plugin is None else found.plugin.capabilities
         if name in row.backends and Capability.ROUTER_REPLAY not in declared:
-            raise unsupported(
-                Capability.ROUTER_REPLAY, f"rollout {name!r}", declared, off=_OFF
-            )
+            raise unsupported(Capability.ROUTER_REPLAY, f"rollout {name!r}", declared, off=_OFF)

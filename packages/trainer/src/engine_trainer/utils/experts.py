@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def join_experts(
-    earlier: torch.Tensor | None, later: torch.Tensor | None
-) -> torch.Tensor | None:
+def join_experts(earlier: torch.Tensor | None, later: torch.Tensor | None) -> torch.Tensor | None:
     """Return the experts of a conversation that a later generation has continued.
 
     Each token keeps the experts that served it first, which its log-prob depends on. The last token
