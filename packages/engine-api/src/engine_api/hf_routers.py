@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -148,7 +148,7 @@ class Routers:
         self._replayed = experts
 
     @contextmanager
-    def record(self) -> Iterator[dict[int, torch.Tensor]]:
+    def record(self) -> Generator[dict[int, torch.Tensor]]:
         """Yield the experts ``[N, k]`` int64 of the last forward pass in the block, by layer."""
         self._recorded = {}
         try:
