@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine_api.capabilities import Capability, unsupported
+from engine_api.errors import UnsupportedCapability
 from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.placement.groups import Launcher
@@ -24,4 +25,9 @@ def check_replay(config: RLConfig, launcher: Launcher) -> None:
     for found, row in RolloutRegistry.rows():
         declared = frozenset() if found.plugin is None else found.plugin.capabilities
         if name in row.backends and Capability.ROUTER_REPLAY not in declared:
-            raise unsupported(Capability.ROUTER_REPLAY, f"rollout {name!r}", declared, off=_OFF)
+            raise UnsupportedCapability(
+                Capability.ROUTER_REPLAY,
+                where=f"rollout {name!r}",
+                why="it records no experts",
+                remedy=f"use rollout.name=local or vllm, or {_OFF}",
+            )
