@@ -59,7 +59,7 @@ class Job:
         routing: RoutedLayers | None = None,
     ) -> None:
         self._stepper = stepper
-        self._routing = routing
+        self.routing = routing
         self._version = version
         self.adapter = adapter
         self._over = threading.Event()
@@ -131,10 +131,10 @@ class Job:
 
     def _experts(self, sequence: _Sequence) -> torch.Tensor | None:
         """Return the experts of the prompt's and the completion's tokens, -1 at the last one."""
-        if self._routing is None or sequence.reason == "abort":
+        if self.routing is None or sequence.reason == "abort":
             return None
         tokens = len(sequence.prompt) + len(sequence.tokens)
-        return self._routing.read(sequence.experts, tokens, WHERE)
+        return self.routing.read(sequence.experts, tokens, WHERE)
 
 
 class Stepper:
@@ -311,7 +311,8 @@ class Stepper:
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
         if output.finished:
-            sequence.experts = new.routed_experts
+            if job.routing is not None:
+                sequence.experts = new.routed_experts
             del self._live[output.request_id]
             # Aborts by this class are not reported here.
             if new.finish_reason not in ("stop", "length"):

@@ -124,6 +124,7 @@ class VllmRollout:
             worker_extension=EXTENSION,
             routed_experts=routed_experts,
         )
+        self._routing = routed_layers(model) if routed_experts else None
         if routed_experts and self._plan.device.type == "cpu":
             raise UnsupportedCapability(
                 "router_replay",
@@ -140,7 +141,6 @@ class VllmRollout:
                 why="no run has shown that each rank's engine records the experts",
                 remedy="rollout.options.executor=workers",
             )
-        self._routing = routed_layers(model) if routed_experts else None
         self._quantized = architecture_of(model) if quantization == "fp8" else None
         self._generators = engines.Generators(self._plan.device)
         # Held while the state changes.
