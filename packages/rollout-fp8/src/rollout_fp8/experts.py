@@ -40,9 +40,9 @@ class RoutedLayers:
         Raises:
             RolloutError: the server reports none, too few, or a table of another shape.
         """
-        shape = None if reported is None else tuple(reported.shape)
+        shape: tuple[int, ...] = () if reported is None else tuple(reported.shape)
         known = tokens - 1
-        if shape is None or shape[0] < known or shape[1:] != (self.layers, self.top_k):
+        if not shape or shape[0] < known or shape[1:] != (self.layers, self.top_k):
             raise RolloutError(
                 f"expected experts of the shape ({known}, {self.layers}, {self.top_k}), "
                 f"got {shape or 'none'}",
