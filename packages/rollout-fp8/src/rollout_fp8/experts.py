@@ -42,7 +42,8 @@ class RoutedLayers:
         """
         shape: tuple[int, ...] = () if reported is None else tuple(reported.shape)
         known = tokens - 1
-        if not shape or shape[0] < known or shape[1:] != (self.layers, self.top_k):
+        fits = shape[:1] >= (known,) and shape[1:] == (self.layers, self.top_k)
+        if reported is None or not fits:
             raise RolloutError(
                 f"expected experts of the shape ({known}, {self.layers}, {self.top_k}), "
                 f"got {shape or 'none'}",
