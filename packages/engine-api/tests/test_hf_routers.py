@@ -111,7 +111,9 @@ def test_a_router_has_the_gradient_of_the_experts_that_are_replayed():
     if gate.norm_topk_prob:
         exact = exact / exact.sum(-1, keepdim=True)
     (exact * factors).sum().backward()
-    torch.testing.assert_close(gate.weight.grad, weight.grad, rtol=1e-5, atol=1e-7)
+    assert weight.grad.abs().max() > 0.1
+    # The family's softmax is in float32.
+    torch.testing.assert_close(gate.weight.grad, weight.grad, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize(
