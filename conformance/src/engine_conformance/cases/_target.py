@@ -110,6 +110,11 @@ class Target:
         usual = ("qwen3", *FAMILIES)
         return tuple(dict.fromkeys(name for name in usual if not declared or name in declared))
 
+    def builds(self, family: str) -> bool:
+        """Return whether the engine is asked to build models of a family, if a case makes one."""
+        declared = () if self.rollout else self.resolution.plugin.families
+        return not declared or family in declared
+
     @property
     def spread(self) -> frozenset[Capability]:
         """The kinds of parallelism that the layout asks for."""

@@ -289,6 +289,13 @@ class EngineConfig:
     weights.
     """
 
+    router_replay: bool = False
+    """True lets a batch's field ``routed_experts`` select the experts of each token, in log-probs
+    and in training (since contract 1.4). Without it a batch with that field is refused.
+
+    ``engine-train rl`` sets it for the policy by ``rollout.routed_experts``.
+    """
+
     seed: int = 0
     """Seed of random weights and adapters, and by rank of every generator that training draws from
     (dropout).

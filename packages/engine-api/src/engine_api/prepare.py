@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,12 +81,21 @@ def prepare(
     max_tokens: int,
     vocab_size: int,
     needs_weight: bool,
+    check: Callable[[Batch], None] | None = None,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
+    ``check`` is an engine's own check of its batch, which raises ``BatchError``.
+
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
-    rows = together(comm, lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight))
+
+    def examine() -> _Row:
+        if check is not None:
+            check(batch)
+        return _examine(batch, topology, max_tokens, vocab_size, needs_weight)
+
+    rows = together(comm, examine)
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
     primary = [row for row in rows if row.primary]
     count = max(1, *(row.count for row in rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import EnginePlugin, Row, Variant
 
@@ -13,7 +13,7 @@ _DEVICES = ("cuda", "cpu")
 
 PLUGIN = EnginePlugin(
     name="engine-fsdp",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=("language_model",),
@@ -44,6 +44,8 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.ROUTER_REPLAY,
+            *MECHANISMS,
         }
     ),
     options="engine_fsdp.options:FSDPOptions",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_torch.attention import Packing, build_context_packing, build_packing
 from engine_torch.ulysses import gather_tokens
 
@@ -31,6 +31,8 @@ class PackedInputs:
         size: T.
         coefficients: ``[T'/n]`` float32, the loss's derivative by the log-prob of each target up to
             a factor, or None where it is not known.
+        experts: ``[T'/n, L, k]`` signed integers, the experts that serve each token by layer, -1
+            where the router selects them, or None where it selects all of them.
     """
 
     input_ids: Tensor
@@ -40,6 +42,7 @@ class PackedInputs:
     packing: Packing
     size: int
     coefficients: Tensor | None = None
+    experts: Tensor | None = None
 
     def align(self, per_target: Tensor, group: Any) -> Tensor:
         """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
@@ -96,7 +99,17 @@ def pack_inputs(
         packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys),
         size=batch.num_tokens,
         coefficients=coefficients,
+        experts=_pad_experts(batch, padding, mine, device),
     )
+
+
+def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device) -> Tensor | None:
+    """Return the batch's experts of the tokens ``mine``, with -1 at padding, or None."""
+    if ROUTED_EXPERTS not in batch.fields:
+        return None
+    given = batch[ROUTED_EXPERTS].cpu()
+    whole = torch.cat([given, given.new_full((padding, *given.shape[1:]), -1)])
+    return whole[mine].to(device, non_blocking=True)
 
 
 def _build_packing(

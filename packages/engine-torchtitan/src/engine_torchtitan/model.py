@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from engine_torch.model import (
 )
 from engine_torchtitan.library import MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
+from engine_torchtitan.plugin import PLUGIN
 from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
 
 __all__ = [
@@ -50,8 +51,6 @@ class TorchTitanClasses(ModelClasses):
     """The families of torchtitan, with the saved names of transformers' own classes."""
 
     engine = "engine-torchtitan"
-    # torchtitan's blocks of these families have none of them, and no field asks for one.
-    mechanisms: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a family that the engine does not build."""
@@ -229,7 +228,7 @@ def _list_saved(
     """
     attention.register()
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
-    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
     pieces = CLASSES.list_pieces(twin, "language_model", files)
     return {piece.name: piece.shape for parts in pieces.values() for piece in parts}
 

@@ -696,6 +696,16 @@ class RolloutSection:
     with ``sleep: false``, and again after each sleep. It is refused with ``ray.rollouts``.
     """
 
+    routed_experts: Literal["off", "replay"] = "off"
+    """Experts of a mixture that serve the tokens in the engine. With ``off`` the engine's routers
+    select them, and with ``replay`` they are those that the rollout recorded, in old log-probs and
+    in updates.
+
+    The weights of the experts are those of the engine's own routers, which learn. ``local`` and
+    ``vllm`` record, and the engine must declare ``router_replay``, as ``fsdp2`` does. The reference
+    model and the critic select their own.
+    """
+
     sleep: bool = True
     """True frees the memory of the rollout's weights and caches while it does not generate.
 

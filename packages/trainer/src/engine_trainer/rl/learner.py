@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, RolloutError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.checks import loss_findings
@@ -38,6 +38,7 @@ from engine_trainer.rl.partition import Partition, TrainingDocument
 from engine_trainer.rl.teacher import create_teacher, teacher_documents
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
+from engine_trainer.utils.experts import pad_experts
 from engine_trainer.utils.hf_models import draws_dropout
 
 log = logging.getLogger("engine_trainer")
@@ -125,7 +126,7 @@ class Learner:
         indices = [[document.index for document in shard] for shard in partition.shards]
         credit = self.credit.assign(shards, indices, completions, values)
         shards = self._with_weights(shards, credit.advantages)
-        figures = dict(credit.figures)
+        figures = credit.figures | _replayed_figures(documents)
 
         # Correction.
         shards, corrected = self._apply_correction(shards)
@@ -205,7 +206,7 @@ class Learner:
 
     def _documents(self, groups: Sequence[Group]) -> list[TrainingDocument]:
         """Return the training documents of all completions."""
-        return [
+        documents = [
             _document(
                 g,
                 i,
@@ -218,6 +219,9 @@ class Learner:
             for g, group in enumerate(groups)
             for i, completion in enumerate(group.completions)
         ]
+        if self.config.rollout.routed_experts == "off":
+            return documents
+        return _with_experts(documents, groups)
 
     def _divide(
         self, documents: Sequence[TrainingDocument], groups: int, completions: Completions
@@ -494,6 +498,44 @@ def _document(
         rollout_log_probs=before + completion.log_probs,
         weight_versions=[0] * len(before) + completion.weight_versions if versions else None,
     )
+
+
+def _with_experts(
+    documents: Sequence[TrainingDocument], groups: Sequence[Group]
+) -> list[TrainingDocument]:
+    """Return the documents with the experts that the rollout recorded.
+
+    Raises ``RolloutError`` where it has recorded none at all.
+    """
+    found = {d.index: groups[d.group].completions[d.index_in_group] for d in documents}
+    given = [c.routed_experts for c in found.values() if c.routed_experts is not None]
+    if not given:
+        raise RolloutError(
+            f"no experts were recorded for {len(documents)} completions",
+            where="rollout.routed_experts: replay",
+            why="the rollout returned completions without routed_experts",
+            remedy="use rollout.name=local or vllm, or rollout.routed_experts=off",
+        )
+    return [
+        replace(
+            d,
+            routed_experts=pad_experts(found[d.index].routed_experts, len(d.tokens), given[0]),
+        )
+        for d in documents
+    ]
+
+
+def _replayed_figures(documents: Sequence[TrainingDocument]) -> dict[str, float]:
+    """Return ``rollout/replayed``, the fraction of tokens whose experts are replayed.
+
+    It is empty where none are. The last token of a completion, which no log-prob depends on, has
+    none.
+    """
+    given = [d.routed_experts for d in documents if d.routed_experts is not None]
+    if not given:
+        return {}
+    known = sum(int((one >= 0).flatten(1).any(1).sum()) for one in given)
+    return {"rollout/replayed": known / max(1, sum(len(one) for one in given))}
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

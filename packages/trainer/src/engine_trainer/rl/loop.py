@@ -25,6 +25,7 @@ from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect_experience
 from engine_trainer.rl.learner import Learner, check_own_loss
 from engine_trainer.rl.recorder import Recorder
+from engine_trainer.rl.replay import check_replay
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
 from engine_trainer.rl.teacher import check_teacher
 from engine_trainer.run.run import Outcome, Run, world_size
@@ -71,6 +72,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
         check_critic(config, run.launcher, ranks)
         check_teacher(config, run.launcher, ranks, tokenizer)
+        check_replay(config, run.launcher)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)

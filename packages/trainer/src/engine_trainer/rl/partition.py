@@ -8,12 +8,12 @@ them in the other partition.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.microbatch import balance
 from engine_trainer.placement.groups import EngineGroup
 from engine_trainer.rl.credit import CompletionIndex
@@ -34,6 +34,8 @@ class TrainingDocument:
     rollout_log_probs: list[float]
     weight_versions: list[int] | None = None
     """The version of the weights that made each token; None where no loss reads it."""
+    routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """``[tokens, L, k]``, the experts that the engine replays; None where it selects its own."""
 
     @property
     def index(self) -> CompletionIndex:
@@ -54,6 +56,8 @@ class TrainingDocument:
         }
         if self.weight_versions is not None:
             fields["weight_versions"] = torch.tensor(self.weight_versions, dtype=torch.int32)
+        if self.routed_experts is not None:
+            fields[ROUTED_EXPERTS] = self.routed_experts
         return fields
 
 

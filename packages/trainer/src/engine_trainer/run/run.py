@@ -22,7 +22,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -242,7 +242,12 @@ class Run:
         seed_all(self.config.run.seed, rank=global_rank())
         section = self.config.engine
         updates = schedule_steps or self.total_steps
-        self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
+        self.engine_config = replace(
+            section.build(seed=self.config.run.seed, total_steps=updates),
+            router_replay=self.kind == "rl"
+            and isinstance(self.config, RLConfig)
+            and self.config.rollout.routed_experts == "replay",
+        )
         if (
             self.is_main
             and section.optimizer is not None

@@ -146,6 +146,8 @@ MEANINGS: Mapping[str, str] = {
     "synchronous step waits for.",
     "rollout/truncated": "Share of completions that were cut off before they ended by themselves.",
     "rollout/tokens": "Tokens that the model generated in the step.",
+    "rollout/replayed": "Share of tokens of prompts and completions whose experts the engine takes "
+    "from the rollout (`rollout.routed_experts`).",
     "rollout/groups": "Problems that the step learns from.",
     "rollout/rounds": "Rounds of generation; more than 1 where dynamic sampling replaced groups.",
     "rollout/dropped_groups": "Groups that were dropped because no token in them was fresh enough.",
