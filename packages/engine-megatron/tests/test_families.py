@@ -1,0 +1,174 @@
+"""Every family against transformers in float64, one document at a time, whole and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import documents, oracle, tiny_model
+from torch import Tensor
+
+from engine_api.weights import assemble
+from engine_conformance.ranks import RankPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+SPLIT = {"sequence_parallel": True}
+# Halves of everything that two ranks can divide.
+DENSE = [({"tp": 2}, {}), ({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"cp": 2}, {})]
+EXPERTS = [({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"ep": 2}, {}), ({"cp": 2}, {})]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A tiny model: its type in transformers and the keys that differ from the tiny ones."""
+
+    family: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    layouts: Any = ()
+
+
+MODELS = {
+    "llama": Model(family="llama", layouts=DENSE),
+    "llama 3.1": Model(family="llama", keys={"rope_parameters": LLAMA3}, layouts=DENSE),
+    "llama, biased": Model(
+        family="llama", keys={"attention_bias": True, "mlp_bias": True}, layouts=DENSE
+    ),
+    "llama, biased MLP": Model(family="llama", keys={"mlp_bias": True}, layouts=DENSE[:1]),
+    "llama, yarn": Model(
+        family="llama",
+        keys={"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0}},
+        layouts=DENSE[:1],
+    ),
+    "mistral": Model(family="mistral", layouts=DENSE),
+    "qwen2": Model(
+        family="qwen2",
+        keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
+        layouts=DENSE,
+    ),
+    "qwen3": Model(family="qwen3", keys={"attention_bias": True}, layouts=DENSE),
+    "mixtral": Model(family="mixtral", layouts=EXPERTS),
+    "qwen2_moe": Model(
+        family="qwen2_moe",
+        keys={"use_sliding_window": True, "mlp_only_layers": [2]},
+        layouts=EXPERTS,
+    ),
+    "qwen3_moe": Model(
+        family="qwen3_moe", keys={"decoder_sparse_step": 2, "norm_topk_prob": True}, layouts=EXPERTS
+    ),
+    "gpt_oss": Model(
+        family="gpt_oss", layouts=[(p, o | {"expert_tensor_parallel": 1}) if "tp" in p else (p, o) for p, o in EXPERTS]
+    ),
+    "deepseek_v3": Model(
+        family="deepseek_v3",
+        keys=LATENT
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_routed_experts": 8},
+        layouts=EXPERTS,
+    ),
+    "moonlight": Model(
+        family="deepseek_v3",
+        keys=LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-2, "n_shared_experts": 2},
+        layouts=EXPERTS,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The folder of a model, its tensors, and what transformers computes in float64."""
+
+    path: str
+    saved: dict[str, Tensor]
+    log_probs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def expected(folder: Path, model: Model) -> Expected:
+    """Write a model and compute it."""
+    tiny_model(model.family, **model.keys).save_pretrained(folder)
+    exact = oracle(str(folder))
+    ids = documents()
+    total = sum(len(one) - 1 for one in ids)
+    log_probs: list[Tensor] = []
+    for one in ids:
+        scores = exact(input_ids=one[None], use_cache=False).logits[0].log_softmax(-1)
+        picked = scores[:-1].gather(-1, one[1:, None])[:, 0]
+        (-picked.sum() / total).backward()
+        log_probs.append(torch.cat([picked.new_zeros(1), picked.detach()]))
+    # A step of 1 leaves the gradient as a difference, which is saved as the weights are.
+    before = {name: tensor.detach().clone() for name, tensor in exact.state_dict().items()}
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad)
+    moved = folder.with_name(folder.name + "-gradients")
+    buffers = {name for name, _ in exact.named_buffers()}
+    with torch.no_grad():
+        for name, tensor in exact.state_dict(keep_vars=True).items():
+            if name in buffers or tensor.grad is None:
+                tensor.zero_()
+    exact.save_pretrained(moved)
+    del before
+    return Expected(
+        path=str(folder),
+        saved=load_file(folder / "model.safetensors"),
+        log_probs=log_probs,
+        gradients=load_file(moved / "model.safetensors"),
+    )
+
+
+def compare(results: list[Any], want: Expected, about: str) -> None:
+    """Compare the results of all ranks."""
+    norm = float(torch.stack([g.norm() for g in want.gradients.values()]).norm())
+    for log_probs, before, _, after in results:
+        for number, got in log_probs.items():
+            apart = (got.double() - want.log_probs[number]).abs().max()
+            assert float(apart) < 1e-4, f"{about}: log-probs of document {number}: {apart:.1e}"
+        assert set(before) == set(want.saved), f"{about}: {set(before) ^ set(want.saved)}"
+        for name, tensor in before.items():
+            assert torch.equal(tensor, want.saved[name]), f"{about}: {name} is exported differently"
+            gradient = want.gradients[name]
+            apart = (tensor.double() - after[name].double() - gradient).norm()
+            size = max(float(gradient.norm()), 1e-3 * norm)
+            assert float(apart) < 1e-3 * size, f"{about}: gradient of {name}: {apart / size:.1e}"
+    for parts in zip(*(shards for _, _, shards, _ in results), strict=True):
+        name = parts[0][0]
+        whole = assemble([(part, spec) for _, part, spec in parts])
+        assert torch.equal(whole, want.saved[name]), f"{about}: {name} in shards"
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[list[int]]:
+    return [one.tolist() for one in documents()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_is_computed_as_in_transformers(
+    one: RankPool, pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+) -> None:
+    model = MODELS[name]
+    want = expected(tmp_path / "model", model)
+    results = one.run(
+        "family_ranks:compute", path=want.path, parallelism={}, options={}, documents=ids
+    )
+    compare(results, want, name)
+    for parallelism, options in model.layouts:
+        results = pool.run(
+            "family_ranks:compute",
+            path=want.path,
+            parallelism=parallelism,
+            options=options,
+            documents=ids,
+        )
+        compare(results, want, f"{name} {parallelism} {options}")
