@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import documents, oracle, tiny_model
 from torch import Tensor
 
+from engine_api.hf_names import saved_buffers
 from engine_api.weights import assemble
 from engine_conformance.ranks import RankPool
 
@@ -67,7 +67,10 @@ MODELS = {
         family="qwen3_moe", keys={"decoder_sparse_step": 2, "norm_topk_prob": True}, layouts=EXPERTS
     ),
     "gpt_oss": Model(
-        family="gpt_oss", layouts=[(p, o | {"expert_tensor_parallel": 1}) if "tp" in p else (p, o) for p, o in EXPERTS]
+        family="gpt_oss",
+        layouts=[
+            (p, o | {"expert_tensor_parallel": 1}) if "tp" in p else (p, o) for p, o in EXPERTS
+        ],
     ),
     "deepseek_v3": Model(
         family="deepseek_v3",
@@ -94,10 +97,20 @@ class Expected:
     gradients: dict[str, Tensor]
 
 
+def write(folder: Path, model: Model) -> str:
+    """Write a model, with saved buffers that change its results."""
+    made = tiny_model(model.family, **model.keys)
+    generator = torch.Generator().manual_seed(3)
+    for buffer in saved_buffers(made).values():
+        buffer.normal_(std=0.3, generator=generator)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
 def expected(folder: Path, model: Model) -> Expected:
     """Write a model and compute it."""
-    tiny_model(model.family, **model.keys).save_pretrained(folder)
-    exact = oracle(str(folder))
+    path = write(folder, model)
+    exact = oracle(path)
     ids = documents()
     total = sum(len(one) - 1 for one in ids)
     log_probs: list[Tensor] = []
@@ -106,25 +119,16 @@ def expected(folder: Path, model: Model) -> Expected:
         picked = scores[:-1].gather(-1, one[1:, None])[:, 0]
         (-picked.sum() / total).backward()
         log_probs.append(torch.cat([picked.new_zeros(1), picked.detach()]))
-    # A step of 1 leaves the gradient as a difference, which is saved as the weights are.
-    before = {name: tensor.detach().clone() for name, tensor in exact.state_dict().items()}
+    # Gradients are named as weights are once they are saved in the place of these.
     with torch.no_grad():
-        for parameter in exact.parameters():
-            if parameter.grad is not None:
-                parameter.copy_(parameter.grad)
-    moved = folder.with_name(folder.name + "-gradients")
-    buffers = {name for name, _ in exact.named_buffers()}
-    with torch.no_grad():
-        for name, tensor in exact.state_dict(keep_vars=True).items():
-            if name in buffers or tensor.grad is None:
-                tensor.zero_()
-    exact.save_pretrained(moved)
-    del before
+        for tensor in exact.state_dict(keep_vars=True).values():
+            tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+    exact.save_pretrained(f"{path}-gradients")
     return Expected(
-        path=str(folder),
+        path=path,
         saved=load_file(folder / "model.safetensors"),
         log_probs=log_probs,
-        gradients=load_file(moved / "model.safetensors"),
+        gradients=load_file(Path(f"{path}-gradients", "model.safetensors")),
     )
 
 
@@ -172,3 +176,33 @@ def test_a_family_is_computed_as_in_transformers(
             documents=ids,
         )
         compare(results, want, f"{name} {parallelism} {options}")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_a_training_goes_on_in_another_engine_layout_and_format(
+    pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+) -> None:
+    """Experts that are saved as one tensor, and biases that are saved and not trained."""
+    path = write(tmp_path / "model", MODELS[name])
+    for found in pool.run(
+        "family_ranks:pass_on", path=path, documents=[*ids, ids[0]], scratch=str(tmp_path)
+    ):
+        for same in ("one elsewhere", "one again"):
+            assert_same(found[same], found["one"], same)
+        assert_same(found["two again"], found["two"], "two again")
+        assert_same(found["two in stages"], found["two elsewhere"], "two in stages")
+        for key, tensor in found["two"].items():
+            torch.testing.assert_close(
+                tensor,
+                found["two elsewhere"][key],
+                atol=2e-4,
+                rtol=1e-3,
+                msg=lambda m, k=key: k + m,
+            )
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], about: str) -> None:
+    """Compare weights bit for bit."""
+    assert set(got) == set(want)
+    changed = [name for name, tensor in got.items() if not torch.equal(tensor, want[name])]
+    assert not changed, f"{about}: {changed[:3]}"

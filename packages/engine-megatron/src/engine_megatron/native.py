@@ -440,7 +440,9 @@ def _state(
     """Return the loaded optimizer state by parameter and field."""
     by_key = {parameter.key: parameter for parameter in parameters}
     result: dict[nn.Parameter, dict[str, Tensor]] = {
-        parameter.param: {} for parameter in parameters if parameter.numel
+        parameter.param: {}
+        for parameter in parameters
+        if parameter.numel and parameter.param.requires_grad
     }
     for key, value in tensors.items():
         kind, _, name = key.partition(".")

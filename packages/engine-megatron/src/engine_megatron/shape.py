@@ -299,7 +299,10 @@ def _check_numbers(config: Any, file: Path) -> None:
         for key, value in reals.items()
         if type(value) not in (int, float) or not math.isfinite(value)
     ]
-    wrong += _uneven_experts(config) if not wrong else []
+    wrong += [] if wrong else _uneven_experts(config)
+    types = getattr(config, "layer_types", None)
+    if not wrong and types is not None and len(types) < config.num_hidden_layers:
+        wrong.append(f"expected {config.num_hidden_layers} layer_types, got {len(types)}")
     if wrong:
         raise ConfigError(
             "model.path",

@@ -324,8 +324,8 @@ def _mark(param: nn.Parameter, weight: Weight, layout: Layout) -> None:
     is_spread = weight.is_of_experts and layout.spreads_experts
     param.allreduce = not is_spread  # type: ignore[attr-defined]
     if weight.is_of_experts:
-        # Experts get the tokens of all tensor-parallel ranks. Megatron marks their biases, and would
-        # add up gradients that are whole.
+        # Experts get the tokens of all tensor-parallel ranks. Megatron marks their biases, and
+        # would add up gradients that are whole.
         param.sequence_parallel = False  # type: ignore[attr-defined]
 
 
