@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine_api import Batch, OptimizerConfig, sft_loss
 from engine_api.config import Memory
+from engine_api.errors import EngineError
 from engine_api.weights import ShardSpec
 
 # One step moves a weight by its gradient.
@@ -106,3 +107,19 @@ def pass_on(path: str, documents: list[list[int]], scratch: str) -> dict[str, di
     run("one again", convert, options=native, **experts)
     run("two again", go_on, options=native, **experts)
     return found
+
+
+def infer(path: str, documents: list[list[int]]) -> tuple[str, Tensor | None]:
+    """Return the refusal of a model, or the log-probs of the documents in a training pass."""
+    engine = create(path, {}, {}, optimizer=SGD, memory=Memory(max_tokens=128))
+    try:
+        engine.initialize()
+    except EngineError as error:
+        return str(error), None
+    try:
+        rows = [
+            {"input_ids": one, "loss_weight": [0.0] + [1.0] * (len(one) - 1)} for one in documents
+        ]
+        return "", engine.infer_batch(Batch.pack(rows)).log_probs
+    finally:
+        engine.close()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_ranks import infer
 from safetensors.torch import load_file
-from tiny_models import documents, oracle, tiny_model
+from tiny_models import documents, log_probs, oracle, tiny_config, tiny_model
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from engine_api.hf_names import saved_buffers
 from engine_api.weights import assemble
 from engine_conformance.ranks import RankPool
+from engine_megatron.shape import FAMILIES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -49,6 +54,25 @@ MODELS = {
         family="llama",
         keys={"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0}},
         layouts=DENSE[:1],
+    ),
+    "cwm": Model(family="cwm", layouts=DENSE[:1]),
+    "seed_oss": Model(
+        family="seed_oss",
+        keys={"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True},
+        layouts=DENSE[:1],
+    ),
+    "ministral": Model(
+        family="ministral",
+        keys={"layer_types": ["sliding_attention", "full_attention"] * 2},
+        layouts=DENSE[:1],
+    ),
+    "dots1": Model(
+        family="dots1", keys={"norm_topk_prob": True, "max_window_layers": 2}, layouts=EXPERTS[:1]
+    ),
+    "glm4_moe": Model(
+        family="glm4_moe",
+        keys={"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        layouts=EXPERTS[:1],
     ),
     "mistral": Model(family="mistral", layouts=DENSE),
     "qwen2": Model(
@@ -135,8 +159,8 @@ def expected(folder: Path, model: Model) -> Expected:
 def compare(results: list[Any], want: Expected, about: str) -> None:
     """Compare the results of all ranks."""
     norm = float(torch.stack([g.norm() for g in want.gradients.values()]).norm())
-    for log_probs, before, _, after in results:
-        for number, got in log_probs.items():
+    for outputs, before, _, after in results:
+        for number, got in outputs.items():
             apart = (got.double() - want.log_probs[number]).abs().max()
             assert float(apart) < 1e-4, f"{about}: log-probs of document {number}: {apart:.1e}"
         assert set(before) == set(want.saved), f"{about}: {set(before) ^ set(want.saved)}"
@@ -206,3 +230,76 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], about: str) -> 
     assert set(got) == set(want)
     changed = [name for name, tensor in got.items() if not torch.equal(tensor, want[name])]
     assert not changed, f"{about}: {changed[:3]}"
+
+
+# Values that a key may have besides the tiny model's, by the type of its value.
+OTHERS: dict[type, Any] = {
+    bool: lambda value: [not value],
+    int: lambda value: [value + 1, 2 * value, 1],
+    float: lambda value: [1.5 * value + 0.1],
+    str: lambda value: ["gelu"] if value == "silu" else [],
+    type(None): lambda _: [True, 2, 0.5],
+    list: lambda value: [value[::-1], []],
+}
+# Keys of the vocabulary, of text, of caches and of losses that no engine has.
+NO_ARITHMETIC = (
+    "token",
+    "cache",
+    "output_",
+    "label",
+    "dtype",
+    "return_",
+    "chunk_size",
+    "pretraining",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_of_a_configuration_is_followed_or_refused(
+    tmp_path: Path, ids: list[list[int]], family: str
+) -> None:
+    base = next(model for model in MODELS.values() if model.family == family)
+    wrong: list[str] = []
+    for number, (key, value) in enumerate(_changes(family, base.keys)):
+        folder = tmp_path / str(number)
+        try:
+            path = write(folder, Model(family=family, keys=base.keys | {key: value}))
+            exact = oracle(path)
+            want = torch.cat([log_probs(exact, torch.tensor(one)) for one in ids])
+        # transformers refuses some values, each in its own way.
+        except Exception:  # noqa: BLE001
+            continue
+        try:
+            refused, got = infer(path, ids)
+        except Exception as error:  # noqa: BLE001 - it is a result
+            wrong.append(f"{key}={value!r}: {type(error).__name__}: {error}")
+            continue
+        if got is not None and not float((got.double() - want).abs().max()) < 1e-4:
+            wrong.append(f"{key}={value!r}")
+        print(family, key, value, refused or "right")
+        shutil.rmtree(folder)
+    assert not wrong
+
+
+def _changes(family: str, keys: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys of a family's configuration, and further keys of other families, with values."""
+    config = tiny_config(family, **keys).to_dict()
+    extra = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "layer_types": None,
+    }
+    extra |= {"use_sliding_window": False, "logits_scaling": 1.0, "attn_logit_softcapping": None}
+    for key, value in (extra | config).items():
+        if key not in PreTrainedConfig().to_dict() and not any(
+            part in key for part in NO_ARITHMETIC
+        ):
+            for other in OTHERS.get(type(value), lambda _: [])(value):
+                yield key, other
+    rope = config["rope_parameters"]
+    for kind in ("linear", "dynamic", "llama3", "longrope", "proportional"):
+        yield "rope_parameters", LLAMA3 | rope | {"rope_type": kind, "factor": 3.0}
+    for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "truncate"):
+        yield "rope_parameters", rope | YARN | {name: 0.0 if name == "truncate" else 1.5}

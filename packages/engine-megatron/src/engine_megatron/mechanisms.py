@@ -38,7 +38,14 @@ _CAPS = (
 )
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 # Families whose projections never have a bias, whatever attention_bias says in transformers.
-_UNBIASED = ("mistral", "mixtral", "qwen2", "qwen2_moe")
+_UNBIASED = ("cwm", "ministral", "mistral", "mixtral", "qwen2", "qwen2_moe")
+_BIASED_MLPS = ("cwm", "llama", "seed_oss")
+# Families whose router is a sigmoid with a saved bias (DeepSeek-V3, arXiv:2412.19437, eq. 16).
+SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe")
+# Families whose code in transformers rotates a part of each head.
+PARTIAL_ROPES = ("glm4_moe",)
+_WINDOWLESS = ("deepseek_v3", "glm4_moe", "llama", "seed_oss")
+EVERY_LAYER_WINDOWS = ("mistral", "mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,18 +96,21 @@ def _rope_kind(config: Any) -> str:
 
 
 def _partial_rope(config: Any) -> str:
-    part = rope_parameters(config).get("partial_rotary_factor", 1.0)
-    return "" if part in (None, 1.0) else f"RoPE on a part of each head: {part}"
+    rope = rope_parameters(config)
+    part = rope.get("partial_rotary_factor", 1.0)
+    # YaRN's factor is of cosine and sine, and would be of the whole score.
+    served = config.model_type in PARTIAL_ROPES and rope.get("rope_type") != "yarn"
+    return "" if served or part in (None, 1.0) else f"RoPE on a part of each head: {part}"
 
 
 def _window(config: Any) -> str:
     """Return a window that transformers' code of the family takes differently from the file."""
     window = getattr(config, "sliding_window", None)
     slides = [kind == "sliding_attention" for kind in _types(config)]
-    if config.model_type in ("llama", "deepseek_v3"):
+    if config.model_type in _WINDOWLESS:
         off = getattr(config, "use_sliding_window", None) is False
         return "a sliding window" if any(slides) or (window is not None and not off) else ""
-    everywhere = config.model_type in ("mistral", "mixtral", "qwen3_moe")
+    everywhere = config.model_type in EVERY_LAYER_WINDOWS
     if everywhere and slides and any(one != (window is not None) for one in slides):
         return f"sliding_window={window} for every layer, and layer_types that are different"
     if any(slides) and (type(window) is not int or window < 1):
@@ -126,7 +136,7 @@ def _biases(config: Any) -> str:
         for key, families in (("attention_bias", (*_UNBIASED, "deepseek_v3")),)
         if family in families and getattr(config, key, False)
     ]
-    if family != "llama" and getattr(config, "mlp_bias", False):
+    if family not in _BIASED_MLPS and getattr(config, "mlp_bias", False):
         found.append("mlp_bias")
     return f"{', '.join(found)}, which biases no layer of {family}" if found else ""
 
@@ -164,7 +174,7 @@ def _latent_heads(config: Any) -> str:
     return ""
 
 
-_MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+_MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", *SIGMOIDS)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(name="softcap", find=lambda config: _set(config, _CAPS)),
@@ -187,8 +197,8 @@ OF_FAMILIES: tuple[Mechanism, ...] = (
     Mechanism(name="activation", find=_activation),
     Mechanism(name="bias", find=_biases),
     Mechanism(name="single_expert", find=_single_expert, families=_MIXTURES),
-    Mechanism(name="router_scores", find=_unnormalized, families=("deepseek_v3",)),
-    Mechanism(name="router_groups", find=_groups, families=("deepseek_v3",)),
+    Mechanism(name="router_scores", find=_unnormalized, families=SIGMOIDS),
+    Mechanism(name="router_groups", find=_groups, families=SIGMOIDS),
     Mechanism(name="rope_order", find=_rope_order, families=("deepseek_v3",)),
     Mechanism(name="latent_attention", find=_latent_heads, families=("deepseek_v3",)),
 )
@@ -217,7 +227,7 @@ def find_local_mechanism(config: Any) -> str:
     """
     family = config.model_type
     windowed = getattr(config, "sliding_window", None) and (
-        family in ("mistral", "mixtral", "qwen3_moe") or "sliding_attention" in _types(config)
+        family in EVERY_LAYER_WINDOWS or "sliding_attention" in _types(config)
     )
     dense = getattr(config, "mlp_only_layers", None) or (
         getattr(config, "decoder_sparse_step", 1) != 1
@@ -225,11 +235,14 @@ def find_local_mechanism(config: Any) -> str:
     found = {
         "latent attention": family == "deepseek_v3",
         "attention sinks": family == "gpt_oss",
-        "a shared expert": family == "qwen2_moe",
+        "a shared expert": family in ("qwen2_moe", *SIGMOIDS),
         "a sliding window": windowed,
         "scaled RoPE": rope_parameters(config).get("rope_type", "default") != "default",
         "biases of every projection": family != "gpt_oss"
-        and (getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)),
+        and any(
+            getattr(config, key, False)
+            for key in ("attention_bias", "attention_out_bias", "mlp_bias")
+        ),
         "dense layers among layers of experts": dense,
         "an activation other than SiLU": config.hidden_act != "silu",
     }

@@ -17,19 +17,31 @@ from engine_api import hf_config
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_overrides import override
-from engine_megatron.mechanisms import MECHANISMS, OF_FAMILIES, refuse, rope_parameters
+from engine_megatron.mechanisms import (
+    EVERY_LAYER_WINDOWS,
+    MECHANISMS,
+    OF_FAMILIES,
+    SIGMOIDS,
+    refuse,
+    rope_parameters,
+)
 from engine_megatron.te import Spec
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = (
     "llama",
+    "cwm",
+    "seed_oss",
     "mistral",
+    "ministral",
     "qwen2",
     "qwen3",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    "dots1",
+    "glm4_moe",
     "deepseek_v3",
 )
 # Sizes in config.json. transformers accepts a list of sizes, one per layer, which Megatron has not.
@@ -48,20 +60,25 @@ _QWEN_EXPERTS = (
     "moe_intermediate_size",
     "decoder_sparse_step",
 )
+_SIGMOID_EXPERTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+)
 # Further sizes by family.
 _FAMILY_SIZES = {
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok"),
     "qwen3_moe": _QWEN_EXPERTS,
     "qwen2_moe": (*_QWEN_EXPERTS, "shared_expert_intermediate_size"),
+    "dots1": _SIGMOID_EXPERTS,
+    "glm4_moe": _SIGMOID_EXPERTS,
     "deepseek_v3": (
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "n_shared_experts",
-        "first_k_dense_replace",
-        "n_group",
-        "topk_group",
+        *_SIGMOID_EXPERTS,
         "kv_lora_rank",
         "qk_nope_head_dim",
         "qk_rope_head_dim",
@@ -79,7 +96,14 @@ _ROPE_NUMBERS = {
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_OPTIONAL_ROPE_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_OPTIONAL_ROPE_NUMBERS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +314,7 @@ def _check_numbers(config: Any, file: Path) -> None:
         "initializer_range": config.initializer_range,
         **_rope_numbers(config),
     }
-    if family == "deepseek_v3":
+    if family in SIGMOIDS:
         reals["routed_scaling_factor"] = config.routed_scaling_factor
     if family == "gpt_oss":
         reals |= {key: getattr(config, key, None) for key in ("swiglu_limit", "swiglu_alpha")}
@@ -301,6 +325,8 @@ def _check_numbers(config: Any, file: Path) -> None:
     ]
     wrong += [] if wrong else _uneven_experts(config)
     types = getattr(config, "layer_types", None)
+    if not wrong and _head_dim(config) % 2:
+        wrong.append(f"heads of {_head_dim(config)} dimensions, which RoPE cannot pair")
     if not wrong and types is not None and len(types) < config.num_hidden_layers:
         wrong.append(f"expected {config.num_hidden_layers} layer_types, got {len(types)}")
     if wrong:
@@ -324,11 +350,12 @@ def _uneven_experts(config: Any) -> list[str]:
     family = config.model_type
     if family not in _FAMILY_SIZES:
         return []
-    experts = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next(getattr(config, key) for key in keys if hasattr(config, key))
     wrong: list[str] = []
     if config.num_experts_per_tok > experts:
         wrong.append(f"num_experts_per_tok is {config.num_experts_per_tok} of {experts} experts")
-    if family == "deepseek_v3":
+    if family in SIGMOIDS:
         if experts % config.n_group or config.topk_group > config.n_group:
             wrong.append(
                 f"{experts} experts in n_group={config.n_group}, of which topk_group="
@@ -344,7 +371,7 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
     heads = config.num_attention_heads
     family = config.model_type
     mixture = _mixture(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = _head_dim(config)
     return Shape(
         family=family,
         kind=kind,
@@ -359,7 +386,8 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
         rope=_rope(config, head_dim),
         std=float(config.initializer_range),
         tied=bool(config.tie_word_embeddings) and kind == "language_model",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "dots1")
+        or bool(getattr(config, "use_qk_norm", False)),
         value_bias=bool(getattr(config, "token_classification_bias", True)),
         max_positions=int(config.max_position_embeddings),
         activation=config.hidden_act,
@@ -372,13 +400,21 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
     )
 
 
+def _head_dim(config: Any) -> int:
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
+
+
 def _biases(config: Any) -> dict[str, bool]:
     family = config.model_type
     if family in ("qwen2", "qwen2_moe"):
         return {"qkv_bias": family == "qwen2" or bool(config.qkv_bias)}
     biased = bool(getattr(config, "attention_bias", False))
-    mlp = family == "llama" and bool(config.mlp_bias)
-    return {"qkv_bias": biased, "output_bias": biased, "mlp_bias": mlp}
+    output = biased and family != "glm4_moe"
+    if family == "seed_oss":
+        output = bool(config.attention_out_bias)
+    mlp = bool(getattr(config, "mlp_bias", False))
+    return {"qkv_bias": biased, "output_bias": output, "mlp_bias": mlp}
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -388,7 +424,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     """
     window = getattr(config, "sliding_window", None)
     layers = range(config.num_hidden_layers)
-    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
+    if config.model_type in EVERY_LAYER_WINDOWS:
         return tuple(window for _ in layers)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     return tuple(window if types[layer] == "sliding_attention" else None for layer in layers)
@@ -400,7 +436,9 @@ def _rope(config: Any, head_dim: int) -> Rope:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         # In float32, as transformers and servers compute them: far positions multiply a difference.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        part = rope.get("partial_rotary_factor") or 1.0
+        width = int(head_dim * part)
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
         return Rope(frequencies=tuple((1.0 / rope["rope_theta"] ** exponents).tolist()))
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -441,7 +479,7 @@ def _mixture(config: Any) -> Mixture | None:
             alpha=float(config.swiglu_alpha) if family == "gpt_oss" else 1.0,
             clamp=float(config.swiglu_limit) if family == "gpt_oss" else None,
         )
-    if family == "deepseek_v3":
+    if family in SIGMOIDS:
         limited = config.topk_group < config.n_group
         return Mixture(
             experts=config.n_routed_experts,
