@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,73 +29,80 @@ YARN |= {"original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+# No scores are dropped in training.
+WHOLE = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+
+ALONE: dict[str, int] = {}
 SPLIT = {"sequence_parallel": True}
-# Halves of everything that two ranks can divide.
-DENSE = [({"tp": 2}, {}), ({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"cp": 2}, {})]
-EXPERTS = [({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"ep": 2}, {}), ({"cp": 2}, {})]
+DENSE = [({"tp": 2}, {}), ({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"cp": 2}, {}), (ALONE, {})]
+EXPERTS = [({"tp": 2}, SPLIT), ({"ep": 2}, {}), ({"pp": 2}, {}), ({"cp": 2}, {}), (ALONE, {})]
+# Experts with biases are whole.
+BIASED = [
+    ({"tp": 2}, SPLIT | {"expert_tensor_parallel": 1}),
+    ({"tp": 2, "ep": 2}, SPLIT | {"expert_tensor_parallel": 1}),
+    *EXPERTS[1:],
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A tiny model: its type in transformers and the keys that differ from the tiny ones."""
+    """A tiny model: its type in transformers, and the keys that differ from the tiny ones.
+
+    Attributes:
+        layouts: parallelism and options to compute it with.
+        now: number of the layout that is computed in CI, or None for `nox -s nightly` alone.
+    """
 
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
-    layouts: Any = ()
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = field(default_factory=lambda: DENSE)
+    now: int | None = None
 
 
 MODELS = {
-    "llama": Model(family="llama", layouts=DENSE),
-    "llama 3.1": Model(family="llama", keys={"rope_parameters": LLAMA3}, layouts=DENSE),
-    "llama, biased": Model(
-        family="llama", keys={"attention_bias": True, "mlp_bias": True}, layouts=DENSE
-    ),
-    "llama, biased MLP": Model(family="llama", keys={"mlp_bias": True}, layouts=DENSE[:1]),
-    "llama, yarn": Model(
+    "llama": Model(
         family="llama",
-        keys={"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0}},
-        layouts=DENSE[:1],
+        keys={"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+        now=0,
     ),
-    "cwm": Model(family="cwm", layouts=DENSE[:1]),
-    "seed_oss": Model(
-        family="seed_oss",
-        keys={"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True},
-        layouts=DENSE[:1],
+    "llama, biased MLP": Model(
+        family="llama",
+        keys={
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0},
+        },
     ),
+    "cwm": Model(family="cwm"),
+    "seed_oss": Model(family="seed_oss", keys=WHOLE | {"attention_out_bias": True}),
     "ministral": Model(
-        family="ministral",
-        keys={"layer_types": ["sliding_attention", "full_attention"] * 2},
-        layouts=DENSE[:1],
+        family="ministral", keys={"layer_types": ["sliding_attention", "full_attention"] * 2}
     ),
-    "dots1": Model(
-        family="dots1", keys={"norm_topk_prob": True, "max_window_layers": 2}, layouts=EXPERTS[:1]
-    ),
-    "glm4_moe": Model(
-        family="glm4_moe",
-        keys={"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
-        layouts=EXPERTS[:1],
-    ),
-    "mistral": Model(family="mistral", layouts=DENSE),
+    "mistral": Model(family="mistral"),
     "qwen2": Model(
         family="qwen2",
         keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
-        layouts=DENSE,
+        now=3,
     ),
-    "qwen3": Model(family="qwen3", keys={"attention_bias": True}, layouts=DENSE),
+    "qwen3": Model(family="qwen3", keys={"attention_bias": True}),
     "mixtral": Model(family="mixtral", layouts=EXPERTS),
     "qwen2_moe": Model(
         family="qwen2_moe",
         keys={"use_sliding_window": True, "mlp_only_layers": [2]},
         layouts=EXPERTS,
+        now=0,
     ),
     "qwen3_moe": Model(
         family="qwen3_moe", keys={"decoder_sparse_step": 2, "norm_topk_prob": True}, layouts=EXPERTS
     ),
-    "gpt_oss": Model(
-        family="gpt_oss",
-        layouts=[
-            (p, o | {"expert_tensor_parallel": 1}) if "tp" in p else (p, o) for p, o in EXPERTS
-        ],
+    "gpt_oss": Model(family="gpt_oss", layouts=BIASED, now=0),
+    "dots1": Model(
+        family="dots1", keys={"norm_topk_prob": True, "max_window_layers": 2}, layouts=EXPERTS
+    ),
+    "glm4_moe": Model(
+        family="glm4_moe",
+        keys={"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        layouts=EXPERTS,
+        now=2,
     ),
     "deepseek_v3": Model(
         family="deepseek_v3",
@@ -102,13 +110,33 @@ MODELS = {
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_routed_experts": 8},
         layouts=EXPERTS,
+        now=0,
     ),
     "moonlight": Model(
         family="deepseek_v3",
         keys=LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-2, "n_shared_experts": 2},
         layouts=EXPERTS,
     ),
+    # Without experts tensor parallelism needs no sequence parallelism.
+    "dense latent attention": Model(
+        family="deepseek_v3", keys=LATENT | {"first_k_dense_replace": 4}, layouts=DENSE[:1]
+    ),
 }
+
+
+def _runs() -> list[Any]:
+    """Return a parameter for each model and layout."""
+    return [
+        pytest.param(
+            name,
+            *layout,
+            marks=() if number == model.now else pytest.mark.nightly,
+            id=f"{name}-{'-'.join(f'{key}{value}' for key, value in layout[0].items()) or 'alone'}"
+            + ("-sp" if layout[1] else ""),
+        )
+        for name, model in MODELS.items()
+        for number, layout in enumerate(model.layouts)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,28 +209,36 @@ def ids() -> list[list[int]]:
     return [one.tolist() for one in documents()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """Return the function that writes and computes a model once."""
+    return cache(lambda name: expected(tmp_path_factory.mktemp("model") / "model", MODELS[name]))
+
+
+@pytest.mark.parametrize(("name", "parallelism", "options"), _runs())
 def test_a_family_is_computed_as_in_transformers(
-    one: RankPool, pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+    request: pytest.FixtureRequest,
+    written: Callable[[str], Expected],
+    ids: list[list[int]],
+    name: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
 ) -> None:
-    model = MODELS[name]
-    want = expected(tmp_path / "model", model)
-    results = one.run(
-        "family_ranks:compute", path=want.path, parallelism={}, options={}, documents=ids
+    want = written(name)
+    ranks: RankPool = request.getfixturevalue("pool" if parallelism else "one")
+    results = ranks.run(
+        "family_ranks:compute",
+        path=want.path,
+        parallelism=parallelism,
+        options=options,
+        documents=ids,
     )
     compare(results, want, name)
-    for parallelism, options in model.layouts:
-        results = pool.run(
-            "family_ranks:compute",
-            path=want.path,
-            parallelism=parallelism,
-            options=options,
-            documents=ids,
-        )
-        compare(results, want, f"{name} {parallelism} {options}")
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.nightly)]
+)
 def test_a_training_goes_on_in_another_engine_layout_and_format(
     pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
 ) -> None:
