@@ -64,6 +64,9 @@ def measure(model_type: str, folder: Path, ranks: int, backend: str) -> dict[str
     try:
         tiny_model(model_type).save_pretrained(folder)
         expected = Expected(folder)
+        if backend != FSDP:
+            # Before there are ranks, of which transformers lets the first alone save a model.
+            expected.name_gradients(folder.with_name(f"{folder.name}-gradients"))
     # The family's own code may raise anything where the sizes do not fit it.
     except Exception as error:  # noqa: BLE001
         return {"status": "unmade", "why": _line(error)}
@@ -115,8 +118,8 @@ class Expected:
             if parameter.grad is not None
         }
 
-    def saved_gradients(self, folder: Path) -> dict[str, Any]:
-        """Return the gradients under the names of saved tensors, by saving them in their place."""
+    def name_gradients(self, folder: Path) -> None:
+        """Give the gradients the names of saved tensors, by saving them in their place."""
         import torch
         from safetensors.torch import load_file
 
@@ -124,7 +127,7 @@ class Expected:
             for tensor in self.model.state_dict(keep_vars=True).values():
                 tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         self.model.save_pretrained(folder)
-        return load_file(folder / "model.safetensors")
+        self.gradients = load_file(folder / "model.safetensors")
 
 
 def _start_divided(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
@@ -212,7 +215,7 @@ def _compare_moved(engine: Any, expected: Expected, folder: Path) -> dict[str, A
         same = torch.cat([log_probs(again, ids) for ids in expected.documents])
         found["export"] = float((same - expected.log_probs).abs().max())
     place = _save_together(engine, folder)
-    gradients = expected.saved_gradients(folder.with_name(f"{folder.name}-gradients"))
+    gradients = expected.gradients
     engine.train_batch(batch, sft_loss)
     norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     worst = (0.0, "")

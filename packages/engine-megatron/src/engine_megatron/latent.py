@@ -44,8 +44,7 @@ class LatentProjection(nn.Module):
         self.weight = nn.Parameter(weight)
         # The gradient is then summed over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.copies = shared if not config.sequence_parallel else 0
-        self.group = None
+        self.copies = 0 if config.sequence_parallel else shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return ``[…, width]`` and no bias, as Megatron's layers do."""
@@ -81,7 +80,9 @@ class LatentAttention(MLASelfAttention):
         self.core_attention.scale = rope.score_factor / math.sqrt(self.q_head_dim)
         width = config.kv_lora_rank + rotary
         self.linear_kv_down_proj = LatentProjection(config, width, shared=rotary)
-        self.kv_layernorm.eps = _EPS
+        norms: list[Any] = [self.kv_layernorm]
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = LatentProjection(config, config.q_lora_rank)
-            self.q_layernorm.eps = _EPS
+            norms.append(self.q_layernorm)
+        for norm in norms:
+            norm.eps = _EPS
