@@ -13,7 +13,7 @@ import pytest
 import torch
 from family_ranks import infer
 from safetensors.torch import load_file
-from tiny_models import documents, log_probs, oracle, tiny_config, tiny_model
+from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -80,14 +80,15 @@ MODELS = {
     "mistral": Model(family="mistral"),
     "qwen2": Model(
         family="qwen2",
-        keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN},
+        keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN}
+        | {"sliding_window": WINDOW},
         now=3,
     ),
     "qwen3": Model(family="qwen3", keys={"attention_bias": True}),
     "mixtral": Model(family="mixtral", layouts=EXPERTS),
     "qwen2_moe": Model(
         family="qwen2_moe",
-        keys={"use_sliding_window": True, "mlp_only_layers": [2]},
+        keys={"use_sliding_window": True, "sliding_window": WINDOW, "mlp_only_layers": [2]},
         layouts=EXPERTS,
         now=0,
     ),
