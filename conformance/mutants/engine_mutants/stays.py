@@ -53,6 +53,7 @@ STAYS: dict[str, str] = {
         "a defect of one layout mostly breaks its combinations too"
     ),
     "memory.chunks": "the only one with padding, chunks and kept weights together",
+    "memory.precisions": "the only one whose masters, computation and sums differ in their dtypes",
     "lora.*": "the whole life of an adapter; narrower cases catch single defects as well",
     "rl.*": (
         "the update as a trainer makes it, from inference to step; "
