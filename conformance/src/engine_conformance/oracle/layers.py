@@ -236,6 +236,7 @@ def indexed_attention(
     scores = q @ k.transpose(-1, -2) * config.attention_scale
     unseen = _unseen(len(x), config.windows[index])
     unseen = unseen | _unselected(params, config, f"{prefix}indexer.", x, latent, unseen)
+    unseen = config.mask(scores.shape[-1], config.windows[index])
     mixed = scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ v
     return linear(params, f"{prefix}o_proj", mixed.transpose(0, 1).flatten(1))
 
