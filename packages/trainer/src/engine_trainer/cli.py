@@ -144,6 +144,20 @@ def _rehearse(options: argparse.Namespace) -> int:
     return DONE if nothing_found else USAGE
 
 
+def _explain(options: argparse.Namespace) -> int:
+    # The import stands here because it loads torch.
+    from engine_trainer.explanation import explain_step
+
+    nothing_found = explain_step(
+        options.folder,
+        options.step,
+        options.overrides,
+        documents=options.documents,
+        live=options.live,
+    )
+    return DONE if nothing_found else FAILED
+
+
 def _print_schema(options: argparse.Namespace) -> int:
     if options.task not in CONFIGS:
         remedy = near_matches(options.task, sorted(CONFIGS))
@@ -418,6 +432,26 @@ def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help="output_dir of an RL run")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step, from 1")
+    _add_overrides(parser)
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=8,
+        metavar="N",
+        help="compare N completions of the step, by default 8",
+    )
+    parser.add_argument(
+        "--live",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute with the engine, too, which shows its layers",
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
@@ -516,6 +550,13 @@ COMMANDS = {
         summary="run a configuration small on this machine, with a kill and a change of the engine",
         run=_rehearse,
         add_arguments=_add_rehearse_arguments,
+        takes_overrides=True,
+    ),
+    "explain": Command(
+        summary="compare a recorded step of RL with a float64 oracle, and name the likeliest cause "
+        "of a difference",
+        run=_explain,
+        add_arguments=_add_explain_arguments,
         takes_overrides=True,
     ),
     "export": Command(
