@@ -65,6 +65,7 @@ def rehearse(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return status, {"": text} | {name: f"{state} {line}" for state, name, line in found}
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_configuration_is_run_killed_resumed_and_switched_on_two_ranks(
@@ -139,7 +140,7 @@ def test_all_that_is_wrong_is_found_at_once_and_nothing_is_trained(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["engine.parallelism.tp=2"], "does not support tp"),
+        (["engine.parallelism.tp=2"], "'tp' is not supported"),
         (["engine.parallelism.ulysses=3", "--gpus", "8"], "expected sizes whose product divides 8"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer.rehearsal.shrink import shrink, write_small_model
+from engine_trainer.rehearsal.shrink import describe_needs, shrink, write_small_model
 
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -123,9 +123,10 @@ def test_a_pattern_by_steps_keeps_as_many_layers_as_it_takes() -> None:
 
 
 def test_a_model_that_is_not_here_says_which_files_a_rehearsal_needs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hf download") as caught:
+    with pytest.raises(ConfigError, match="name a folder with them") as caught:
         write_small_model(ModelSource(path=str(tmp_path / "none")), tmp_path / "small")
     assert "no weights" in caught.value.remedy
+    assert "hf download owner/name" in describe_needs(ModelSource(path="owner/name"))
 
 
 def test_a_model_whose_kinds_of_modules_would_change_is_refused(

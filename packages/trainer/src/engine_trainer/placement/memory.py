@@ -104,8 +104,8 @@ def check(
                 "engine.memory",
                 f"{name} has {free / GIB:.1f} GiB free; {names} placed there need at least "
                 f"{need / GIB:.1f} GiB",
-                why=f"{count_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) "
-                f"of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
+                why=f"{count_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine "
+                f"rank(s) of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
                 f"{serve / GIB:.1f} GiB" + (", time-shared" if time_shared else ""),
                 remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), "
                 "rollout.offload_engine, or engine.memory's offload",
@@ -143,6 +143,14 @@ def engines_bytes(
 def engine_bytes(
     engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
 ) -> tuple[int, int]:
+    """Return for an engine, over all ranks, the bytes that it keeps and those of its gradients.
+
+    Args:
+        engine: the engine.
+        parameters: number of its weights.
+        device: type of the device that it computes on.
+        learns: True for an engine with an optimizer.
+    """
     memory = engine.memory
     optimizer = engine.optimizer
     # Offloading goes to the host's memory, which does not help where the device is the host.
@@ -162,6 +170,7 @@ def engine_bytes(
 
 
 def rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
+    """Return the bytes of the weights in each process of a rollout."""
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
     return count_parameters(engine.model) * width / positive_option(section, "tensor_parallel_size")
 

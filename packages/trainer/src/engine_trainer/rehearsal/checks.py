@@ -72,7 +72,7 @@ def check_folder(folder: Path, checkpoint_bytes: int, keep: int) -> str:
 
     Args:
         folder: ``run.output_dir``, which need not exist.
-        checkpoint_bytes: size of a checkpoint of the real run.
+        checkpoint_bytes: size of a checkpoint of the real run, 0 where it is not known.
         keep: number of checkpoints that are kept, 0 for all.
 
     Returns a line about the folder. Raises ``ConfigError`` where nothing can be written.
@@ -93,6 +93,8 @@ def check_folder(folder: Path, checkpoint_bytes: int, keep: int) -> str:
             why=str(error),
             remedy="name a folder that you may write to: run.output_dir=…",
         ) from error
+    if not checkpoint_bytes:
+        return f"{there} can be written to"
     # One more is there while it is written.
     need = checkpoint_bytes * (max(keep, 1) + 1)
     line = (

@@ -148,16 +148,18 @@ def _train(report: Report, plan: Plan, folder: Path) -> None:
         return
     shown = {name: figures[name] for name in _SHOWN if name in figures}
     print(" " * 8 + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()), flush=True)
-    if plan.other == plan.backend:
-        report.run("switch", lambda: (True, parts.switch(plan, folder)))
-        return
+    report.run("switch", lambda: (True, _switch(plan, folder)))
+
+
+def _switch(plan: Plan, folder: Path) -> str:
     try:
-        line = parts.switch(plan, folder)
-    # An engine that the configuration does not name may refuse what it asks for.
+        return parts.switch(plan, folder)
     except parts.PartFailed as error:
-        plan.missing.append(f"a switch to {plan.other}, which refused: {error.why}")
-    else:
-        report.run("switch", lambda: (True, line))
+        # An engine that the configuration does not name may refuse what it asks for.
+        if plan.other == plan.backend:
+            raise
+        plan.missing.append(f"a switch to {plan.other}, which refused it")
+        return f"{plan.other} refused it, which the run does not need: {error.where}"
 
 
 def _swap(found: tuple[str, dict[str, float]]) -> tuple[dict[str, float], str]:

@@ -23,6 +23,7 @@ from engine_api.errors import PluginError, UnsupportedCapability
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_trainer.config import Config, RLConfig, SFTConfig
 from engine_trainer.config.combined_reward import COMBINE
+from engine_trainer.config.evaluation import EvalSection
 from engine_trainer.config.loading import read_tree
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.utils.hf_models import hf_config
@@ -155,14 +156,15 @@ def make_plan(
             plan.missing += [left_out] if left_out else []
     _put(written, "run.output_dir", str(folder / "run"))
     _place_engine(plan, config, why)
-    for name in ("engine.model", "algorithm.critic.model"):
-        if _has(config, name) and _get(config, name) is not None:
-            _put(written, name, _small_source(_get(config, name), folder / "model"))
+    for name in ("engine", "algorithm.critic", "algorithm.teacher.engine"):
+        _place_model(plan, config, name, folder / "model")
     _place_data(plan, config, folder)
     if isinstance(config, RLConfig):
         _place_rl(plan, config)
     if isinstance(config, RLConfig | SFTConfig):
         _place_rollout(plan, config)
+    if isinstance(config.eval, EvalSection):
+        _cap_sets(plan, config.eval)
     if config.eval is None:
         plan.missing.append("an evaluation: the configuration has no eval")
     elif config.eval.every != STEPS:
@@ -234,6 +236,19 @@ def _place_engine(plan: Plan, config: Config, why: str) -> None:
             _put(plan.tree, f"engine.precision.{name}", "bfloat16")
 
 
+def _place_model(plan: Plan, config: Config, section: str, small: Path) -> None:
+    """Put the small model in the place of a section's own, on the policy's layout."""
+    if not _has(config, f"{section}.model") or _get(config, f"{section}.model") is None:
+        return
+    source = _get(config, f"{section}.model")
+    if source.path != config.engine.model.path:
+        plan.missing.append(f"{section}.model: {source.path}; the policy's small model is there")
+    kept = {"attention": source.attention, "trust_remote_code": source.trust_remote_code}
+    _put(plan.tree, f"{section}.model", {"path": str(small), "init": "random", **kept})
+    if section != "engine" and _get(config, f"{section}.parallelism") is not None:
+        _put(plan.tree, f"{section}.parallelism", None)
+
+
 def _place_data(plan: Plan, config: Config, folder: Path) -> None:
     """Read the rows that were chosen, with the tokenizer that was saved beside the model."""
     if config.data.source is not None:
@@ -252,7 +267,8 @@ def _place_rl(plan: Plan, config: RLConfig) -> None:
         _put(plan.tree, "algorithm.overlong.buffer", max(1, int(part * longest)))
     if config.agent is not None and config.agent.max_turn_tokens is not None:
         _put(plan.tree, "agent.max_turn_tokens", min(config.agent.max_turn_tokens, 16))
-    _put(plan.tree, "reward", _with_noise(plan, config))
+    if plan.tree.get("reward") is not None:
+        _put(plan.tree, "reward", _with_noise(plan, config))
     if config.launcher == "ray":
         if importlib.util.find_spec("ray") is None:
             plan.missing.append("Ray, which is not installed here")
@@ -303,9 +319,12 @@ def _place_rollout(plan: Plan, config: RLConfig | SFTConfig) -> None:
         plan.missing.append(f"rollout.quantization: {rollout.quantization}")
 
 
-def _small_source(source: Any, folder: Path) -> dict[str, Any]:
-    kept = {"attention": source.attention, "trust_remote_code": source.trust_remote_code}
-    return {"path": str(folder), "init": "random", **kept}
+def _cap_sets(plan: Plan, section: EvalSection) -> None:
+    """Bound the numbers of held-out sets that have their own."""
+    for name, values in section.sets.items():
+        for key in ("max_problems", "samples"):
+            if getattr(values, key) is not None:
+                _put(plan.tree, f"eval.sets.{name}.{key}", _CAPS[f"eval.{key}"])
 
 
 def _cap(plan: Plan, config: Config, key: str, largest: int) -> None:

@@ -101,10 +101,12 @@ def require_model(folder: Path) -> None:
 
 def describe_needs(source: ModelSource) -> str:
     """Return the remedy for a model that is not on this machine."""
+    needs = "a rehearsal reads config.json and the tokenizer's files, and no weights"
+    if source.path.startswith(("/", ".", "~")):
+        return f"name a folder with them: {needs}; ~ is not expanded"
     return (
-        f"a rehearsal reads config.json and the tokenizer's files, and no weights: "
-        f"`hf download {source.path} --include '*.json' '*.model' '*.txt' --local-dir model`, and "
-        "engine.model.path=model"
+        f"{needs}: `hf download {source.path} --include '*.json' '*.model' '*.txt' --local-dir "
+        "model`, and engine.model.path=model"
     )
 
 
