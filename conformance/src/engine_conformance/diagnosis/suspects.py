@@ -324,7 +324,8 @@ def _logits(oracle: OracleModel, tokens: Sequence[int], head: Tensor | None) -> 
     """Return the logits ``[L, V]``, with another head where one is given."""
     if head is None:
         return oracle.logits(tokens)
-    return cap(oracle.hidden(tokens) @ head.T, oracle.config.logit_cap)
+    scaled = oracle.config.logit_scale * (oracle.hidden(tokens) @ head.T)
+    return cap(scaled, oracle.config.logit_cap)
 
 
 def _truncate(log_p: Tensor, subject: Subject) -> Tensor:

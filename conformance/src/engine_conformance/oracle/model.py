@@ -222,16 +222,19 @@ def _hidden(
 ) -> Tensor:
     x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     for index in range(config.num_layers):
-        x = attention_block(params, config, index, x)
-        own = None if replayed is None else replayed[:, index]
-        x = feed_forward_block(params, config, index, x, own)
+        x = _layer(params, config, index, x, None if replayed is None else replayed[:, index])
     return norm(params, config, f"model.{config.names.final_norm}", x)
-        x = _layer(params, config, index, x)
-    return norm(params, config, "model.norm", x)
 
 
-def _layer(params: dict[str, Tensor], config: ModelConfig, index: int, x: Tensor) -> Tensor:
-    return feed_forward_block(params, config, index, attention_block(params, config, index, x))
+def _layer(
+    params: dict[str, Tensor],
+    config: ModelConfig,
+    index: int,
+    x: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    mixed = attention_block(params, config, index, x)
+    return feed_forward_block(params, config, index, mixed, replayed)
 
 
 @torch.no_grad()

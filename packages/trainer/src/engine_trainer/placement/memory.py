@@ -136,7 +136,9 @@ def engines_bytes(
         )
     if algorithm.teacher is not None and algorithm.teacher.engine is not None:
         teacher = algorithm.teacher.engine.engine(config.engine)
-        found["teacher"] = _engine_bytes(teacher, _parameters(teacher.model), device, learns=False)
+        found["teacher"] = engine_bytes(
+            teacher, count_parameters(teacher.model), device, learns=False
+        )
     return found
 
 
