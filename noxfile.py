@@ -69,6 +69,7 @@ GENERATORS = (
     "mutants",
     "margins",
     "scaling",
+    "engine_switch",
     "kl_gradients",
     "zoo",
 )

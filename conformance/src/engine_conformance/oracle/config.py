@@ -9,9 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from engine_conformance.oracle.rope import ROPE_KINDS, Rope
 
-__all__ = ["ACTIVATIONS", "FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
+__all__ = [
+    "ACTIVATIONS",
+    "FAMILIES",
+    "Mask",
+    "MoEConfig",
+    "ModelConfig",
+    "UnsupportedModel",
+    "hide_later",
+    "read_config",
+]
+
+Mask = Callable[[int, int | None], Tensor]
+"""From a document's length and a layer's window to ``[L, L]``, true where the row's token does not
+attend to the column's."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
 # Families of which a mechanism's case alone makes a model.
@@ -30,6 +46,13 @@ _ACTIVATION_NAMES = {"gelu_new": "gelu_pytorch_tanh"}
 
 class UnsupportedModel(ValueError):
     """A checkpoint that asks for something that the oracle does not compute."""
+
+
+def hide_later(length: int, window: int | None) -> Tensor:
+    """Return the mask of causal attention within a window, or within the whole document."""
+    every = torch.ones((length, length), dtype=torch.bool)
+    later = every.triu(1)
+    return later if window is None else later | every.tril(-window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +147,7 @@ class ModelConfig:
         mixer_width: number of tokens of that convolution.
         indexed: the attention of a model whose layers select tokens; None for any other.
         names: the names of a layer's parts.
+        mask: the pairs of tokens that do not see one another.
     """
 
     family: str
@@ -161,6 +185,7 @@ class ModelConfig:
     mixer_width: int = 0
     indexed: IndexedAttention | None = None
     names: Names = Names()
+    mask: Mask = hide_later
 
     @property
     def qk_norm(self) -> bool:

@@ -198,7 +198,7 @@ def attention(params: Params, config: ModelConfig, index: int, prefix: str, x: T
     k = k.repeat_interleave(group, dim=0)
     v = v.repeat_interleave(group, dim=0)
     scores = cap(q @ k.transpose(-1, -2) * config.attention_scale, config.attention_cap)
-    unseen = _unseen(scores.shape[-1], config.windows[index])
+    unseen = config.mask(scores.shape[-1], config.windows[index])
     scores = scores.masked_fill(unseen, -math.inf)
     if config.sinks:
         # One more score of each head, of no token (Xiao et al. 2023, arXiv:2309.17453).
@@ -234,7 +234,7 @@ def indexed_attention(
     k, v = both[..., : own.plain_dim], both[..., own.plain_dim :]
     k = torch.cat((k, shared.expand(config.num_heads, -1, -1)), dim=-1)
     scores = q @ k.transpose(-1, -2) * config.attention_scale
-    unseen = _unseen(len(x), config.windows[index])
+    unseen = config.mask(len(x), config.windows[index])
     unseen = unseen | _unselected(params, config, f"{prefix}indexer.", x, latent, unseen)
     mixed = scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ v
     return linear(params, f"{prefix}o_proj", mixed.transpose(0, 1).flatten(1))
@@ -263,13 +263,6 @@ def _unselected(
     total = (weights.T[..., None] * scores).sum(dim=0).masked_fill(unseen, -math.inf)
     chosen = total.topk(min(own.selected, len(x)), dim=-1).indices
     return torch.ones_like(unseen).scatter(-1, chosen, False)
-
-
-def _unseen(length: int, window: int | None) -> Tensor:
-    """Return ``[L, L]``, true where the row's token does not attend to the column's."""
-    every = torch.ones((length, length), dtype=torch.bool)
-    later = every.triu(1)
-    return later if window is None else later | every.tril(-window)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:

@@ -85,6 +85,17 @@ class OracleModel:
         """Return hidden states ``[L, C]`` after the last norm, of one document ``ids [L]``."""
         return _hidden(self.effective_params(), self.config, _ids(ids))
 
+    def layers(self, ids: Any) -> list[Tensor]:
+        """Return the hidden states ``[L, C]`` after the embedding and after each layer.
+
+        ``ids [L]`` is one document.
+        """
+        params, config = self.effective_params(), self.config
+        found = [config.embedding_scale * params["model.embed_tokens.weight"][_ids(ids)]]
+        for index in range(config.num_layers):
+            found.append(_layer(params, config, index, found[-1]))
+        return found
+
     def logits(self, ids: Any) -> Tensor:
         """Return the logits ``[L, V]`` of one document, where row i is about token i + 1.
 
@@ -211,10 +222,19 @@ def _hidden(
 ) -> Tensor:
     x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     for index in range(config.num_layers):
-        x = attention_block(params, config, index, x)
-        own = None if replayed is None else replayed[:, index]
-        x = feed_forward_block(params, config, index, x, own)
+        x = _layer(params, config, index, x, None if replayed is None else replayed[:, index])
     return norm(params, config, f"model.{config.names.final_norm}", x)
+
+
+def _layer(
+    params: dict[str, Tensor],
+    config: ModelConfig,
+    index: int,
+    x: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    mixed = attention_block(params, config, index, x)
+    return feed_forward_block(params, config, index, mixed, replayed)
 
 
 @torch.no_grad()
