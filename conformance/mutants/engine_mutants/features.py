@@ -117,8 +117,8 @@ class _WithLoss(torch.autograd.Function):
 class AuxiliaryLossInGradient(Model):
     """The gradient of the router has that of a balancing loss, which the caller's loss has not."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
         load = (mix > 0).float().mean(0) * self.shape.experts / self.shape.top_k
         # transformers' default of router_aux_loss_coef.
