@@ -55,6 +55,8 @@ API, FSDP, TRAINER, SUITE = (
     "conformance",
 )
 ROLLOUT = "packages/rollout-fp8"
+# Folders whose tests take minutes, the longest first.
+LONGEST = (TRAINER, SUITE, "packages/engine-megatron", ".", ROLLOUT, "packages/engine-npu", API)
 EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")
 OWN_LOSS = "examples/own-loss"
 # These tools write a page from its source, and compare the two with --check.
@@ -67,6 +69,7 @@ GENERATORS = (
     "mutants",
     "margins",
     "scaling",
+    "engine_switch",
     "kl_gradients",
     "zoo",
 )
@@ -149,20 +152,14 @@ def check_lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-def check_types(session: nox.Session) -> None:
-    """Check types, strictly in the contract."""
-    session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
-
-
-def check_imports(session: nox.Session) -> None:
-    """Check the rules about which package may import which."""
-    session.run("lint-imports", "--no-cache")
-
-
-def check_docs(session: nox.Session) -> None:
-    """Check that the generated pages agree with their sources."""
-    for tool in GENERATORS:
-        session.run("python", f"tools/{tool}.py", "--check")
+def check_commands(session: nox.Session) -> list[tuple[str, ...]]:
+    """Return the commands that check the types, the imports and the generated pages."""
+    return [
+        ("pyright", "--pythonpath", str(Path(session.bin, "python"))),
+        ("lint-imports", "--no-cache"),
+        # Each compares a page with its sources.
+        *(("python", f"tools/{tool}.py", "--check") for tool in GENERATORS),
+    ]
 
 
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
@@ -170,14 +167,15 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
 
     The trainer's tests are three commands, each of about the length of the others.
     """
-    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", *EXAMPLES, OWN_LOSS])
+    folders = dict.fromkeys([*LONGEST, *packages(), *EXAMPLES, OWN_LOSS])
     found: list[tuple[str, ...]] = [
         (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
     ]
     on_ray = f"{TRAINER}/tests/placement/ray"
     learning = [f"{TRAINER}/tests/{name}" for name in ("preferences", "rewards", "rl")]
     rest = (f"{TRAINER}/tests", *(f"--ignore={folder}" for folder in (on_ray, *learning)))
-    found[:1] = [rest, (on_ray,), tuple(learning)]
+    found[:1] = [rest]
+    found[2:2] = [(on_ray,), tuple(learning)]
     return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
 
 
@@ -185,16 +183,16 @@ def conformance_commands(commit: str) -> list[tuple[str, ...]]:
     """Return the conformance commands of every engine that the matrix calls tested on a CPU.
 
     The hash of ``commit`` decides which engine has its turn, so that a run can be repeated. That
-    engine runs every case once on one and two ranks, and the cases that need four ranks
-    there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of all
-    engines, and repeats some in each layout and with each option, as `certify` does.
+    engine runs every case once on two ranks, the quick tier on one, and the cases that need four
+    ranks there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of
+    all engines, and repeats some in each layout and with each option, as `certify` does.
     """
     engines = [engine for engine, device in engine_devices(load()) if device == "cpu"]
     turn = engines[int(commit.removesuffix("-dirty"), 16) % len(engines)]
     found = []
     for engine in engines:
         if engine == turn:
-            runs = [((1, 2), "--case", "*"), ((4,), "--case", LAYOUTS)]
+            runs = [((2,), "--case", "*"), ((4,), "--case", LAYOUTS), ((1,), "--tier", "quick")]
         else:
             runs = [((2,), "--tier", "quick")]
         # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
@@ -246,11 +244,12 @@ def tests(session: nox.Session) -> None:
     These are lint, types, imports, generated pages, every test, the conformance suite and the site.
     """
     install(session, [*packages(), *EXAMPLES, OWN_LOSS], *TOOLS)
-    for check in (check_lint, check_types, check_imports, check_docs):
-        check(session)
+    check_lint(session)
+    checks = check_commands(session)
     units = unit_commands(session)
     suites = [] if session.posargs else conformance_commands(current_commit(session))
-    side_by_side(session, [*units[:3], *suites, *units[3:]])
+    # What is found soon comes soon, and short commands at the end keep all lanes busy.
+    side_by_side(session, [*units[:3], *checks, *suites, *units[3:]])
     if not session.posargs:
         session.notify("dist")
         session.notify("site")
@@ -334,14 +333,14 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types alone."""
     install(session, packages(), *TOOLS)
-    check_types(session)
+    session.run(*check_commands(session)[0])
 
 
 @nox.session
 def imports(session: nox.Session) -> None:
     """Check the import rules alone."""
     install(session, packages(), "import-linter")
-    check_imports(session)
+    session.run(*check_commands(session)[1])
 
 
 @nox.session
@@ -674,6 +673,16 @@ def peers(session: nox.Session) -> None:
     session.install("-c", CONSTRAINTS, f"trl=={TRL}")
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     session.run("python", "tools/peers.py", *session.posargs, env=quiet)
+
+
+@nox.session
+def distillation(session: nox.Session) -> None:
+    """Train three students by on-policy distillation on the quickstart's problems.
+
+    After `--`: `--write` puts the table into docs/algorithms.md, `--output FOLDER` keeps the runs.
+    """
+    install(session, [API, FSDP, TRAINER])
+    session.run("python", "tools/distillation.py", *session.posargs)
 
 
 @nox.session

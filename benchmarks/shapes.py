@@ -83,6 +83,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "vocab_size": 2048,
     },
+    "tiny-moe": _A3B
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "head_dim": 64,
+        "vocab_size": 2048,
+    },
 }
 
 

@@ -136,6 +136,43 @@ def test_statements_that_share_nothing_are_not_swapped(mutate) -> None:
     assert ["swap-statements" in operators for operators in swapped] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("body", "is_swapped"),
+    [
+        # Two calls whose results become local names change nothing for each other.
+        ("q = a.turn(b)\n    k = a.turn(c)", False),
+        ("q = a.pop()\n    k = a.pop()", True),
+        ("a.q = a.turn(b)\n    k = a.q.turn(c)", True),
+        ("a.turn(b)\n    k = a.turn(c)", True),
+    ],
+)
+def test_looks_are_not_swapped_and_changes_are(mutate, body: str, is_swapped: bool) -> None:
+    found = mutate.sites(f"def f(a, b, c):\n    {body}\n", "f.py", {})
+    assert ("swap-statements" in [one.operator for one in found]) == is_swapped
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(a, b=None):\n    del b\n    return a\n",
+        "def f(a, b=None):\n    assert b is None\n    return a\n",
+        "def f(a, b):\n    return zip(a, b, strict=True)\n",
+        "def f(a, b):\n    return dumps(a, indent=2, sort_keys=True)\n",
+        "def f(a, b):\n    return abs(a - b)\n",
+        "def f(a, b):\n    return (a - b).abs()\n",
+        "A = B(why='it is late', remedy='be early')\n",
+        "class A:\n    timeout_s: int = 600\n",
+    ],
+)
+def test_what_decides_nothing_is_not_changed(mutate, source: str) -> None:
+    assert mutate.sites(source, "f.py", {}) == []
+
+
+def test_a_collective_of_rank_0_alone_shows_on_two_ranks(mutate) -> None:
+    found = mutate.sites(SAMPLE, "sample.py", DEFAULTS)
+    assert {one.operator for one in found if one.world == 2} == {"rank-zero-alone"}
+
+
 def test_the_same_seed_gives_the_same_list_whose_prefixes_have_every_operator(mutate) -> None:
     folder = ROOT / "packages/engine-torch/src/engine_torch"
     found = mutate.sites((folder / "head.py").read_text(), "head.py", {})

@@ -178,6 +178,7 @@ def test_every_session_can_be_installed_on_its_host(name: str, answers: dict[str
 @pytest.mark.parametrize(
     ("session", "environment"),
     [
+        ("conformance(engine='automodel', device='cpu')", "cpu_automodel"),
         ("conformance(engine='fsdp2', device='cpu')", "cpu"),
         ("conformance(engine='megatron', device='cpu')", "cpu_shimmed"),
         ("conformance(engine='torchtitan', device='cpu')", "cpu_torchtitan"),

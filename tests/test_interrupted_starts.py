@@ -21,8 +21,8 @@ from sglang_fakes import Engine
 from waiting import NEVER_S, children, runs, until
 
 from engine_api.config import ModelSource
-from engine_conformance import ranks
-from engine_conformance.ranks import RankPool
+from engine_conformance import rank_templates, ranks
+from engine_conformance.ranks import RankPool, close_pools
 from engine_trainer.rewards import worker_pool as workers
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import Sample
@@ -67,13 +67,21 @@ import os
 os.rename(announce + ".partial", announce)
 server.serve_forever()
 """
-RANK = """
+TEMPLATE = """
 from multiprocessing.connection import Connection
+from engine_conformance._rank_template import serve
 from engine_conformance._rank_worker import RankReply
-pipe = Connection({})
-pipe.recv_bytes()
-pipe.send(RankReply(kind="returned"))
-pipe.recv_bytes()
+
+def run(descriptor):
+    pipe = Connection(descriptor)
+    try:
+        pipe.recv_bytes()
+        pipe.send(RankReply(kind="returned"))
+        pipe.recv_bytes()
+    except EOFError:
+        pass
+
+serve({}, run)
 """
 REWARDS = """#!{python} -S
 import sys
@@ -97,12 +105,19 @@ def program(path: Path, text: str) -> SimpleNamespace:
     return SimpleNamespace(executable=str(path), path=[])
 
 
+# CI tries each third place, which takes a minute of computation less; the nights try all.
+EVERY = pytest.mark.parametrize(
+    "every", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.nightly)]
+)
+
+
 def check(
     start: Callable[[], Callable[[], None]],
     *modules: ModuleType,
+    every: int,
     pids: Callable[[], set[int]] = children,
 ) -> None:
-    """Interrupt ``start`` at each of its places.
+    """Interrupt ``start`` at its places, each or ``every`` so many.
 
     ``start`` returns the function that ends everything it has started, and ``pids`` returns the
     running processes.
@@ -118,7 +133,7 @@ def check(
     places = places_of(whole, *modules)
     assert len(places) > 10
     ends.pop()()
-    for place in places:
+    for place in places[::every]:
         if not interrupted_at(place, whole, *modules):
             # Some places are not passed each time, such as those in a loop that waits.
             ends.pop()()
@@ -137,7 +152,8 @@ def check(
         )
 
 
-def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@EVERY
+def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     context = multiprocessing.get_context("forkserver")
     plain, started = Engine.__init__, list[Any]()
 
@@ -157,32 +173,49 @@ def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: make().close,
         host,
         rollout,
+        every=every,
         pids=lambda: {p.pid for p in started if p.pid and runs(p.pid)},
     )
 
 
-def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@EVERY
+def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(
         endpoint, "sys", program(tmp_path / "server.py", SERVER.format(python=sys.executable))
     )
     given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0}
     check(
-        lambda: RemoteRollout(name="local", device="cpu", arguments=given).close, client, endpoint
+        lambda: RemoteRollout(name="local", device="cpu", arguments=given).close,
+        client,
+        endpoint,
+        every=every,
     )
 
 
-def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_COMMAND", RANK)
+@EVERY
+def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    monkeypatch.setattr(rank_templates, "_COMMAND", TEMPLATE)
 
     def start() -> Callable[[], None]:
         pool = RankPool(2)
         pool.start()
         return pool.close
 
-    check(start, ranks)
+    def pids() -> set[int]:
+        """Return the ranks, and the templates that no later start would use."""
+        started = children()
+        kept = {template.process.pid for template in ranks._templates._running.values()}
+        return (started - kept).union(*(children(pid) for pid in started))
+
+    try:
+        check(start, ranks, rank_templates, every=every, pids=pids)
+    finally:
+        close_pools()
+    until(lambda: not children(), missing="a template is left")
 
 
-def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@EVERY
+def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     answers = {
         "first": pickle.dumps([False]),  # no coroutine function
         "outcome": pickle.dumps((0, 1.0, "", None)),
@@ -202,4 +235,4 @@ def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise
         return made.close
 
-    check(start, workers)
+    check(start, workers, every=every)

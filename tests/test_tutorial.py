@@ -6,9 +6,12 @@ import ast
 import io
 import re
 import tokenize
+from types import SimpleNamespace
 
 import pytest
 from layout import ROOT
+
+from engine_api.plugin import CONTRACT, contract_problem, is_older
 
 TUTORIAL = (ROOT / "docs/adding-an-engine.md").read_text()
 QUOTED = re.findall(
@@ -53,3 +56,19 @@ def lines_of_code(source: str) -> int:
 def test_an_example_stays_short(example: str, most: int) -> None:
     files = (ROOT / "examples" / example / "src").rglob("*.py")
     assert sum(lines_of_code(path.read_text()) for path in files) <= most
+
+
+def test_the_example_of_an_older_contract_is_served_and_asked_for_nothing_newer() -> None:
+    """engine-minimal stays where it is, and `nox -s examples` certifies its wheel."""
+    from engine_conformance.cases import Target, load_cases
+    from engine_minimal.plugin import PLUGIN
+
+    assert is_older(PLUGIN.contract, CONTRACT)
+    assert contract_problem(PLUGIN.contract) is None
+    target = Target(backend="minimal", root=ROOT)
+    target.__dict__["resolution"] = SimpleNamespace(plugin=PLUGIN)
+    newer = [one for one in load_cases().values() if is_older(PLUGIN.contract, one.since)]
+    assert {one.id for one in newer} >= {"moe.replay", "refusal.sinks", "mechanisms.sinks"}
+    for one in newer:
+        assert f"the engine was written for {PLUGIN.contract}" in (one.why_not(target) or "")
+    assert load_cases()["train.policy"].why_not(target) is None

@@ -28,6 +28,8 @@ KILLED = ("killed", "timeout", "crash")
 CLASSES: Mapping[str, str] = {
     "equivalent": "no engine that fulfils the contract can be told from it by its results",
     "elsewhere": "what it breaks is no part of the contract, and is tested elsewhere or not at all",
+    "setting": "it shows where the campaign does not run: on an accelerator, on four ranks, in a "
+    "case that a whole run repeats in another layout, or in another engine of the same package",
     "gap": "the contract says nothing about it, and should",
     "hole": "it breaks the contract, and no case fails",
 }

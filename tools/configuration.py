@@ -34,6 +34,7 @@ UNREAD = {"eval": {"algorithm", "ray", "overlap"}}
 # Descriptors of this repository whose plug-ins have options of their own, by the section above.
 PLUGINS = {
     "engine": (
+        "engine_automodel.plugin:PLUGIN",
         "engine_fsdp.plugin:PLUGIN",
         "engine_megatron.plugin:PLUGIN",
         "engine_npu.plugin:MINDSPEED",

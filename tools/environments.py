@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 SUITE = "conformance"
 # These extras need a device, a server or an account: only an environment that names one has it.
 NOT_EVERYWHERE = {
+    "automodel",
     "cuda",
     "flash",
     "gpu",

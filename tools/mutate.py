@@ -70,6 +70,13 @@ _NOT_COMMUTATIVE: Mapping[type[ast.operator], str] = {
     ast.LShift: "<<",
     ast.RShift: ">>",
 }
+# Methods that change their object although their result is assigned.
+_CHANGES = re.compile(r"_$|^(pop\w*|setdefault|next\w*|send|recv|submit|draw\w*|step)$")
+# Arguments by which a call does the same thing: texts for people, the layout of a text, the check
+# of an assumption, and whether a copy waits.
+_SAME_RESULT = ("why", "remedy", "indent", "sort_keys", "strict", "non_blocking")
+# An integer of a module or a class from here on is a size or a time that someone chose.
+_CHOSEN = 100
 # Fields of nodes whose text decides nothing at run time, or only how an object is shown.
 _NOT_MUTATED = ("annotation", "returns", "decorator_list", "bases", "type_params")
 _SHOWN = ("__repr__", "__str__", "__rich_repr__")
@@ -227,6 +234,8 @@ class _Finder:
         self._lines = (1, 1)
         # Collectives that are a whole statement.
         self._guarded: list[ast.Call] = []
+        # Differences whose sign decides nothing.
+        self._unsigned: list[ast.AST] = []
 
     # --- text ----------------------------------------------------------------------------------
 
@@ -239,10 +248,15 @@ class _Finder:
     def _text(self, node: ast.AST) -> str:
         return self._data[self._start(node) : self._end(node)].decode()
 
-    def _add(self, operator: str, node: Any, text: str, *, last: Any = None) -> None:
-        self._replace(operator, node, self._start(node), self._end(last or node), text)
+    def _add(
+        self, operator: str, node: Any, text: str, *, last: Any = None, world: int = 0
+    ) -> None:
+        end = self._end(last or node)
+        self._replace(operator, node, self._start(node), end, text, world=world)
 
-    def _replace(self, operator: str, node: Any, start: int, end: int, text: str) -> None:
+    def _replace(
+        self, operator: str, node: Any, start: int, end: int, text: str, *, world: int = 0
+    ) -> None:
         place = (node.lineno, node.col_offset, operator)
         ordinal = sum((m.line, m.column, m.operator) == place for m in self.found)
         left = self._data.rfind(b"\n", 0, start) + 1
@@ -266,6 +280,7 @@ class _Finder:
                 text=text,
                 before=" ".join(before.split()),
                 after=" ".join(after.split()),
+                world=world,
             )
         )
 
@@ -348,6 +363,8 @@ class _Finder:
             self._expression(node.body)
             self._scope.pop()
             return
+        if isinstance(node, ast.keyword) and node.arg in _SAME_RESULT:
+            return
         children: Iterable[ast.AST] = ast.iter_child_nodes(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "cast",
@@ -359,6 +376,7 @@ class _Finder:
             self._expression(child)
 
     def _mutate(self, node: ast.AST) -> None:
+        self._unsigned += _operands_without_sign(node)
         match node:
             case ast.BinOp():
                 self._binary(node)
@@ -389,7 +407,8 @@ class _Finder:
             self._add("drop-call", node, "pass")
         if _COLLECTIVE.search(name):
             self._guarded.append(call)
-            self._add("rank-zero-alone", node, f"({self._text(node)}) if {_RANK_ZERO} else None")
+            alone = f"({self._text(node)}) if {_RANK_ZERO} else None"
+            self._add("rank-zero-alone", node, alone, world=2)
 
     def _is_reset(self, node: ast.stmt) -> bool:
         """Return whether a statement, outside of a constructor, makes state empty."""
@@ -407,7 +426,7 @@ class _Finder:
         text = isinstance(node.left, (ast.Constant, ast.JoinedStr)) and isinstance(
             getattr(node.left, "value", ""), str
         )
-        if sign and not text:
+        if sign and not text and node not in self._unsigned:
             left, right = self._text(node.left), self._text(node.right)
             self._add("swap-operands", node, f"(({right}) {sign} ({left}))")
 
@@ -419,7 +438,8 @@ class _Finder:
         self._add("off-by-one", node, f"(({left}) {_OTHER_BOUND[sign]} ({right}))")
 
     def _constant(self, node: ast.Constant) -> None:
-        if type(node.value) is int:
+        inside = any(not isinstance(one, ast.ClassDef) for one in self._scope)
+        if type(node.value) is int and (inside or node.value < _CHOSEN):
             self._add("off-by-one", node, str(node.value + 1))
             if node.value > 0:
                 self._add("off-by-one", node, str(node.value - 1))
@@ -464,7 +484,7 @@ class _Finder:
         if isinstance(node.func, ast.Attribute) and name in _CASTS and not node.args:
             self._add("dtype", node, f"{self._text(node.func.value)}.{_CASTS[name]}()")
         for index, keyword in enumerate(node.keywords):
-            if keyword.arg is not None:
+            if keyword.arg is not None and keyword.arg not in _SAME_RESULT:
                 fewer = copy.deepcopy(node)
                 del fewer.keywords[index]
                 self._add("ignore-argument", node, ast.unparse(fewer))
@@ -474,7 +494,8 @@ class _Finder:
                 alone = f"[{alone}]"
             if name == "together":
                 alone = f"[({self._text(node.args[1])})()]"
-            self._add("rank-zero-alone", node, f"({self._text(node)} if {_RANK_ZERO} else {alone})")
+            alone = f"({self._text(node)} if {_RANK_ZERO} else {alone})"
+            self._add("rank-zero-alone", node, alone, world=2)
 
     def _negate(self, test: ast.expr) -> None:
         self._add("negate", test, f"not ({self._text(test)})")
@@ -498,6 +519,8 @@ class _Finder:
         ]
         at = self._start(body[0])
         for argument, default in pairs:
+            if not _decides(argument.arg, body):
+                continue
             line = f"{argument.arg} = {ast.unparse(default)}\n{' ' * body[0].col_offset}"
             self._replace("ignore-argument", argument, at, at, line)
 
@@ -534,6 +557,25 @@ def _is_left_out(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name in _SHOWN
 
 
+def _operands_without_sign(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of which a node takes the absolute value or the square."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "abs":
+        return node.args
+    if isinstance(node, ast.Attribute) and node.attr in ("abs", "square"):
+        return [node.value]
+    return []
+
+
+def _decides(argument: str, body: Sequence[ast.stmt]) -> bool:
+    """Return whether a body reads an argument for more than to delete it or to assert something."""
+    return any(
+        isinstance(one, ast.Name) and one.id == argument and isinstance(one.ctx, ast.Load)
+        for statement in body
+        if not isinstance(statement, ast.Assert)
+        for one in ast.walk(statement)
+    )
+
+
 def own_lines(node: ast.stmt) -> tuple[int, int]:
     """Return the lines of a statement, without the blocks in it."""
     blocks = [
@@ -565,14 +607,23 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _touched(node: ast.stmt) -> set[str]:
-    """Return the names of the objects that a statement sets, or may change."""
+    """Return the names of the objects that a statement sets, or may change.
+
+    A call whose result becomes a local name is taken to change nothing, unless its name says so.
+    """
+    local = isinstance(node, ast.Assign) and all(
+        isinstance(name, ast.Name)
+        for target in node.targets
+        for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+    )
     touched: set[str] = set()
     for one in ast.walk(node):
         named = isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))
         if named and not isinstance(one.ctx, ast.Load):
             touched |= _names(one.value if isinstance(one, ast.Subscript) else one)
         if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
-            touched |= _names(one.func.value)
+            changes = not local or _CHANGES.search(one.func.attr)
+            touched |= _names(one.func.value) if changes else set()
         if isinstance(one, ast.keyword) and one.arg == "generator":
             touched |= _names(one.value)
     if isinstance(node, ast.Expr):

@@ -1,10 +1,11 @@
-"""Compute tiny models of every family with engine-fsdp, and write docs/models.md from the results.
+"""Compute tiny models of every family, and write docs/models.md from the results.
 
 ``python tools/zoo.py measure`` makes a tiny random model of each type that transformers has,
-computes three packed documents, and compares with transformers' own eager implementation in
-float64, one document at a time: each token's log-prob, the gradient of each weight, an export that
-``from_pretrained`` reads, exported shards and a checkpoint, and all again on two ranks but for the
-reading by ``from_pretrained``. The results go to
+computes three packed documents with engine-fsdp, and compares with transformers' own eager
+implementation in float64, one document at a time: each token's log-prob, the gradient of each
+weight, an export that ``from_pretrained`` reads, exported shards and a checkpoint, and all again on
+two ranks but for the reading by ``from_pretrained``. With ``--backend megatron`` it does the same
+with engine-megatron on simulated CUDA, where two ranks split each layer. The results go to
 conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
 ``--check`` says whether the page is current. It imports no torch then.
 """
@@ -38,6 +39,9 @@ PAGE = ROOT / "docs" / "models.md"
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
 LAYOUTS = ("one rank", "two ranks")
+FSDP = "fsdp2"
+MEGATRON = "megatron"
+ACCEPTED = ("right", "wrong")
 TITLES = {
     "right": "Right",
     "refused": "Refused",
@@ -51,7 +55,7 @@ ORDER = ("right", "refused", "unmade", "wrong", "crash")
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
+def measure(model_type: str, folder: Path, ranks: int, backend: str) -> dict[str, Any]:
     """Return the result of a model type on this rank: its status and its largest differences."""
     from tiny_models import tiny_model
 
@@ -60,19 +64,26 @@ def measure(model_type: str, folder: Path, ulysses: int) -> dict[str, Any]:
     try:
         tiny_model(model_type).save_pretrained(folder)
         expected = Expected(folder)
+        if backend != FSDP:
+            # Before there are ranks, of which transformers lets the first alone save a model.
+            expected.name_gradients(folder.with_name(f"{folder.name}-gradients"))
     # The family's own code may raise anything where the sizes do not fit it.
     except Exception as error:  # noqa: BLE001
         return {"status": "unmade", "why": _line(error)}
     try:
-        engine, changed = _start_divided(folder, ulysses)
+        if backend == FSDP:
+            engine, changed = _start_divided(folder, ranks)
+        else:
+            engine, changed = _start(folder, ranks, backend)
     except EngineError as error:
         return {"status": "refused", "why": _line(error), "by": _mechanism(error)}
     except Exception as error:  # noqa: BLE001 - a crash is a result
         traceback.print_exc()
         return {"status": "crash", "why": _line(error)}
-    asks = _list_mechanisms(engine.module.lm)
+    asks = _list_mechanisms(engine.module.lm) if backend == FSDP else []
+    compare = _compare if backend == FSDP else _compare_moved
     try:
-        found: dict[str, Any] = _compare(engine, expected, folder)
+        found: dict[str, Any] = compare(engine, expected, folder)
     except EngineError as error:
         found = {"status": "refused", "why": f"late: {_line(error)}", "by": _mechanism(error)}
     except Exception as error:  # noqa: BLE001 - a crash is a result
@@ -107,17 +118,28 @@ class Expected:
             if parameter.grad is not None
         }
 
+    def name_gradients(self, folder: Path) -> None:
+        """Give the gradients the names of saved tensors, by saving them in their place."""
+        import torch
+        from safetensors.torch import load_file
+
+        with torch.no_grad():
+            for tensor in self.model.state_dict(keep_vars=True).values():
+                tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        self.model.save_pretrained(folder)
+        self.gradients = load_file(folder / "model.safetensors")
+
 
 def _start_divided(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
     """Return an engine that divides documents over ranks, or documents where it refuses that."""
     from engine_api.errors import UnsupportedCapability
 
     try:
-        return _start(folder, ulysses)
+        return _start(folder, ulysses, FSDP)
     except UnsupportedCapability as error:
         if ulysses == 1 or "under Ulysses" not in str(error):
             raise
-        return _start(folder, 1)
+        return _start(folder, 1, FSDP)
 
 
 def _list_mechanisms(lm: Any) -> list[str]:
@@ -128,18 +150,29 @@ def _list_mechanisms(lm: Any) -> list[str]:
     return [one.name for one in MECHANISMS if one.find(text, type(lm), lm)]
 
 
-def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
-    """Return an initialized engine, and the overrides that a refusal's remedy asked for."""
+def _start(folder: Path, ranks: int, backend: str) -> tuple[Any, dict[str, float]]:
+    """Return an initialized engine, and the overrides that a refusal's remedy asked for.
+
+    engine-fsdp divides documents over ``ranks``, engine-megatron layers.
+    """
     from engine_api import EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism
     from engine_api.errors import ConfigError
+
+    if backend == FSDP:
+        parallelism, options, rate = Parallelism(ulysses=ranks), {}, 0.0
+    else:
+        parallelism, options, rate = Parallelism(tp=ranks), {"sequence_parallel": ranks > 1}, 1.0
+        if ranks > 1 and _has_experts(folder):
+            options["expert_tensor_parallel"] = 1
 
     def create(overrides: dict[str, float]) -> Any:
         config = EngineConfig(
             model=ModelSource(path=str(folder), config_overrides=overrides),
-            optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.0),
-            parallelism=Parallelism(ulysses=ulysses),
+            optimizer=OptimizerConfig(name="torch.optim.SGD", lr=rate, clip_norm=None),
+            parallelism=parallelism,
+            options=options,
         )
-        engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+        engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
         engine.initialize()
         return engine
 
@@ -150,6 +183,56 @@ def _start(folder: Path, ulysses: int) -> tuple[Any, dict[str, float]]:
             raise
         off = dict.fromkeys(re.findall(r"(\w+): 0\.0", error.remedy), 0.0)
         return create(off), off
+
+
+def _has_experts(folder: Path) -> bool:
+    keys = json.loads((folder / "config.json").read_text())
+    return any(key in keys for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _compare_moved(engine: Any, expected: Expected, folder: Path) -> dict[str, Any]:
+    """Compare an engine by its exports alone, where a step moves weights by their gradients."""
+    import torch
+    from safetensors.torch import load_file
+    from tiny_models import log_probs, oracle
+
+    from engine_api import Batch, sft_loss
+
+    rows = [
+        {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
+        for ids in expected.documents
+    ]
+    batch = Batch.pack(rows)
+    stored = load_file(folder / "model.safetensors")
+    got = engine.infer_batch(batch).log_probs.double()
+    found: dict[str, Any] = {"log_probs": float((got - expected.log_probs).abs().max())}
+    wrong = _first_changed(engine, stored)
+    state = f"exported: {wrong}" if wrong else _check_shards(engine, stored)
+    if engine.topology.world_size == 1:
+        saved = folder.with_name(folder.name + "-saved")
+        engine.save_hf(saved)
+        again = oracle(str(saved))
+        same = torch.cat([log_probs(again, ids) for ids in expected.documents])
+        found["export"] = float((same - expected.log_probs).abs().max())
+    place = _save_together(engine, folder)
+    gradients = expected.gradients
+    engine.train_batch(batch, sft_loss)
+    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
+    worst = (0.0, "")
+    for name, tensor in engine.get_per_tensor_param():
+        want = gradients[name]
+        apart = float((stored[name].double() - tensor.double() - want).norm())
+        apart /= max(float(want.norm()), 1e-3 * norm)
+        # A gradient that is not a number must not pass a comparison.
+        if not apart <= worst[0]:
+            worst = (apart, name)
+    engine.load_checkpoint(place)
+    wrong = _first_changed(engine, stored)
+    state = state or (f"loaded from a checkpoint: {wrong}" if wrong else "")
+    found |= {"gradient": worst[0], "weight": worst[1], "state": state}
+    near = found["log_probs"] < NEAR and worst[0] < NEAR_GRADIENT
+    right = near and not state and found.get("export", 0.0) < 1e-9
+    return {"status": "right" if right else "wrong", **found}
 
 
 def _compare(engine: Any, expected: Expected, folder: Path) -> dict[str, Any]:
@@ -196,7 +279,7 @@ def _check_state(engine: Any, folder: Path) -> str:
     wrong = _check_shards(engine, stored)
     if wrong:
         return f"exported in shards: {wrong}"
-    _pass_through_checkpoint(engine, folder.with_name(f"{folder.name}-state"))
+    _pass_through_checkpoint(engine, folder)
     wrong = _first_changed(engine, stored)
     return f"loaded from a checkpoint: {wrong}" if wrong else ""
 
@@ -234,18 +317,25 @@ def _check_shards(engine: Any, stored: dict[str, Any]) -> str:
     return next(iter(wrong), "")
 
 
-def _pass_through_checkpoint(engine: Any, place: Path) -> None:
-    """Save the engine's state, forget its weights, and load it again."""
+def _save_together(engine: Any, folder: Path) -> Path:
+    """Save the engine's state into one folder of all ranks, next to rank 0's model."""
     import torch.distributed as dist
 
-    places = [str(place)]
+    places = [str(folder.with_name(f"{folder.name}-state"))]
     if dist.is_initialized():
         dist.broadcast_object_list(places)
-    engine.save_checkpoint(Path(places[0])).result()
+    place = Path(places[0])
+    engine.save_checkpoint(place).result()
+    return place
+
+
+def _pass_through_checkpoint(engine: Any, folder: Path) -> None:
+    """Save the engine's state, forget its weights, and load it again."""
+    place = _save_together(engine, folder)
     for entry in engine.table:
         entry.local.detach().zero_()
         entry.publish()
-    engine.load_checkpoint(Path(places[0]))
+    engine.load_checkpoint(place)
 
 
 def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
@@ -285,22 +375,28 @@ def _line(error: BaseException) -> str:
     return re.sub(r"/\S*/zoo-\w+/", "", lines[0])[:300]
 
 
-def measure_all(model_types: Sequence[str], ulysses: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_all(
+    model_types: Sequence[str], ranks: int, backend: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (model type, result) of each type, one after another."""
     import torch
 
+    if backend != FSDP:
+        from engine_conformance.shim import install
+
+        install()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
         for model_type in model_types:
-            yield model_type, measure(model_type, Path(scratch) / model_type, ulysses)
+            yield model_type, measure(model_type, Path(scratch) / model_type, ranks, backend)
 
 
 # --- the command --------------------------------------------------------------------------------
 
 
-def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, Any]]:
+def _run_ranks(model_types: Sequence[str], count: int, backend: str) -> dict[str, dict[str, Any]]:
     """Measure on ``count`` ranks, and return each type's worst result.
 
     A type that ends its ranks is a crash, and the next ones run in new ranks.
@@ -308,7 +404,7 @@ def _run_ranks(model_types: Sequence[str], count: int) -> dict[str, dict[str, An
     worst: dict[str, dict[str, Any]] = {}
     left = list(model_types)
     while left:
-        results = _run_some(left, count)
+        results = _run_some(left, count, backend)
         for model_type in left:
             rows = [rank[model_type] for rank in results if model_type in rank]
             if len(rows) < count:
@@ -325,7 +421,9 @@ def _badness(row: dict[str, Any]) -> tuple[int, float]:
     return ORDER.index(row["status"]), row.get("gradient", 0.0)
 
 
-def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str, Any]]]:
+def _run_some(
+    model_types: Sequence[str], count: int, backend: str
+) -> list[dict[str, dict[str, Any]]]:
     """Return the results of each rank, until the last type or the first rank that ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -336,7 +434,8 @@ def _run_some(model_types: Sequence[str], count: int) -> list[dict[str, dict[str
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
             environment = {key: str(value) for key, value in place.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1"}
-            command = [sys.executable, __file__, "rank", "--ulysses", str(count)]
+            command = [sys.executable, __file__, "rank", "--ranks", str(count)]
+            command += ["--backend", backend]
             command += ["--results", f"{scratch}/{rank}.jsonl", *model_types]
             ranks.append(subprocess.Popen(command, env=os.environ | environment))
         while all(rank.poll() is None for rank in ranks):
@@ -362,19 +461,27 @@ def _measure_command(arguments: argparse.Namespace) -> int:
 
     from engine_torch.mechanisms import MECHANISMS
 
+    backend: str = arguments.backend
     chosen: list[str] = arguments.types or list(MODEL_TYPES)
     types: dict[str, Any] = {}
-    if RECORD.is_file() and arguments.types:
+    if RECORD.is_file() and (arguments.types or backend != FSDP):
         types = json.loads(RECORD.read_text())["types"]
-    for model_type, found in measure_all(chosen, 1):
+    for model_type, found in measure_all(chosen, 1, backend):
         asks = found.pop("asks", [])
-        types[model_type] = {"asks": asks, LAYOUTS[0]: _rounded(found)}
+        row = {LAYOUTS[0]: _rounded(found)}
+        former = types.get(model_type, {})
+        if backend == FSDP:
+            kept = {name: former[name] for name in (MEGATRON,) if name in former}
+            types[model_type] = {"asks": asks, **row, **kept}
+        else:
+            types[model_type] = former | {backend: row}
         print(f"{model_type}: {_sentence(found)}", flush=True)
-    accepted = [name for name in chosen if types[name][LAYOUTS[0]]["status"] in ("right", "wrong")]
+    rows = {name: types[name] if backend == FSDP else types[name][backend] for name in chosen}
+    accepted = [name for name, row in rows.items() if row[LAYOUTS[0]]["status"] in ACCEPTED]
     if accepted and not arguments.one_rank:
-        for model_type, found in _run_ranks(accepted, 2).items():
+        for model_type, found in _run_ranks(accepted, 2, backend).items():
             found.pop("asks", None)
-            types[model_type][LAYOUTS[1]] = _rounded(found)
+            rows[model_type][LAYOUTS[1]] = _rounded(found)
             print(f"{model_type} on two ranks: {_sentence(found)}", flush=True)
     record = {
         "transformers": transformers.__version__,
@@ -384,8 +491,8 @@ def _measure_command(arguments: argparse.Namespace) -> int:
         "types": dict(sorted(types.items())),
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    print(summary(types))
-    return int(any(_status(row) in ("wrong", "crash") for row in types.values()))
+    print(summary(rows))
+    return int(any(_status(row) in ("wrong", "crash") for row in rows.values()))
 
 
 def _status(row: dict[str, Any]) -> str:
@@ -420,14 +527,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="zoo.py", description=__doc__)
     parser.add_argument("command", choices=("measure", "rank"))
     parser.add_argument("types", nargs="*", help="model types; all without any")
-    parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", choices=(FSDP, MEGATRON), default=FSDP)
+    parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
     arguments = parser.parse_intermixed_args()
     if arguments.command == "measure":
         return _measure_command(arguments)
     with Path(arguments.results).open("a") as results:
-        for model_type, found in measure_all(arguments.types, arguments.ulysses):
+        for model_type, found in measure_all(arguments.types, arguments.ranks, arguments.backend):
             print(json.dumps({"type": model_type, **found}), file=results, flush=True)
             if found["status"] == "crash":
                 return 1
@@ -468,7 +576,36 @@ def render(record: dict[str, Any]) -> str:
         summary=summary(types),
     )
     parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_megatron(types)])
+
+
+MEGATRON_INTRODUCTION = """\
+## engine-megatron
+
+The same models with engine-megatron on simulated CUDA (`nox -s zoo -- --backend megatron`). On two
+ranks it divides each layer (`tp: 2` with sequence parallelism; experts stay whole). {right} It
+computes {count} types, and refuses the others:
+"""
+
+
+def _megatron(types: dict[str, Any]) -> list[str]:
+    """Return the section of engine-megatron, or nothing where it was not measured."""
+    rows = {name: row[MEGATRON] for name, row in types.items() if MEGATRON in row}
+    if not rows:
+        return []
+    accepted = {name: row for name, row in rows.items() if row[LAYOUTS[0]]["status"] in ACCEPTED}
+    wrong = [name for name, row in accepted.items() if _status(row) != "right"]
+    right = f"Wrong: {_names(wrong)}." if wrong else "Each type that it takes is right."
+    refusals: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        first = row[LAYOUTS[0]]
+        if first["status"] == "refused":
+            by = "no mapping" if first["by"] == "model.path" else f"`{first['by']}`"
+            refusals.setdefault(by, []).append(name)
+    introduction = MEGATRON_INTRODUCTION.format(right=right, count=len(accepted))
+    table_of = [(by, _names(names)) for by, names in sorted(refusals.items())]
+    refused = table(("by", "model types"), table_of) if table_of else ""
+    return [introduction, refused, _right(accepted)]
 
 
 def _mechanisms(record: dict[str, Any]) -> str:

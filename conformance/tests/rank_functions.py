@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -35,6 +38,22 @@ def surroundings() -> dict[str, Any]:
 
 def own(value: int) -> int:
     return value
+
+
+def default_dtype() -> torch.dtype:
+    return torch.get_default_dtype()
+
+
+def as_new() -> dict[str, Any]:
+    """Return what differs between two new processes, and what they have from their parent."""
+    return {
+        "pid": os.getpid(),
+        "hash": hash("a string"),
+        "random": random.random(),
+        "numpy": numpy.random.random(),  # noqa: NPY002 - the generator that nobody has seeded
+        "folder": str(Path.cwd()),
+        "test": os.environ.get("PYTEST_CURRENT_TEST"),
+    }
 
 
 def raise_on(rank: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from engine_api.registry import EngineRegistry
 from engine_conformance.cases import load_cases
-from engine_conformance.ranks import close_pools
+from engine_conformance.ranks import close_pools, get_pool
 from engine_loopback.plugin import CAPABILITIES
 from engine_mutants import load_mutants
 from engine_mutants.mutant import Mutant, install
@@ -85,10 +85,21 @@ def test_what_an_engine_left_behind_in_an_earlier_case_is_seen(root: Path) -> No
     (leaves_it,) = (one for one in MUTANTS if one.name == "mutant-default-dtype-stays")
 
     outcomes = [kill(leaves_it, root) for _ in range(2)]
-    # What it leaves in its ranks is not for the next test's engine.
-    close_pools()
 
     assert [is_caught(outcome) for outcome in outcomes] == [True, True]
+
+
+@pytest.mark.distributed
+def test_what_an_engine_leaves_behind_is_not_in_the_ranks_of_the_next_case(root: Path) -> None:
+    (leaves_it,) = (one for one in MUTANTS if one.name == "mutant-default-dtype-stays")
+    pool = get_pool(leaves_it.world)
+    before = pool.run("rank_functions:default_dtype")
+    pids = pool.pids
+
+    assert is_caught(kill(leaves_it, root))
+
+    assert pool.run("rank_functions:default_dtype") == before
+    assert pool.pids == pids
 
 
 @pytest.mark.distributed

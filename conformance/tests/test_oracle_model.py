@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from engine_conformance.cases import models
+from engine_conformance.cases import mechanisms, models
 from engine_conformance.cases._case import LM
 from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
 from engine_conformance.oracle import (
@@ -129,6 +129,44 @@ def test_models_of_the_cases_equal_transformers(
     ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
     folder = checkpoint(**request_.model)
     torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
+
+
+@pytest.mark.parametrize("capability", mechanisms.MODELS)
+def test_models_of_mechanisms_equal_transformers(
+    checkpoint: Any, ids: Tensor, capability: str
+) -> None:
+    folder = checkpoint(**mechanisms.MODELS[capability])
+    torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_replayed_experts_have_the_weights_of_their_router(
+    checkpoint: Any, ids: Tensor, normed: bool
+) -> None:
+    """Routers of transformers are replaced by the formula of their paper with other experts."""
+    folder = checkpoint(family="qwen3_moe", tied=False, norm_topk_prob=normed)
+    bounds = [0, len(ids)]
+    batch = packed_documents(0, bounds[1:]).with_experts(3, layers=2, experts=4, top_k=2, some=True)
+    experts = torch.as_tensor(batch.routed_experts).long()
+    with Float64Everywhere(), torch.no_grad():
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+        for index, layer in enumerate(model.model.layers):
+
+            def replayed(_: Any, __: Any, output: Any, index: int = index) -> Any:
+                logits, _, own = output
+                chosen = torch.where(experts[:, index] < 0, own, experts[:, index])
+                weights = logits.softmax(-1).gather(-1, chosen)
+                if normed:
+                    weights = weights / weights.sum(-1, keepdim=True)
+                return logits, weights, chosen
+
+            layer.mlp.gate.register_forward_hook(replayed)
+        want = model.eval()(input_ids=ids[None]).logits[0].log_softmax(-1)
+    got = load_oracle(folder).token_outputs(ids, bounds, routed_experts=experts).log_probs
+    torch.testing.assert_close(got[1:], want[:-1].gather(-1, ids[1:, None])[:, 0], **TIGHT)
+    live = load_oracle(folder).token_outputs(ids, bounds).log_probs
+    assert (live - got).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -6,12 +6,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from subprocess import Popen
 from typing import IO
 
 import pytest
 import torch
 
+from engine_conformance import rank_templates, ranks
+from engine_conformance.rank_templates import Templates
 from engine_conformance.ranks import (
     RankError,
     RankPool,
@@ -21,6 +24,25 @@ from engine_conformance.ranks import (
     launched_by,
 )
 from engine_conformance.seeds import use_seed
+
+# Ranks that say which template they are of, without an import of torch.
+LIGHT_TEMPLATE = """
+import os
+from multiprocessing.connection import Connection
+from engine_conformance._rank_template import serve
+from engine_conformance._rank_worker import RankReply
+template = os.getpid()
+
+def run(descriptor):
+    pipe = Connection(descriptor)
+    pipe.recv_bytes()
+    while True:
+        pipe.send(RankReply(kind="returned", value=template))
+        if pipe.recv() is None:
+            return
+
+serve({}, run)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +93,64 @@ def test_a_launcher_starts_the_ranks_inside_its_context() -> None:
     assert len(started) == 1
     with RankPool(1) as pool:
         assert len(started) == 1
+
+
+def test_a_rank_is_as_a_new_process_is(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+    monkeypatch.chdir(tmp_path)
+    with RankPool(2) as second:
+        seen = pool.run("rank_functions:as_new") + second.run("rank_functions:as_new")
+
+    for name in ("pid", "random", "numpy"):
+        assert len({one[name] for one in seen}) == 4, name
+    # An engine that depends on the order of a set fails on two ranks.
+    assert seen[0]["hash"] != seen[1]["hash"]
+    assert seen[2]["folder"] == seen[3]["folder"] == str(tmp_path)
+    assert seen[2]["test"] == os.environ["PYTEST_CURRENT_TEST"]
+
+
+@pytest.fixture
+def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Templates]:
+    """Yield templates that import nothing, in place of those of other tests."""
+    monkeypatch.setattr(rank_templates, "_COMMAND", LIGHT_TEMPLATE)
+    monkeypatch.setattr(ranks, "_templates", Templates())
+    yield ranks._templates
+    ranks._templates.close()
+
+
+def test_ranks_of_another_environment_are_of_another_template(
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    for value in ("1", "1", "2"):
+        monkeypatch.setenv("READ_WHEN_IMPORTED", value)
+        with RankPool(1) as pool:
+            seen += pool.run("any:function")
+    assert seen[0] == seen[1]
+    assert seen[2] != seen[0]
+
+
+def test_a_template_that_cannot_start_is_reported_as_its_rank(
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_templates, "_COMMAND", "raise ImportError('no torch in {}')")
+    with pytest.raises(RankError, match="no torch in") as caught:
+        RankPool(1).start()
+    assert caught.value.failures[0].kind == "died"
+    assert "exit code 1" in caught.value.failures[0].text
+
+
+def test_a_template_that_was_killed_is_started_again(templates: Templates) -> None:
+    with RankPool(1) as pool:
+        template = templates._running[0].process
+        template.kill()
+        template.wait()
+        # Its rank lives on.
+        assert pool.run("any:function") == [template.pid]
+    with RankPool(1) as pool:
+        assert pool.run("any:function") != [template.pid]
 
 
 def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:

@@ -50,14 +50,14 @@ def main() -> None:
         prepare(model, problems)
     # A finished stage is not repeated.
     if not (sft / "hf").is_dir():
-        _run(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *sft_overrides])
+        run_python(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *sft_overrides])
     launcher = [
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={options.processes}",
     ]
-    _run(
+    run_python(
         [
             *launcher,
             "-m",
@@ -73,7 +73,8 @@ def main() -> None:
     _report(sft, rl, time.monotonic() - start)
 
 
-def _run(arguments: list[str]) -> None:
+def run_python(arguments: list[str]) -> None:
+    """Run Python with these arguments, and end with its status if that is not 0."""
     # Each process has one thread: the model is so small that threads only wait for each other. The
     # warnings come from packages below reasoning-gym, when they are compiled for the first time.
     environment = os.environ | {

@@ -55,6 +55,8 @@ class LoopbackEngine(ExportEngine):
         self.raw_config = read_config(self.config.model)
         self.shape = shape_of(self.raw_config, self.kind)
         self.vocab_size = self.shape.vocab_size
+        if self.config.router_replay:
+            self.routing = self.shape.routing(self._name)
         self.layout = self.layout_type(self.config.parallelism, world, rank)
         self.topology = self.layout.topology
         self.partition = self.partition_type(self.shape, self.layout)

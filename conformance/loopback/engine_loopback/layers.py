@@ -37,6 +37,8 @@ class PackedInputs:
         parents: ``[T]`` int64, the token before each in its documents, where documents share their
             beginnings; ``targets`` are then the tokens themselves. None without sharing.
         rows: the computed token of each token of the batch ``[size]`` int64, or None as above.
+        experts: ``[n, k]`` int64, the experts of each token in the layer that is computed, -1 where
+            its router selects them; None where it selects all of them.
     """
 
     ids: Tensor
@@ -47,6 +49,7 @@ class PackedInputs:
     size: int
     parents: Tensor | None = None
     rows: Tensor | None = None
+    experts: Tensor | None = None
 
 
 class Layers:
@@ -166,22 +169,26 @@ class Layers:
         gated = gate * self.column(params, "mlp.up_proj", x)
         return self.row(params, "mlp.down_proj", gated)
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
         """Return the experts' weights ``[n, E]``: the top k of a softmax over all, else zero.
 
-        The weights are renormalised if the model asks for it.
+        The weights are renormalised if the model asks for it. ``replayed [n, k]`` are a token's
+        experts in place of the top k, -1 where it has its own.
         """
         probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
         weights, chosen = probs.topk(self.shape.top_k, dim=-1)
+        if replayed is not None:
+            chosen = torch.where(replayed < 0, chosen, replayed)
+            weights = probs.gather(-1, chosen)
         if self.shape.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return torch.zeros_like(probs).scatter(-1, chosen, weights).to(x.dtype)
 
-    def mixture(self, params: Params, x: Tensor) -> Tensor:
+    def mixture(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
         """Send tokens to all ranks with different experts, and sum what these return."""
         # The experts' outputs are parts of sums over tensor-parallel ranks, so the gradient of the
         # routing is too.
-        mix = self.route(params, x)
+        mix = self.route(params, x, replayed)
         x = self.collectives.copy_to_tensor(x)
         mix = self.collectives.copy_to_tensor(mix)
         count = x.shape[0]
@@ -210,5 +217,5 @@ class Layers:
         x = x + self.attention(params, self.norm(x, params["input_layernorm.weight"]), packed)
         normed = self.norm(x, params["post_attention_layernorm.weight"])
         if "mlp.gate.weight" in params:
-            return x + self.mixture(params, normed)
+            return x + self.mixture(params, normed, packed.experts)
         return x + self.mlp(params, normed)

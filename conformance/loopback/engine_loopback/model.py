@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import EngineConfig
 from engine_api.results import TokenOutputs
 from engine_loopback import pipeline
@@ -152,6 +153,19 @@ class Model(Layers):
         """Return the node whose hidden state predicts each; a first token's is not used."""
         return parents.clamp(min=0)
 
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        """Return the experts ``[n, k]`` of this rank's tokens by layer, None where none are given.
+
+        They are -1 at the padding.
+        """
+        if ROUTED_EXPERTS not in batch.fields:
+            return [None] * self.shape.layers
+        given = batch[ROUTED_EXPERTS].cpu().long()
+        total = sum(self.padded_lengths(batch))
+        padding = given.new_full((total - batch.num_tokens, *given.shape[1:]), -1)
+        own = self.layout.own_part(torch.cat([given, padding]), "sequence")
+        return list(own.to(self.device).unbind(1))
+
     def padded_lengths(self, batch: Batch) -> list[int]:
         """Return the documents' lengths and the padding's.
 
@@ -177,9 +191,11 @@ class Model(Layers):
     def outputs(self, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
         """Return aligned float32 outputs ``[T]``, the same on all ranks that share the batch."""
         packed = self.pack_inputs(batch)
+        experts = self.experts_of(batch)
         x = self.enter(packed)
         for index in self.own_layers():
-            x = self.layer(self.layer_params(index), x, packed)
+            here = replace(packed, experts=experts[index])
+            x = self.layer(self.layer_params(index), x, here)
         outputs = self.leave(x, packed, entropy="entropy" in needs, temperature=temperature)
         columns = outputs.unbind(-1)
         names = ("values",) if self.shape.kind == "value_model" else ("log_probs", "entropy")

@@ -65,7 +65,7 @@ class Layout:
         self.expert = p.ep
         others = p.pp * p.tp * self.sequence * p.dp_replicate
         shard = world // others if p.dp_shard == -1 else p.dp_shard
-        if shard < 1 or shard * others != world:
+        if shard * others != world:
             raise ConfigError(
                 "parallelism",
                 f"{p} does not make a world of {world}",

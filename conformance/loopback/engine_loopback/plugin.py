@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import EnginePlugin, Row, Variant
 
 _DEVICES = ("cpu", "cuda")
 
-CAPABILITIES = frozenset(Capability) - {Capability.FP16, Capability.FP8}
+CAPABILITIES = frozenset(Capability) - MECHANISMS - {Capability.FP16, Capability.FP8}
 
 PLUGIN = EnginePlugin(
     name="loopback",

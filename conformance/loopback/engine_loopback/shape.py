@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine_api.config import ModelSource, near_matches
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_routers import Routing
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -47,6 +48,20 @@ class Shape:
     def qk_norm(self) -> bool:
         """True if queries and keys are normalised per head."""
         return self.family in ("qwen3", "qwen3_moe")
+
+    def routing(self, where: str) -> Routing:
+        """Return the layers and experts that a batch may select.
+
+        Raises:
+            UnsupportedCapability: the model has no experts.
+        """
+        if not self.experts:
+            raise UnsupportedCapability(
+                "router_replay", where=where, why="the model has no experts", remedy="turn it off"
+            )
+        return Routing(
+            layers=self.layers, top_k=self.top_k, experts=self.experts, routed=self.sparse_layers
+        )
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
 from engine_api.losses import LossFn
 from engine_api.results import LossOutput
 from engine_loopback.engine import LoopbackEngine
@@ -24,6 +27,7 @@ from engine_loopback.model import Model
 from engine_loopback.optimizer import AdamW, Group, move_state
 from engine_loopback.weights import Weight
 from engine_mutants.mutant import mutant
+from engine_mutants.refusal import Edits
 
 # --- experts ------------------------------------------------------------------------------------
 
@@ -32,7 +36,7 @@ from engine_mutants.mutant import mutant
 class ExpertsNotNormalised(Model):
     """The chosen experts' weights do not add up to one, in spite of norm_topk_prob."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
         probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
         weights, chosen = probs.topk(self.shape.top_k, dim=-1)
         return torch.zeros_like(probs).scatter(-1, chosen, weights).to(x.dtype)
@@ -42,8 +46,8 @@ class ExpertsNotNormalised(Model):
 class ExpertsAlwaysNormalised(Model):
     """The chosen experts' weights are made to add up to one, against config.json."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         return mix / mix.sum(-1, keepdim=True)
 
 
@@ -51,8 +55,8 @@ class ExpertsAlwaysNormalised(Model):
 class ExpertsSwapped(Model):
     """The first two experts get each other's tokens."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        first, second, *others = super().route(params, x).unbind(-1)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        first, second, *others = super().route(params, x, replayed).unbind(-1)
         return torch.stack((second, first, *others), dim=-1)
 
 
@@ -74,16 +78,16 @@ class ExpertsGateAndUpSwapped(Model):
 class RouterInBfloat16(Model):
     """The router's probabilities are rounded to bfloat16 in a float32 computation."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        return super().route(params, x).bfloat16().to(x.dtype)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        return super().route(params, x, replayed).bfloat16().to(x.dtype)
 
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class ExpertsDropTokens(Model):
     """An expert takes at most 1.5 times its even share of the tokens and drops later ones."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         capacity = math.ceil(1.5 * len(mix) * self.shape.top_k / self.shape.experts)
         return mix * ((mix > 0).cumsum(0) <= capacity)
 
@@ -92,8 +96,33 @@ class ExpertsDropTokens(Model):
 class RouterNotTrained(Model):
     """The router gets no gradient through the experts' weights."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        return super().route(params, x).detach()
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        return super().route(params, x, replayed).detach()
+
+
+class _WithLoss(torch.autograd.Function):
+    """The identity, which lets a scalar take part in the backward pass as a loss of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.scalar = torch.ones_like(loss)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.scalar
+
+
+@mutant("train.moe", group="moe", part="model", seen_in="NeMo Automodel 0.7.0")
+class AuxiliaryLossInGradient(Model):
+    """The gradient of the router has that of a balancing loss, which the caller's loss has not."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
+        probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
+        load = (mix > 0).float().mean(0) * self.shape.experts / self.shape.top_k
+        # transformers' default of router_aux_loss_coef.
+        return _WithLoss.apply(mix, 1e-3 * (load * probs.mean(0)).sum())
 
 
 @mutant("train.moe", group="moe")
@@ -107,6 +136,85 @@ class ExpertsOfLastMicroBatch(LoopbackEngine):
                 weight.held.grad = None
         with super()._accumulation(last=last):
             yield
+
+
+# --- experts that a batch brings along ----------------------------------------------------------
+
+
+@mutant("moe.replay", group="router_replay", part="model", seen_in="arXiv:2510.11370")
+class ReplayDetached(Model):
+    """Experts that a batch selects have weights without a gradient, so that no router learns."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
+        return mix if replayed is None else mix.detach()
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayIgnoredInTraining(Model):
+    """Experts that a batch selects serve their tokens in inference, and in training others do."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        return [None] * self.shape.layers if self.training else super().experts_of(batch)
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayForTheTokenBefore(Model):
+    """Experts that a batch selects are shifted by one token, as targets are."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        return [None if one is None else one.roll(-1, 0) for one in super().experts_of(batch)]
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayWithOwnWeights(Model):
+    """Experts that a batch selects get the weights of those that the router would select."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        if replayed is None:
+            return super().route(params, x, None)
+        own = super().route(params, x, None)
+        weights = own.topk(self.shape.top_k, dim=-1).values
+        chosen = torch.where(replayed < 0, own.topk(self.shape.top_k, dim=-1).indices, replayed)
+        return torch.zeros_like(own).scatter(-1, chosen, weights)
+
+
+@mutant("moe.replay", group="router_replay", part="model")
+class ReplayOfUnknownIsLast(Model):
+    """Tokens whose experts are not known (-1) are served by the last expert."""
+
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        known = None if replayed is None else replayed % self.shape.experts
+        return super().route(params, x, known)
+
+
+@mutant("moe.replay", group="router_replay", part="model", world=2, layout={"cp": 2})
+class ReplayOfTheFirstPart(Model):
+    """Each sequence-parallel rank takes the experts of the first rank's tokens."""
+
+    def experts_of(self, batch: Batch) -> list[Tensor | None]:
+        found = super().experts_of(batch)
+        return [
+            None if one is None else self.layout.all_gather(one, "sequence")[: len(one)]
+            for one in found
+        ]
+
+
+@mutant("moe.replay_refused", group="router_replay")
+class ReplayUnasked(LoopbackEngine):
+    """A field ``routed_experts`` is left out in silence where it was not configured."""
+
+    def _check_experts(self, batch: Batch) -> None:
+        if self.routing is not None:
+            super()._check_experts(batch)
+
+
+@mutant("refusal.router_replay", group="router_replay", hides=(Capability.ROUTER_REPLAY,))
+class ReplayIgnored(Edits):
+    """Replay is not declared, and ``router_replay`` is ignored."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, router_replay=False)
 
 
 # --- value heads --------------------------------------------------------------------------------
@@ -325,6 +433,23 @@ class UpdatesRoundedToWeights(AdamW):
         before = param.clone()
         super().adam_update(param, grad, state, group)
         param.copy_(before + (param.bfloat16() - before.bfloat16()).to(param.dtype))
+
+
+@mutant("memory.precisions", group="bf16", part="model")
+class ComputesInMastersDtype(Model):
+    """bfloat16 masters are computed with in bfloat16, though the computation is in float32."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.dtype = next(iter(self.weights.values())).dtype
+
+
+@mutant("memory.precisions", group="bf16", world=2)
+class ReducesInFloat32(LoopbackEngine):
+    """``precision.reduce`` is accepted, and gradients are summed in float32 all the same."""
+
+    def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
+        return self.sum_over_copies(weight, grad)
 
 
 # --- policy optimization ------------------------------------------------------------------------

@@ -124,8 +124,8 @@ class PaddedVocabularyInSoftmax(Model):
 class RouterGradientOfOwnPart(Model):
     """The router's gradient covers a tensor-parallel rank's own part of the experts only."""
 
-    def route(self, params: Params, x: Tensor) -> Tensor:
-        mix = super().route(params, x)
+    def route(self, params: Params, x: Tensor, replayed: Tensor | None) -> Tensor:
+        mix = super().route(params, x, replayed)
         if self.layout.tensor == 1:
             return mix
         return mix.detach() + (mix - mix.detach()) / self.layout.tensor

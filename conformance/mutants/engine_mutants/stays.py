@@ -26,6 +26,11 @@ STAYS: dict[str, str] = {
     "models.*": (
         "about models that no other case makes: engine-minimal failed `models.caps` and no other"
     ),
+    "mechanisms.*": (
+        "about models that no other case makes; the mutants have none of these mechanisms, and "
+        "edits of engine-fsdp are in conformance/mutants/edits/fsdp2.toml"
+    ),
+    "moe.*": "about a field that no other case has",
     "train.trajectory": "the broadest: narrower cases catch the same defects with a name",
     "train.*": "narrows down a defect that `train.trajectory` only shows to exist",
     "steps.version": (
@@ -48,6 +53,7 @@ STAYS: dict[str, str] = {
         "a defect of one layout mostly breaks its combinations too"
     ),
     "memory.chunks": "the only one with padding, chunks and kept weights together",
+    "memory.precisions": "the only one whose masters, computation and sums differ in their dtypes",
     "lora.*": "the whole life of an adapter; narrower cases catch single defects as well",
     "rl.*": (
         "the update as a trainer makes it, from inference to step; "

@@ -31,6 +31,7 @@ from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
 from engine_conformance.messages import describe, line
 from engine_conformance.preflight import preflight
+from engine_conformance.ranks import close_pools, warm_up
 from engine_conformance.results import Row, SuiteRun
 from engine_conformance.verdict import EXIT, compute_verdicts, exit_code
 
@@ -234,12 +235,15 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
         try:
             return _run_offered(options, given)
         finally:
+            close_pools()
             sys.path[:] = [entry for entry in sys.path if entry != site]
             if simulated:
                 del os.environ[simulated]
 
 
 def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
+    # The ranks import torch while this process does.
+    warm_up(max(_worlds(options.world)), options.device)
     from engine_conformance.cases import load_cases
     from engine_conformance.deviations import DeviationError, read_deviations
     from engine_conformance.session import run_selection

@@ -24,8 +24,10 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
+from engine_api.devices import npu_is_simulated
 from engine_conformance._rank_worker import BACKENDS, Job, RankReply, WorkerSpec
 from engine_conformance.rank_failure import FailedRank, RankError
+from engine_conformance.rank_templates import Templates
 from engine_conformance.seeds import current_seed
 
 __all__ = [
@@ -36,10 +38,11 @@ __all__ = [
     "close_pools",
     "get_pool",
     "launched_by",
+    "warm_up",
 ]
 
-# A new interpreter, not multiprocessing's spawn, which imports the parent's main module again: that
-# fails for a notebook, and runs a script that has no guard.
+# A new interpreter, not multiprocessing's spawn or its server of forks, which import the parent's
+# main module again: that fails for a notebook, and runs a script that has no guard.
 _COMMAND = "from engine_conformance._rank_worker import main; main({})"
 # Time for importing torch from a cold disk, and for the rendezvous.
 _START_SECONDS = 180.0
@@ -90,17 +93,46 @@ def _launch_interpreter(
     )
 
 
-_launchers: list[Launcher] = [_launch_interpreter]
+_launchers: list[Launcher] = []
+_templates = Templates()
 
 
 @contextlib.contextmanager
 def launched_by(launcher: Launcher) -> Iterator[None]:
-    """Start all ranks inside the context by ``launcher`` instead of as new interpreters."""
+    """Start all ranks inside the context by ``launcher``."""
     _launchers.append(launcher)
     try:
         yield
     finally:
         _launchers.pop()
+
+
+def _find_launcher(device: str) -> Launcher | None:
+    """Return the function that starts a rank, or None if ranks are forks of templates."""
+    if _launchers:
+        return _launchers[-1]
+    # A library of an accelerator may start threads when it is imported, and what it has set up is
+    # lost in a fork. Other systems than Linux have no handle of a process.
+    on_host = device == "cpu" or (device == "npu" and npu_is_simulated())
+    return None if on_host and sys.platform == "linux" else _launch_interpreter
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a rank that starts now."""
+    # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def warm_up(world: int, device: str) -> None:
+    """Let ``world`` ranks import torch and the suite while this process does something else.
+
+    Nothing happens where ranks are no forks of templates.
+    """
+    if _find_launcher(device) is None:
+        with Path(os.devnull).open("wb") as log:
+            for rank in range(world):
+                # If one fails, it fails again when it is needed, and is then reported.
+                _templates.start(rank, log, _environment())
 
 
 class RankPool:
@@ -182,17 +214,28 @@ class RankPool:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-        # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = _environment()
+        launcher = _find_launcher(self.device)
+        if launcher is None:
+            # All import side by side, before the first of them is waited for.
+            for rank in range(self.world):
+                with self._log(rank).open("ab") as log:
+                    _templates.start(rank, log, environment)
         for rank in range(self.world):
             ours, theirs = Pipe()
             # An engine's output is kept for the report of its failure, apart from the suite's own.
-            with self._log(rank).open("wb") as log:
+            with self._log(rank).open("ab") as log:
                 # In one statement: an interrupt after it finds the process in the list.
-                self._processes.append(_launchers[-1](theirs.fileno(), log, environment))
+                self._processes.append(
+                    launcher(theirs.fileno(), log, environment)
+                    if launcher
+                    else _templates.fork(rank, theirs.fileno(), log, environment)
+                )
             self._pipes.append(ours)
             theirs.close()
-            ours.send_bytes(pickle.dumps(self._spec(rank)))
+            # A rank that has died already is found, and reported, where its reply is read.
+            with contextlib.suppress(BrokenPipeError):
+                ours.send_bytes(pickle.dumps(self._spec(rank)))
         self._collect("start", _START_SECONDS)
 
     def run(
@@ -408,10 +451,14 @@ def get_pool(world: int, device: str = "cpu") -> RankPool:
 
 
 def close_pools() -> None:
-    """Close every pool that still runs, and forget those that `get_pool` kept."""
+    """Close every pool that still runs, and forget those that `get_pool` kept.
+
+    The templates of ranks end as well.
+    """
     _pools.clear()
     for pool in list(_running):
         pool.close()
+    _templates.close()
 
 
 atexit.register(close_pools)

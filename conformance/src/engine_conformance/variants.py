@@ -45,6 +45,7 @@ CASES = (
     "train.policy",
     "train.entropy",
     "train.moe",
+    "moe.replay",
     "train.accumulation",
     "steps.clipping",
     "checkpoint.resume_bitwise",
@@ -56,7 +57,7 @@ CASES = (
     "rl.ratio_is_one",
 )
 # An engine may refuse to spread the experts of a model that has none.
-CASES_OF_EXPERTS = ("train.moe", "checkpoint.resume_moe", "export.moe")
+CASES_OF_EXPERTS = ("train.moe", "moe.replay", "checkpoint.resume_moe", "export.moe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

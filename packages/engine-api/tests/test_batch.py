@@ -160,3 +160,52 @@ def test_moving_and_pickling_keep_everything(make_batch):
         assert other.boundaries == batch.boundaries
         assert torch.equal(other.input_ids, batch.input_ids)
         assert set(other.fields) == {"loss_weight", "advantages"}
+
+
+# --- experts of each token ------------------------------------------------------------------------
+
+
+def experts(*tokens: int, layers: int = 2) -> torch.Tensor:
+    """Return ``[T, layers, 1]``, one number for each token."""
+    return torch.tensor(tokens, dtype=torch.int8)[:, None, None].expand(-1, layers, 1)
+
+
+def test_experts_follow_their_tokens_through_everything() -> None:
+    rows = [(1, 2, 3), (4, 5)]
+    packed = Batch.pack([{"input_ids": list(row), "routed_experts": experts(*row)} for row in rows])
+    assert packed["routed_experts"].dtype == torch.int8
+    swapped = packed.select([1, 0])
+    both = Batch.concat([swapped, packed])
+    copies = (
+        both.to("cpu"),
+        pickle.loads(pickle.dumps(both)),
+        both.with_computed(more=both.input_ids),
+    )
+    for batch in (packed, swapped, both, *copies):
+        assert batch["routed_experts"].shape == (batch.num_tokens, 2, 1)
+        assert torch.equal(batch["routed_experts"][:, 1, 0].long(), batch.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (experts(1, 2, 3)[:, :, 0], r"shape \(3, 2\), not \[3, layers, experts per token\]"),
+        (experts(1, 2).float(), "shape"),
+        (experts(1, 2, 3).float(), "float32 is no signed integer"),
+        (experts(1, 2, 3).to(torch.uint8), "uint8 is no signed integer"),
+    ],
+)
+def test_experts_of_another_form_are_refused(given: torch.Tensor, problem: str) -> None:
+    with pytest.raises(BatchError, match=problem) as caught:
+        Batch(input_ids=ids(3), cu_seqlens=cu(0, 3), fields={"routed_experts": given})
+    assert caught.value.field == "routed_experts"
+    assert caught.value.remedy
+
+
+def test_experts_of_different_models_are_not_joined() -> None:
+    one, other = ({"input_ids": [1], "routed_experts": experts(1, layers=n)} for n in (1, 2))
+    with pytest.raises(BatchError, match=r"are \(2, 1\), and \(1, 1\) before") as caught:
+        Batch.pack([one, other])
+    assert caught.value.index == 1
+    with pytest.raises(BatchError, match="before"):
+        Batch.concat([Batch.pack([one]), Batch.pack([other])])

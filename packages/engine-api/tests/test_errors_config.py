@@ -77,6 +77,7 @@ BAD = {
     "model.init": {"model": ModelSource(path="x", init="zeros")},
     "optimizer.lr": {"optimizer": OptimizerConfig(lr=float("nan"))},
     "lora.rank": {"lora": LoraConfig(rank=0)},
+    "memory.share_prefixes": {"memory": Memory(share_prefixes=True), "router_replay": True},
 }
 
 
@@ -147,6 +148,8 @@ def test_options_of_a_plugin():
             {"optimizer": engine_api.OptimizerConfig(name="torch.optim.AdamW", betas=(0.9, 0.95))},
             "optimizer.betas",
         ),
+        ({"optimizer": engine_api.OptimizerConfig(betas=(0.9, 1.0))}, "optimizer.betas"),
+        ({"optimizer": engine_api.OptimizerConfig(betas=(-0.1, 0.999))}, "optimizer.betas"),
         ({"schedule": engine_api.ScheduleConfig(warmup_steps=-1)}, "schedule.warmup_steps"),
         ({"schedule": engine_api.ScheduleConfig(min_ratio=0.1)}, "schedule.min_ratio"),
         ({"lora": engine_api.LoraConfig(dropout=1.5)}, "lora.dropout"),

@@ -32,7 +32,8 @@ from engine_api import (
 )
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
-from engine_fsdp.engine import FSDPModelClasses
+from engine_fsdp.engine import FSDPEngine, FSDPModelClasses
+from engine_fsdp.plugin import PLUGIN
 from engine_torch import model as model_module
 
 TINY: dict[str, Any] = {
@@ -261,8 +262,7 @@ def test_a_mechanism_that_an_engine_lacks_is_refused_by_its_name_before_weights_
 ) -> None:
     model_type, changes = ASKING[name]
     tiny_model(model_type, **changes).save_pretrained(tmp_path)
-    served = FSDPModelClasses.mechanisms - {name}
-    monkeypatch.setattr(FSDPModelClasses, "mechanisms", served)
+    monkeypatch.setattr(FSDPEngine, "capabilities", PLUGIN.capabilities - {name})
     monkeypatch.setattr(model_module, "WeightFiles", lambda _: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedCapability) as caught:
         make(tmp_path)
@@ -291,7 +291,9 @@ def test_layers_that_select_tokens_refuse_ulysses_before_weights_are_read(
     monkeypatch.setattr(model_module, "WeightFiles", lambda _: pytest.fail("weights were read"))
     config = EngineConfig(model=ModelSource(path=str(tmp_path)))
     with pytest.raises(UnsupportedCapability, match="sparse_attention") as caught:
-        model_module.build_model(config, "language_model", 2, FSDPModelClasses())
+        model_module.build_model(
+            config, "language_model", 2, FSDPModelClasses(), served=PLUGIN.capabilities
+        )
     assert caught.value.remedy == "set parallelism.ulysses: 1"
 
 

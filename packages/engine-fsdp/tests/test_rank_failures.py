@@ -18,6 +18,7 @@ PEERS = Path(__file__).with_name("rank_peers.py")
 DEADLINE_S = 300.0
 OTHER_CALLS = (
     "train_batch",
+    "optimizer_step",
     "forward_backward",
     "infer_batch",
     "load_checkpoint",
@@ -90,14 +91,13 @@ def test_every_group_of_the_mesh_has_the_engines_timeout():
 @pytest.mark.parametrize(
     ("world", "how", "call"),
     [
-        (2, "killed", "optimizer_step"),
         (2, "killed", "save_checkpoint"),
         *(pytest.param(2, "killed", call, marks=pytest.mark.nightly) for call in OTHER_CALLS),
         (2, "raises", "train_batch"),
         pytest.param(2, "raises", "save_hf", marks=pytest.mark.nightly),
         (3, "killed", "train_batch"),
-        (2, "killed", "random 1"),
-        (3, "killed", "random 2"),
+        pytest.param(2, "killed", "random 1", marks=pytest.mark.nightly),
+        pytest.param(3, "killed", "random 2", marks=pytest.mark.nightly),
     ],
 )
 def test_every_other_rank_names_the_one_that_goes_away(tmp_path, world, how, call):

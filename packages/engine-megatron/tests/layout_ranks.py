@@ -36,6 +36,7 @@ def create(
     parallelism: dict[str, int],
     options: dict[str, Any],
     model_type: str = "language_model",
+    backend: str = "megatron",
     **config: Any,
 ) -> Any:
     """Return an engine, not yet initialized."""
@@ -45,7 +46,7 @@ def create(
     } | config
     return EngineRegistry.create(
         model_type=model_type,
-        backend="megatron",
+        backend=backend,
         device="cpu",
         config=EngineConfig(
             model=ModelSource(path=path),

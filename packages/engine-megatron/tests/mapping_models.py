@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine_megatron.parallel import Layout
-from engine_megatron.shape import Shape
+from engine_megatron.shape import Latent, Mixture, Rope, Shape
 from engine_megatron.weights import Weight, padded_vocabulary
 
 SHAPE = Shape(
@@ -22,7 +22,7 @@ SHAPE = Shape(
     kv_heads=4,
     head_dim=6,
     eps=1e-6,
-    rope_base=1e4,
+    rope=Rope(frequencies=(1.0, 0.1, 0.01)),
     std=0.02,
     tied=False,
     qkv_bias=True,
@@ -32,13 +32,31 @@ SHAPE = Shape(
 )
 
 
+MIXTURE = Mixture(experts=4, top_k=2, intermediate=8, sparse=(True,) * 4)
+LATENT = Latent(query_rank=7, rank=5, plain=3, rotary=2, value=4)
+# What the families have beyond Llama.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {"output_bias": True, "mlp_bias": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"mixture": MIXTURE},
+    "qwen2_moe": {"mixture": replace(MIXTURE, shared=12, gated=True), "qkv_bias": True},
+    "qwen3_moe": {
+        "mixture": replace(MIXTURE, sparse=(False, True, True, False)),
+        "qk_norm": True,
+    },
+    "gpt_oss": {"mixture": replace(MIXTURE, biased=True), "sinks": True, "output_bias": True},
+    "deepseek_v3": {
+        "mixture": replace(MIXTURE, sparse=(False, True, True, True), sigmoid=True, shared=16),
+        "latent": LATENT,
+    },
+}
+
+
 def shape_of(family: str, **changes: Any) -> Shape:
     """Return the family's small architecture, with changes."""
-    experts = {"experts": 4, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
-    qk_norm = family in ("qwen3", "qwen3_moe")
-    return replace(
-        SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes
-    )
+    features = {"qkv_bias": False} | _FEATURES.get(family, {})
+    return replace(SHAPE, family=family, **features | changes)
 
 
 def layouts(
@@ -75,7 +93,8 @@ def parameters_of(
     by_name: dict[str, list[Weight]] = {}
     for weight in table:
         if weight.at(layout.here) is not None:
-            by_name.setdefault(weight.parameters[layout.here.stage], []).append(weight)
+            for name in weight.parameters[layout.here.stage]:
+                by_name.setdefault(name, []).append(weight)
     for name, weights in by_name.items():
         owner = model
         for part in name.split(".")[:-1]:
@@ -83,7 +102,8 @@ def parameters_of(
                 owner.add_module(part, torch.nn.Module())
             owner = owner.get_submodule(part)
         values = torch.full(parameter_shape(weights, shape, layout.tensor, multiple), float("nan"))
-        owner.register_parameter(name.split(".")[-1], torch.nn.Parameter(values))
+        param = torch.nn.Parameter(values, requires_grad=not weights[0].frozen)
+        owner.register_parameter(name.split(".")[-1], param)
     return model
 
 
@@ -95,5 +115,8 @@ def parameter_shape(
     if first.name in ("model.embed_tokens.weight", "lm_head.weight"):
         layout = Layout(world=tensor, rank=0, tensor=tensor, data=1, stages=1)
         return (padded_vocabulary(shape, layout, multiple) // tensor, shape.hidden)
+    if first.is_stack:
+        one = first.box.shape[1:]
+        return one[::-1] if first.cut.transposed else one
     rows = sum(weight.box.shape[0] for weight in weights)
     return (rows, *first.box.shape[1:])

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from mapping_models import SHAPE, layouts, parameters_of, shape_of
+from mapping_models import MIXTURE, SHAPE, layouts, parameters_of, shape_of
 
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec, assemble
 from engine_megatron import export
-from engine_megatron.families import LAYERS, Cut, cuts, rules_of
+from engine_megatron.families import Cut, cuts, rules_of
 from engine_megatron.masters import Masters, Shard
 from engine_megatron.shape import FAMILIES
 from engine_megatron.weights import (
     Reader,
     Weight,
     attach,
+    by_parameter,
     check_layout,
     weight_table,
 )
@@ -30,9 +31,9 @@ def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
     """Return each rank's part of a weight, with its box."""
     return [
         (
-            torch.empty(weight.box.shape)
-            if weight.param is None
-            else weight.part_of(weight.held.detach()),
+            weight.part_of([param.detach() for param in weight.params])
+            if weight.params
+            else torch.empty(weight.box.shape),
             weight.box,
         )
         for weight in rows
@@ -76,19 +77,19 @@ def test_written_weights_are_read_bit_for_bit(
     assert all(row == names[0] for row in names)
     for rows in zip(*tables, strict=True):
         want = torch.randn(rows[0].shape)
-        for weight in (weight for weight in rows if weight.param is not None):
-            weight.cut.write(weight.held.detach(), want[weight.box.slices])
+        for weight in rows:
+            for param, uses in by_parameter([weight]).items():
+                for use in uses:
+                    use.weight.cut.write(param.detach(), use.of(want[weight.box.slices]))
         assert torch.equal(assemble(boxes(rows)), want)
     # Every element of every parameter was written, padding as zeros.
     for table in tables:
-        assert all(
-            bool(weight.held.isfinite().all()) for weight in table if weight.param is not None
-        )
+        assert all(bool(param.isfinite().all()) for weight in table for param in weight.params)
 
 
 def test_queries_keys_and_values_are_interleaved_by_group() -> None:
     shape = replace(SHAPE, heads=4, kv_heads=2, head_dim=1, hidden=1)
-    rule = next(rule for rule in LAYERS["qwen2"] if rule.parameter.endswith("linear_qkv.weight"))
+    rule = next(rule for _, rule in rules_of(shape) if rule.parameter.endswith("qkv.weight"))
     fused = torch.empty(8, 1)
     for cut, values in zip(
         cuts(rule, shape), ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0], [20.0, 21.0]), strict=True
@@ -111,13 +112,15 @@ def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
         for weight in weight_table(shape, layouts(1, 1, 2, 1, 1, 2)[0], 1, torch.float32)
     }
     found = [table[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(8)]
-    places = [(stage, *name.split(".")[:4:3]) for where in found for stage, name in where.items()]
+    places = [
+        (stage, *name.split(".")[:4:3]) for where in found for stage, (name,) in where.items()
+    ]
     assert places == [(stage, chunk, local) for chunk in "01" for stage in (0, 1) for local in "01"]
     assert table["model.embed_tokens.weight"] == {
-        0: "0.embedding.word_embeddings.weight",
-        1: "1.output_layer.weight",
+        0: ("0.embedding.word_embeddings.weight",),
+        1: ("1.output_layer.weight",),
     }
-    assert table["model.norm.weight"] == {1: "1.decoder.final_layernorm.weight"}
+    assert table["model.norm.weight"] == {1: ("1.decoder.final_layernorm.weight",)}
 
 
 def test_a_hole_in_the_mapping_is_found() -> None:
@@ -137,8 +140,14 @@ def test_a_hole_in_the_mapping_is_found() -> None:
         ({"layers": 3}, (1, 1, 2), "parallelism.pp"),
         ({"layers": 6}, (1, 1, 2, 1, 1, 2), "options.virtual_stages"),
         ({}, (1, 2, 1, 2), "parallelism.ep"),
-        ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
-        ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"),
+        ({"mixture": replace(MIXTURE, experts=5)}, (1, 2, 1, 2), "parallelism.ep"),
+        (
+            {"mixture": replace(MIXTURE, intermediate=9)},
+            (2, 1, 1),
+            "options.expert_tensor_parallel",
+        ),
+        ({"mixture": replace(MIXTURE, shared=9)}, (2, 1, 1), "parallelism.tp"),
+        ({"mixture": replace(MIXTURE, biased=True)}, (2, 1, 1), "options.expert_tensor_parallel"),
         ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
         ({"heads": 4, "kv_heads": 3}, (1, 1, 1), "model.path"),
     ],
@@ -153,7 +162,8 @@ def test_a_layout_that_does_not_divide_is_refused(
 
 def test_every_name_is_there_once() -> None:
     for family, tied in product(FAMILIES, (False, True)):
-        names = [name for _, rule in rules_of(shape_of(family, tied=tied)) for name in rule.saved]
+        rules = rules_of(shape_of(family, tied=tied))
+        names = [saved.name for _, rule in rules for saved in rule.saved]
         assert len(names) == len(set(names))
         assert ("lm_head.weight" in names) is not tied
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from layout_peers import run_peers
 from transformers import AutoConfig
 
 from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism
@@ -17,7 +14,6 @@ from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_torchtitan.engine import _refuse_compilation
 from engine_torchtitan.model import _refuse_indivisible
 
-PEERS = Path(__file__).with_name("layout_peers.py")
 DENSE: dict[int, list[dict[str, int]]] = {
     2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}],
     4: [{}, {"tp": 2, "cp": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2, "dp_replicate": 2}],
@@ -36,28 +32,21 @@ EXPERTS: dict[int, list[dict[str, int]]] = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", EXPERTS)])
+@pytest.mark.parametrize(
+    ("family", "layouts", "ranks"),
+    [
+        ("qwen3", DENSE, 2),
+        ("qwen3_moe", EXPERTS, 4),
+        pytest.param("qwen3", DENSE, 4, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", EXPERTS, 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_layouts_beside_each_other_compute_the_same(
     tmp_path: Path, family: str, layouts: dict[int, list[dict[str, int]]], ranks: int
 ) -> None:
     model = TinyModel(family=family, tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)
-    run_ranks(folder, ranks, layouts[ranks])
-
-
-def run_ranks(folder: Path, ranks: int, layouts: list[dict[str, int]]) -> None:
-    """Run the peers with these layouts."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    sizes = [json.dumps(one) for one in layouts]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={ranks}", str(PEERS), str(folder), *sizes],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_peers("torchtitan", folder, ranks, layouts[ranks])
 
 
 @pytest.mark.distributed
@@ -68,7 +57,9 @@ def test_compiled_blocks_compute_the_same_in_parts_of_a_pack_and_of_the_experts(
 ) -> None:
     model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)
-    run_ranks(folder, 2, [{}, {"cp": 2, "compile": 1}, {"ep": 2}, {"ep": 2, "compile": 1}])
+    run_peers(
+        "torchtitan", folder, 2, [{}, {"cp": 2, "compile": 1}, {"ep": 2}, {"ep": 2, "compile": 1}]
+    )
 
 
 def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import documents, log_probs, models_of, oracle, tiny_model
+from folder_checks import check_right, create_on, edit_config
+from tiny_models import models_of, tiny_model
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_torchtitan.tree import FAMILIES
-
-# Largest difference in nats, for float32 sums in two orders.
-NEAR = 1e-4
 
 TAKEN = models_of("torchtitan", "cpu_torchtitan")
 REFUSED = ("gemma3_text", "gpt_oss", "mistral", "qwen2", "qwen3_5_text")
@@ -31,43 +27,10 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def create(folder: Path, **model: Any) -> Any:
-    config = EngineConfig(
-        model=ModelSource(path=str(folder), **model),
-        optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.0),
-    )
-    return EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
-
-
-def is_right(folder: Path) -> None:
-    """Compare inference and a training pass with transformers, per token."""
-    engine = create(folder)
-    engine.initialize()
-    model = oracle(str(folder))
-    want = torch.cat([log_probs(model, ids) for ids in documents()])
-    batch = Batch.pack(
-        [
-            {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
-            for ids in documents()
-        ]
-    )
-    assert float((engine.infer_batch(batch).log_probs.double() - want).abs().max()) < NEAR
-    trained_tokens = len(want) - len(documents())
-    loss = engine.train_batch(batch, sft_loss).loss
-    assert loss == pytest.approx(-float(want.sum()) / trained_tokens, abs=NEAR)
-    engine.close()
-
-
-def edit(folder: Path, **fields: Any) -> None:
-    """Change fields of a folder's ``config.json``."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 @pytest.mark.parametrize("model_type", sorted(TAKEN))
 def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
     tiny_model(model_type).save_pretrained(tmp_path)
-    is_right(tmp_path)
+    check_right("torchtitan", tmp_path)
 
 
 def test_the_families_of_the_matrix_are_those_of_the_engine() -> None:
@@ -90,14 +53,14 @@ def test_a_field_has_the_effect_that_it_has_in_transformers(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     tiny_model(family, **fields).save_pretrained(tmp_path)
-    is_right(tmp_path)
+    check_right("torchtitan", tmp_path)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_another_family_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
     tiny_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=model_type) as caught:
-        create(tmp_path).initialize()
+        create_on("torchtitan", tmp_path).initialize()
     assert "fsdp2" in caught.value.remedy
 
 
@@ -120,23 +83,23 @@ def test_a_field_without_a_mapping_is_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    edit(tmp_path, **fields)
+    edit_config(tmp_path, **fields)
     with pytest.raises(UnsupportedCapability, match=named) as caught:
-        create(tmp_path).initialize()
+        create_on("torchtitan", tmp_path).initialize()
     assert "fsdp2" in caught.value.remedy
 
 
 def test_a_window_in_some_layers_is_refused_by_name(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path)
-    edit(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    edit_config(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     with pytest.raises(UnsupportedCapability, match="sliding"):
-        create(tmp_path).initialize()
+        create_on("torchtitan", tmp_path).initialize()
 
 
 def test_a_field_that_changes_nothing_may_be_set_to_null(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    edit(tmp_path, invented_by_a_vendor=3)
-    engine = create(tmp_path, config_overrides={"invented_by_a_vendor": None})
+    edit_config(tmp_path, invented_by_a_vendor=3)
+    engine = create_on("torchtitan", tmp_path, config_overrides={"invented_by_a_vendor": None})
     engine.initialize()
     engine.close()
 
@@ -145,7 +108,7 @@ def test_random_weights_are_the_same_at_each_start(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path)
     found: list[dict[str, torch.Tensor]] = []
     for _ in range(2):
-        engine = create(tmp_path, init="random")
+        engine = create_on("torchtitan", tmp_path, init="random")
         engine.initialize()
         found.append({name: one.clone() for name, one in engine.get_per_tensor_param()})
         engine.close()
@@ -158,7 +121,7 @@ def test_a_folder_with_its_own_code_is_refused_where_the_code_was_asked_for(
     tmp_path: Path,
 ) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    edit(tmp_path, auto_map={"AutoModelForCausalLM": "own.Model"})
+    edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "own.Model"})
     with pytest.raises(ConfigError, match="brings its own code") as caught:
-        create(tmp_path, trust_remote_code=True).initialize()
+        create_on("torchtitan", tmp_path, trust_remote_code=True).initialize()
     assert caught.value.field == "model.trust_remote_code"

@@ -288,7 +288,9 @@ def test_a_server_that_hangs_is_an_error_in_time_and_ends(own, call, monkeypatch
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_closing_ends_the_server_and_what_it_started_and_its_log(own) -> None:
+def test_closing_ends_the_server_and_what_it_started_and_its_log(own, monkeypatch) -> None:
+    # A server that is killed, as on a busy machine after the usual time, leaves its log.
+    monkeypatch.setattr(endpoint, "GRACE_S", DEADLINE_S)
     pid, log = own._process.pid, own._process.log
     assert runs(pid)
     assert log.exists()

@@ -90,7 +90,6 @@ def ranks(world, folder, *arguments):
 @pytest.mark.parametrize(
     ("task", "world", "how"),
     [
-        ("sft", 2, "killed"),
         ("sft", 3, "raises"),
         ("rl", 2, "exits"),
         ("rl", 3, "killed"),
@@ -98,6 +97,7 @@ def ranks(world, folder, *arguments):
             pytest.param(task, 2, how, marks=pytest.mark.nightly)
             for task, how in (
                 ("sft", "exits"),
+                ("sft", "killed"),
                 ("sft", "stopped"),
                 ("rl", "killed"),
                 ("rl", "stopped"),

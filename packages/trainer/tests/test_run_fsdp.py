@@ -68,6 +68,7 @@ def wait_for_step(launcher, folder, step):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_killed_and_resumed_is_bitwise_the_same(tmp_path, sft_file):
     if not any("fsdp2" in row.backends for _, row in EngineRegistry.rows()):
         pytest.skip("engine-fsdp is not installed")

@@ -134,6 +134,7 @@ def assert_same_state(got: Path, want: Path) -> None:
     assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
 
 
+@pytest.mark.nightly
 def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(
     file: Path, tmp_path: Path, launch: Launch
 ) -> None:
@@ -236,6 +237,42 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
             assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
+
+
+@pytest.mark.nightly
+def test_rl_goes_to_another_engine_and_back_on_more_ranks_with_another_rollout(
+    overrides: list[str], tmp_path: Path, launch: Launch
+) -> None:
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    recipe = RECIPES / "rl/gsm8k_grpo.yaml"
+    given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], "algorithm.correction.weight=token"]
+    launch("rl", recipe, 1, *given, f"run.output_dir={alone}", "run.steps=6", *FSDP)
+    parts = [(2, 1, FSDP), (4, 1, MEGATRON), (6, 2, FSDP)]
+    for end, world, engine in parts:
+        launch("rl", recipe, world, *given, f"run.output_dir={moved}", f"run.steps={end}", *engine)
+
+    rows, others = (
+        [
+            {key: value for key, value in row.items() if not CLOCKS.match(key)}
+            for row in read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in (moved, alone)
+    )
+    assert [row["step"] for row in rows] == list(range(7))
+    for row, want in zip(rows, others, strict=True):
+        # A rank of two has half of the completions, and no other figure counts ranks.
+        assert row == pytest.approx(want, rel=2e-3, abs=2e-4), f"step {row['step']}"
+    assert_same_state(checkpoint(moved), checkpoint(alone))
+
+    coarse = "rollout.options={dtype: bfloat16}"
+    launch("rl", recipe, 1, *given, f"run.output_dir={moved}", "run.steps=7", *MEGATRON, coarse)
+
+    last = read_metrics(moved / "metrics.jsonl")[-1]
+    assert last["step"] == 7
+    assert last["mismatch/kl_k3"] > 100 * abs(rows[-1]["mismatch/kl_k3"]), (
+        "the new rollout rounds, and the figures of the correction show it"
+    )
+    assert last["train/grad_norm"] > 0
 
 
 def value_folder(tmp_path: Path) -> Path:

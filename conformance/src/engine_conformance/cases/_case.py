@@ -59,6 +59,8 @@ _MODULES = (
     "models",
     "train",
     "objectives",
+    "moe",
+    "mechanisms",
     "steps",
     "order",
     "checkpoint",
@@ -192,7 +194,7 @@ class Case:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
             return f"{self.probes} is declared"
-        if self.families and not set(self.families) & set(target.families):
+        if self.families and not any(target.builds(name) for name in self.families):
             return f"model family not declared: {', '.join(self.families)}"
         if self.partner and target.partner is None:
             return "no second engine: name one with --partner"

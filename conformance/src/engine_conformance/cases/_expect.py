@@ -200,7 +200,12 @@ def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
     batch = call.documents
     if oracle.config.value_model:
         return {"values": oracle.values(batch.input_ids, batch.cu_seqlens)}
-    want = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=call.temperature)
+    want = oracle.token_outputs(
+        batch.input_ids,
+        batch.cu_seqlens,
+        temperature=call.temperature,
+        routed_experts=batch.routed_experts,
+    )
     return {"log_probs": want.log_probs} | ({"entropy": want.entropy} if call.entropy else {})
 
 
@@ -248,7 +253,8 @@ def outputs_match(
         f"the engine returns {unasked}, which nobody asked for",
     )
     gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
-    keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
+    chosen = oracle.routing_margin(batch.input_ids, batch.cu_seqlens, batch.routed_experts)
+    keep = chosen > gap
     margins = []
     for name, exact in want.items():
         tol = target.tolerance(name, layers=oracle.config.num_layers)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.contract import Adapter, Engine
 from engine_api.errors import EngineError
 from engine_api.losses import LossFn
@@ -28,12 +28,14 @@ from engine_conformance.rank_failure import REFUSED
 
 __all__ = [
     "InferCall",
+    "InferredAndTrained",
     "RankOutputs",
     "Trained",
     "build",
     "caught",
     "checked",
     "infer",
+    "infer_and_train",
     "infer_on_rank",
     "local_batch",
     "opened",
@@ -92,6 +94,8 @@ def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
     }
     ids = torch.tensor(documents.input_ids, device=device)
     fields["key"] = ids + FIRST_KEY
+    if documents.routed_experts is not None:
+        fields[ROUTED_EXPERTS] = torch.tensor(documents.routed_experts, device=device)
     return Batch(
         input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields
     )
@@ -301,6 +305,24 @@ def train(
         if save_to is not None:
             save(engine, save_to)
         return summary(engine, outputs, adapter=adapter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferredAndTrained:
+    """A rank's outputs before a step, and the step."""
+
+    outputs: list[RankOutputs]
+    trained: Trained = field(repr=False)
+
+
+def infer_and_train(
+    setup: Setup, calls: Sequence[InferCall], batch: PackedDocuments
+) -> InferredAndTrained:
+    """Make the calls, then one ``train_batch``, with one engine."""
+    with opened(setup) as engine:
+        outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
+        trained = summary(engine, [step(engine, setup, batch)])
+        return InferredAndTrained(outputs=outputs, trained=trained)
 
 
 def summary(

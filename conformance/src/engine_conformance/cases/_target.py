@@ -110,6 +110,11 @@ class Target:
         usual = ("qwen3", *FAMILIES)
         return tuple(dict.fromkeys(name for name in usual if not declared or name in declared))
 
+    def builds(self, family: str) -> bool:
+        """Return whether the engine is asked to build models of a family, if a case makes one."""
+        declared = () if self.rollout else self.resolution.plugin.families
+        return not declared or family in declared
+
     @property
     def spread(self) -> frozenset[Capability]:
         """The kinds of parallelism that the layout asks for."""
@@ -193,7 +198,8 @@ class Target:
 
         With ``fresh`` the ranks are new processes, in which no engine has lived before. With
         ``launched`` they are new processes as torchrun starts them, so that the engine makes the
-        process group; otherwise the suite has made it.
+        process group; otherwise the suite has made it. Both end with the call, so that no other
+        case meets what the engine has left in them.
 
         Raises:
             RankError: where a rank raised, died or stalled.
@@ -202,13 +208,13 @@ class Target:
         limit = min(deadline * self.patience, LONGEST)
         arguments = {"deadline": limit, "per_rank": per_rank, "setup": self.setup(config), **kwargs}
         pool = get_pool(self.world, self.device)
-        # Idle ranks would hold memory of an accelerator beside those of a launcher.
-        if fresh or (launched and self.device != "cpu"):
+        if not (fresh or launched):
+            return pool.run(name, **arguments)
+        # Idle ranks would hold memory of an accelerator beside the new ones.
+        if self.device != "cpu":
             pool.close()
-        if launched:
-            with RankPool(self.world, device=self.device, launched=True) as own:
-                return own.run(name, **arguments)
-        return pool.run(name, **arguments)
+        with RankPool(self.world, device=self.device, launched=launched) as own:
+            return own.run(name, **arguments)
 
     def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
         """Return the suite's tolerance in this target's precision."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import (
+    CheckpointConfig,
     EngineConfig,
     LoraConfig,
     Memory,
@@ -324,17 +325,21 @@ def leaves_nothing(target: Target) -> None:
     of Python (signal handlers, hooks, umask) are as before. Process groups,
     daemon threads, descriptors, temporary files, tensors and memory of the device are
     compared after a first life, which may fill caches, and a second one, before which
-    another engine's build fails. Tensors and memory are free as soon as the engine is closed,
-    also while the caller still has it. Variables that a library
-    sets when it is imported, and the workers of torch's compiler, are not the engine's.
+    another engine's build fails. The engine saves asynchronously if it declares that.
+    Tensors and memory are free as soon as it is closed, also while the caller still has it.
+    Variables that a library sets when it is imported, and the workers of torch's compiler, are
+    not the engine's.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups pile up
     with each engine; weights live as long as the engine's object; the default process group
     is destroyed though the engine did not make it.
     """
     folder = target.scratch()
+    # An asynchronous save has a thread and groups of its own.
+    has_async = Capability.ASYNC_CHECKPOINT in target.capabilities
+    saving = CheckpointConfig(async_save=has_async)
     # In ranks of other cases the engine may have left its traces already.
-    config = target.config(target.model())
+    config = target.config(target.model(), checkpoint=saving)
     ranks = target.run(
         lives,
         config,

@@ -37,14 +37,9 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.compare import ConformanceFailure, assert_bitwise, assert_close_per_token
-from engine_conformance.oracle import (
-    OracleModel,
-    expected_shapes,
-    load_oracle,
-    read_config,
-    read_safetensors,
-)
+from engine_conformance.cases._written import written_model, written_weights
+from engine_conformance.compare import assert_bitwise, assert_close_per_token
+from engine_conformance.oracle import expected_shapes, read_config, read_safetensors
 from engine_conformance.tolerances import tolerance
 
 TYPES = (LM, VALUE)
@@ -497,7 +492,8 @@ def save_hf(target: Target) -> float:
 
     If this fails: config.json names another dtype, head, architecture or base of rotary
     angles, or lacks the overrides with which the model was built; a tied head is stored
-    under both names.
+    under both names; files do not state the format of their tensors, without which
+    transformers 4 does not read them.
     """
     folder = target.scratch()
     margins = list[float]()
@@ -512,14 +508,14 @@ def save_hf(target: Target) -> float:
         config, overrides = _overridden(target, model)
         outputs = target.run(save_folder, config, folder=place, call=call)
         whole = torch.load(place / "whole.pt", weights_only=True)
-        assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
+        assert_bitwise(written_weights(place / "float32"), whole, name="save_hf")
         assert_bitwise(
-            read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf"
+            written_weights(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf"
         )
         for written in ("float32", "bfloat16"):
             _says_the_same(model, place / written, overrides)
         ids = torch.tensor(call.documents.input_ids)
-        oracle = _written(place / "float32")
+        oracle = written_model(place / "float32")
         want = oracle.token_outputs(ids, [0, len(ids)]).log_probs
         margins.append(outputs_match(target, oracle, call, outputs))
         got = target.run(
@@ -543,9 +539,9 @@ def save_hf_values(target: Target) -> float:
     folder = target.scratch()
     outputs = target.run(save_folder, target.config(model), folder=folder, call=call)
     whole = torch.load(folder / "whole.pt", weights_only=True)
-    assert_bitwise(read_safetensors(folder / "float32"), whole, name="save_hf")
-    assert_bitwise(read_safetensors(folder / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
-    return outputs_match(target, _written(folder / "float32"), call, outputs)
+    assert_bitwise(written_weights(folder / "float32"), whole, name="save_hf")
+    assert_bitwise(written_weights(folder / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
+    return outputs_match(target, written_model(folder / "float32"), call, outputs)
 
 
 # These files of a model's folder are read with its tokenizer. One of them has a name that only the
@@ -572,7 +568,7 @@ def _content(name: str) -> bytes:
 def write_twice(setup: Setup, folder: Path) -> None:
     """Write a Hugging Face folder under a new name and over a folder with two files of its own."""
     with opened(setup) as engine:
-        engine.save_hf(folder / "new")
+        engine.save_hf(folder / "deep" / "new")
         engine.save_hf(folder / "over")
 
 
@@ -581,10 +577,12 @@ def save_hf_tokenizer(target: Target) -> None:
     """The tokenizer of the model's folder MUST be in the folder of ``save_hf``, byte for byte.
 
     A folder with that name keeps its own tokenizer and its other files: a trainer may have
-    saved a tokenizer with a chat template of its own.
+    saved a tokenizer with a chat template of its own. Its former weights, in several files with
+    an index, give way to the new ones. A folder is made with its parents.
 
     If this fails: config.json and weights alone are written, files are read and written as
-    text, or the folder is replaced with everything in it.
+    text, the folder is replaced with everything in it, or an index of former weights stays, by
+    which a reader finds those instead of the new ones.
     """
     scratch = target.scratch()
     source = scratch / "model"
@@ -593,14 +591,19 @@ def save_hf_tokenizer(target: Target) -> None:
         (source / name).write_bytes(_content(name))
     (source / "notes.txt").write_text("not of the tokenizer")
     own = {"tokenizer_config.json": b'{"file": "of the trainer"}', "README.md": b"of the user"}
-    (scratch / "over").mkdir()
+    # Of the same names and shapes, so that a reader would take them.
+    shutil.copytree(target.model(seed=9, shards=2), scratch / "over")
     for name, content in own.items():
         (scratch / "over" / name).write_bytes(content)
 
     target.run(write_twice, target.config(source), folder=scratch)
 
-    _holds(scratch / "new", {name: _content(name) for name in COMPANIONS})
-    _holds(scratch / "over", {name: _content(name) for name in COMPANIONS} | own)
+    new, over = scratch / "deep" / "new", scratch / "over"
+    _holds(new, {name: _content(name) for name in COMPANIONS})
+    _holds(over, {name: _content(name) for name in COMPANIONS} | own)
+    stored = read_safetensors(source)
+    for folder in (new, over):
+        assert_bitwise(written_weights(folder), stored, name=f"weights of the folder {folder.name}")
 
 
 def _holds(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -634,14 +637,6 @@ def _says_the_same(source: Path, written: Path, overrides: Mapping[str, float]) 
     for key in want.keys() - renamed:
         problem = f"{key} is {got.get(key)!r}, the model's folder says {want[key]!r}"
         must(got.get(key) == want[key], "config.json of save_hf", problem)
-
-
-def _written(folder: Path) -> OracleModel:
-    """Return the oracle of the written folder, whose faults are the engine's."""
-    try:
-        return load_oracle(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConformanceFailure("save_hf", f"the folder cannot be read: {error}") from error
 
 
 def _bfloat16(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

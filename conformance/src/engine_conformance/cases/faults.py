@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine_api.capabilities import Capability
 from engine_api.config import OptimizerConfig
@@ -158,6 +160,23 @@ def _elsewhere(folder: Path) -> None:
     _edit(folder, lead_out)
 
 
+def _scalar_moment(folder: Path) -> None:
+    """Replace a moment by a number, in the file and in the manifest, which is sealed again."""
+
+    def replace(manifest: dict[str, Any]) -> None:
+        key = next(key for key in manifest["tensors"] if key.endswith(".exp_avg"))
+        entry = manifest["tensors"][key]
+        name = entry["shards"][0]["file"]
+        tensors = load_file(folder / name) | {key: torch.tensor(0.5)}
+        save_file(tensors, folder / name)
+        content = (folder / name).read_bytes()
+        entry |= {"shape": [], "shards": [{"file": name, "offset": [], "shape": []}]}
+        checksum = hashlib.sha256(content).hexdigest()
+        manifest["files"][name] = {"bytes": len(content), "sha256": checksum}
+
+    _edit(folder, replace)
+
+
 def _pickled(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     torch.save({"model": {}}, folder / "model.pt")
@@ -173,6 +192,7 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
     "half a manifest": (_half_manifest, CheckpointCorrupt),
     "one bit of the manifest": (_one_bit, CheckpointCorrupt),
     "no state of one weight": (_half_state, CheckpointMismatch),
+    "a moment that is a number": (_scalar_moment, CheckpointError),
     "files of another checkpoint": (_elsewhere, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),
     "pickled": (_pickled, CheckpointMissing),
@@ -185,8 +205,8 @@ def failed_load(target: Target) -> float:
 
     Weights, moments, step and generators stay as they are. Truncated, altered by one
     bit in each file of the manifest in turn, incomplete, of a newer contract, of another
-    model or optimizer, a pickle, absent; its optimizer state without one weight's, its
-    tensors in another checkpoint's files.
+    model or optimizer, a pickle, absent; its optimizer state without one weight's or of
+    another shape, its tensors in another checkpoint's files.
 
     If this fails: tensors are copied in before all are checked; a rank that read its
     own good file goes on alone; files of the ranks' generators are trusted; state that

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from engine_api.capabilities import Capability
 from engine_api.config import Memory
@@ -330,12 +331,19 @@ Repeated = tuple[list[dict[str, Tensor]], list[int], bool, list[str], TrainOutpu
 
 def repeat_and_save(
     setup: Setup, call: InferCall, batch: PackedDocuments, folders: Sequence[Path]
-) -> tuple[Repeated, str]:
+) -> tuple[Repeated, str, list[tuple[int, ...]]]:
     """Make the same call twice between two looks at everything, then take a step.
 
-    The digest of the weights after it is returned, too. A look is the weights' digest
+    The digest of the weights after it is returned, too, and the shapes of the tensors that the
+    calls keep for a backward pass. A look is the weights' digest
     and ``weight_version``, and a save where folders are given.
     """
+    kept = list[tuple[int, ...]]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
     with opened(setup) as engine:
         # The generator must not stand where a seed puts it, or an engine that seeds it leaves it as
         # it was.
@@ -345,25 +353,27 @@ def repeat_and_save(
             save(engine, folder)
         before = torch.get_rng_state()
         versions = [engine.weight_version]
-        outputs = [infer_on_rank(engine, call, setup.device).fields for _ in range(2)]
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = [infer_on_rank(engine, call, setup.device).fields for _ in range(2)]
         versions.append(engine.weight_version)
         same = torch.equal(before, torch.get_rng_state())
         for folder in folders[1:]:
             save(engine, folder)
         digests.append(digest(whole_weights(engine)))
         trained = step(engine, setup, batch)
-        return (outputs, versions, same, digests, trained), digest(whole_weights(engine))
+        repeated = (outputs, versions, same, digests, trained)
+        return repeated, digest(whole_weights(engine)), kept
 
 
 @case(id="forward.pure", model_types=TYPES, quick=True)
 def pure(target: Target) -> None:
     """Inference MUST change no weights, optimizer, generators or ``weight_version``, and repeat.
 
-    It repeats bit for bit.
+    It repeats bit for bit, and keeps nothing for a backward pass.
 
     If this fails: dropout or a sampler draws from the generator; weights are cast in
     place; a step counter moves; weights stay gathered and the next step updates the
-    copies.
+    copies; the graph is built and thrown away, at the memory of a training pass.
     """
     folder = target.scratch()
     batch = documents(4)
@@ -374,8 +384,11 @@ def pure(target: Target) -> None:
         repeat_and_save, config, call=asking(target, documents(5)), batch=batch, folders=folders
     )
     undisturbed = target.run(train, config, batches=[batch])
-    for rank, ((outputs, versions, same, digests, trained), after) in enumerate(ranks):
+    for rank, ((outputs, versions, same, digests, trained), after, kept) in enumerate(ranks):
         where = f"rank {rank}"
+        if target.is_asked_since("1.3"):
+            problem = f"{len(kept)} tensors are kept for a backward pass, of shapes {kept[:3]}"
+            must(not kept, "inference", problem, where=where)
         assert_bitwise(outputs[1], outputs[0], name="the same call again")
         must(
             versions == [0, 0],

@@ -39,6 +39,7 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import EPS, Setup, Target
+from engine_conformance.cases._written import written_weights
 from engine_conformance.compare import (
     assert_bitwise,
     assert_scalar_close,
@@ -114,12 +115,12 @@ def trains(target: Target) -> float:
     """Only the adapter MUST train, as the oracle's does, merge into the export and come off.
 
     Merged it is exported; off it leaves the base model. The adapter's own export has
-    PEFT's names; B starts at zero. With bfloat16 masters the sum is formed in float32 and
-    rounded once.
+    PEFT's names, a pair for each layer that the targets name and no other; B starts at zero.
+    With bfloat16 masters the sum is formed in float32 and rounded once.
 
     If this fails: the merged export sends base weights (a comment in verl's
     _merged_lora_per_tensor_param admits it), the scale alpha / rank is applied twice or
-    not at all, gradients of A are those of a shard.
+    not at all, gradients of A are those of a shard, only some of the targets are adapted.
     """
     model = target.model(tied=False)
     folder = target.scratch()
@@ -127,6 +128,11 @@ def trains(target: Target) -> float:
     config = target.config(model, lora=CONFIG, optimizer=OPTIMIZER)
     ranks = target.run(adapter_run, config, batches=batches)
     trained, (start, merged), _ = ranks[0]
+    stems = [name.removesuffix(".weight") for name in merged]
+    targets = [stem for stem in stems if stem.rpartition(".")[2] in CONFIG.target_modules]
+    wanted = {f"base_model.model.{stem}.lora_{part}.weight" for stem in targets for part in "AB"}
+    other = sorted(wanted ^ set(start))
+    must(not other, "adapter", f"{other[:3]} on one side only, of {CONFIG.target_modules}")
     must(
         all(bool((t == 0).all()) == (".lora_B." in n) for n, t in start.items()),
         "adapter",
@@ -524,7 +530,7 @@ def save_hf(target: Target) -> float:
     batch = documents(90, "uneven")
     ranks = target.run(save_merged, target.config(model, lora=CONFIG), batch=batch, folder=folder)
     exact = ranks[0][1]
-    written = read_safetensors(folder / "hf")
+    written = written_weights(folder / "hf")
     margin = assert_weights_close(written, exact, MERGED, name="weights of the folder")
     oracle = load_oracle(folder / "hf")
     return max(

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
+from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_api.losses import LossFn, needs_of
 from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
@@ -25,11 +26,13 @@ from engine_conformance.cases._expect import (
     documents,
     oracle_of,
     oracle_training,
+    outputs_match,
     training_matches,
 )
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
+    RankOutputs,
     Trained,
     infer,
     infer_on_rank,
@@ -50,6 +53,8 @@ from engine_conformance.seeds import cached_by_seed
 
 TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
+# Relative difference of a norm whose elements are rounded to bfloat16 a few times.
+_ROUNDED = 2.0**-6
 
 
 def _batches() -> tuple[PackedDocuments, ...]:
@@ -266,6 +271,75 @@ def half_precision(target: Target) -> float:
         str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
     )
     return training_matches(half, ranks, want, oracle_of(str(model)))
+
+
+_Refused = (ConfigError, UnsupportedCapability)
+
+
+def train_or_refuse(setup: Setup, batches: Sequence[PackedDocuments]) -> Trained | EngineError:
+    """Return the results of some steps, or the error by which the configuration is refused."""
+    try:
+        return train(setup, batches)
+    except _Refused as error:
+        return error
+
+
+def infer_or_refuse(setup: Setup, call: InferCall) -> RankOutputs | EngineError:
+    """Return the outputs of a call, or the error by which the configuration is refused."""
+    try:
+        return infer(setup, [call])[0]
+    except _Refused as error:
+        return error
+
+
+def _is_refused(ranks: Sequence[object], option: str) -> bool:
+    """Return whether all ranks refuse an option by its name, which none or all of them may do."""
+    errors = [one for one in ranks if isinstance(one, EngineError)]
+    for error in errors:
+        must(len(errors) == len(ranks), option, f"is refused on some ranks alone: {error}")
+        named = option.rpartition(".")[2] in str(error)
+        must(named, option, f"the refusal does not name it: {error}")
+    return bool(errors)
+
+
+@case(id="memory.precisions", since="1.3", requires=(Capability.BF16,))
+def precisions(target: Target) -> float:
+    """Masters and sums of gradients in bfloat16 MUST be that alone, or be refused by name.
+
+    From bfloat16 masters a computation in float32 is the oracle's of the rounded weights, with
+    float32's rounding. Gradients that are summed over ranks in bfloat16 have a norm with other
+    bits than in float32, within bfloat16's rounding.
+
+    If this fails: weights are computed with in the dtype in which they are stored;
+    ``precision.reduce`` is accepted, and gradients travel in float32 at twice the time.
+    """
+    exact = replace(target, dtype="float32")
+    margins = list[float]()
+    model = target.model(stored="bfloat16")
+    config = exact.config(model, precision=Precision(master="bfloat16"))
+    call = asking(exact, _batches()[0])
+    inferred = target.run(infer_or_refuse, config, call=call)
+    if not _is_refused(inferred, "precision.master"):
+        margins.append(outputs_match(exact, oracle_of(str(model)), call, inferred))
+    if target.world > 1 and Capability.DP in target.capabilities:
+        margins.append(_sums_in_bfloat16(target))
+    return max(margins, default=0.0)
+
+
+def _sums_in_bfloat16(target: Target) -> float:
+    config = target.config(target.model())
+    plain = target.run(train, config, batches=_batches()[:1])
+    half = replace(config, precision=replace(config.precision, reduce="bfloat16"))
+    ranks = target.run(train_or_refuse, half, batches=_batches()[:1])
+    if _is_refused(ranks, "precision.reduce"):
+        return 0.0
+    margins = list[float]()
+    for rank, (one, other) in enumerate(zip(ranks, plain, strict=True)):
+        got, want = one.outputs[0].grad_norm, other.outputs[0].grad_norm
+        must(got != want, "grad_norm", "bfloat16 gives float32's bits", where=f"rank {rank}")
+        margins.append(abs(got - want) / (_ROUNDED * want))
+        must(margins[-1] <= 1.0, "grad_norm", f"{got}, {want} in float32", where=f"rank {rank}")
+    return max(margins)
 
 
 def move_about(

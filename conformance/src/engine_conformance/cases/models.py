@@ -189,6 +189,26 @@ SHAPES: dict[str, ModelRequest] = {
     "a mixture with a dense layer": _mixture(mlp_only_layers=[0]),
     "a mixture in every second layer": _mixture(decoder_sparse_step=2),
 }
+# By family, keys of config.json that may be left out, with arguments of `TinyModel` for which
+# transformers' default is what the model has.
+LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama": (
+        {"num_kv_heads": 4, "tied": False},
+        (
+            "attention_dropout",
+            "head_dim",
+            "hidden_act",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_parameters",
+            "tie_word_embeddings",
+        ),
+    ),
+    "qwen3_moe": (
+        {"norm_topk_prob": False, "tied": False},
+        ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "tie_word_embeddings"),
+    ),
+}
 DROPOUTS: dict[str, dict[str, ModelRequest]] = {
     LM: {
         "of attention": ModelRequest(
@@ -212,6 +232,11 @@ FILES: dict[str, ModelRequest] = {
         overrides={"rms_norm_eps": 0.01},
     ),
     "weights in float16": ModelRequest(words=("float16",), model={"stored": "float16"}),
+    "an override by what may be refused": ModelRequest(
+        words=("override", "model.path", "activation", "hidden_act", "gelu"),
+        model={"keys": {"hidden_act": "gelu"}},
+        overrides={"hidden_act": "gelu"},
+    ),
     "an override of a part": ModelRequest(
         words=("override", "rope", "model.path"),
         model={"rope_theta": 500.0},
@@ -334,6 +359,8 @@ def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
         return target.config(target.model(**request.model))
     changed = {*request.overrides, *request.overrides.get("rope_parameters", {})}
     plain = {key: value for key, value in request.model.items() if key not in changed}
+    keys = {key: value for key, value in plain.get("keys", {}).items() if key not in changed}
+    plain |= {"keys": keys}
     config = target.config(target.model(**plain))
     return replace(config, model=replace(config.model, config_overrides=request.overrides))
 
@@ -451,13 +478,26 @@ def shapes(target: Target) -> float:
 
     These are biases on each projection (the output's and the MLP's too), heads whose
     width is not hidden size / heads, one head of keys, vocabularies that no two ranks
-    divide, the activations gelu, gelu_pytorch_tanh and relu, and mixtures with dense layers.
+    divide, the activations gelu, gelu_pytorch_tanh and relu, mixtures with dense layers, and
+    transformers' defaults of keys that are left out.
 
     If this fails: the MLP's activation is SiLU whatever ``hidden_act`` is, a bias is dropped,
     ``head_dim`` is derived where it is given, or rows of the vocabulary are lost where
-    ranks share it.
+    ranks share it, or a key that config.json leaves out has another default than in transformers.
     """
-    return _require_right_or_refused(target, SHAPES)
+    margins = [_require_right_or_refused(target, SHAPES)]
+    for family, (arguments, left_out) in LEFT_OUT.items():
+        if family in target.families and not (family in EXPERTS and target.dtype != "float32"):
+            model = target.scratch() / "model"
+            shutil.copytree(target.model(family=family, **arguments), model)
+            config = json.loads((model / "config.json").read_text())
+            told = {key: value for key, value in config.items() if key not in left_out}
+            (model / "config.json").write_text(json.dumps(told))
+            name = f"keys left out of {family}"
+            # Experts may be what is refused.
+            words = ("moe", "expert", *left_out)
+            margins.append(_compare_built(target, name, words, model, target.config(model)))
+    return max(margins)
 
 
 @case(id="models.dropout", since=SINCE, model_types=TYPES)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine_api.batch import Batch
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.config import (
     CheckpointConfig,
     EngineConfig,
@@ -27,6 +28,7 @@ from engine_conformance.cases._case import LM, VALUE, AcceptedUndeclared, SkipCa
 from engine_conformance.cases._expect import oracle_of, oracle_training, training_matches
 from engine_conformance.cases._ranks import Trained, local_batch, opened, step, summary, train
 from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.cases.portable import GOLD
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.environment import devices_of
@@ -143,6 +145,7 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
     Capability.ASYNC_CHECKPOINT: {
         "CheckpointConfig(async_save=True)": {"checkpoint": CheckpointConfig(async_save=True)}
     },
+    Capability.ROUTER_REPLAY: {"router_replay=True": {"router_replay": True}},
 }
 
 
@@ -280,21 +283,38 @@ def probe_value_head(target: Target) -> float | None:
     return _usable(target) if target.model_type == LM else None
 
 
+def probe_mechanism(target: Target, capability: Capability) -> float:
+    """Require that a model with the mechanism is refused when an engine is made of it.
+
+    An engine that does not know the model's family at all may refuse that by name.
+    """
+    arguments = MODELS[capability]
+    config = target.config(target.with_model_type(LM).model(**arguments))
+    how = f"a {arguments['family']} model"
+    reply = target.run(configured, config, configs={how: config})[0][how]
+    by_family = reply.error == "ConfigError" and arguments["family"] in reply.text
+    if not by_family:
+        _require_refusals(capability, {how: reply})
+    return _usable(target)
+
+
 _OWN: dict[Capability, Callable[[Target], float | None]] = {
+    **{one: partial(probe_mechanism, capability=one) for one in MODELS},
     Capability.MOE: probe_moe,
     Capability.DP: probe_dp,
     Capability.VALUE_HEAD: probe_value_head,
 }
 # Ways of asking that are no entry of a table.
 _OTHER_WAYS = {
+    **{one: f"a model that asks for it ({model['family']})" for one, model in MODELS.items()},
     Capability.MOE: "a qwen3_moe model",
     Capability.DP: "a world of two ranks",
     Capability.VALUE_HEAD: "a value model",
 }
 
 
-# Versions of the contract that brought a capability; an engine of an older one knows no such field.
-_SINCE = {Capability.SHARED_PREFIXES: "1.4"}
+# An engine of an older contract knows no such field.
+_SINCE_1_4 = MECHANISMS | {Capability.ROUTER_REPLAY, Capability.SHARED_PREFIXES}
 
 
 def _ways(capability: Capability) -> str:
@@ -322,14 +342,14 @@ def _probe(capability: Capability) -> None:
     """
     # The checkpoint to refuse is one of an earlier release.
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
-    case(
-        id=f"refusal.{capability}",
-        since=_SINCE.get(capability, "1.0"),
-        probes=capability,
-        world=(1,),
-        model_types=BOTH,
-        families=families,
-    )(probe)
+    if capability in MODELS:
+        families = (MODELS[capability]["family"],)
+    name = f"refusal.{capability}"
+    since = "1.4" if capability in _SINCE_1_4 else "1.0"
+    kinds = (LM,) if capability in MODELS else BOTH
+    case(id=name, since=since, probes=capability, world=(1,), model_types=kinds, families=families)(
+        probe
+    )
 
 
 for _capability in Capability:

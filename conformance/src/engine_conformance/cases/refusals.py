@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -31,6 +33,7 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import read_safetensors
 
 TYPES = (LM, VALUE)
 
@@ -147,33 +150,42 @@ def bad_arguments(target: Target) -> None:
 def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 
-    No engine is left behind. A folder without weights, a folder that is absent, an
-    unknown optimizer, a misspelt option, head or kernel, a size that the weights do not have.
+    No engine is left behind. A folder without weights or without one of them, a folder that is
+    absent, an unknown optimizer, a misspelt option, kernel or key among right ones, a size that
+    the weights do not have.
 
-    If this fails: an unknown key is ignored; weights that are missing stay random.
+    If this fails: an unknown key is ignored; weights that are missing stay random; of several
+    keys or weights the first or the last one alone is looked at.
     """
     model = target.model()
     empty = target.scratch()
     (empty / "config.json").write_text((model / "config.json").read_text())
     base = target.config(model)
+    # The size is the model's, so that the key between the two is the only fault.
+    misspelt = {"rms_norm_eps": 1e-6, "hidden_sise": 1, "vocab_size": 256}
     wrong = {
         "no weights": replace(base, model=ModelSource(path=str(empty))),
+        "one weight less": replace(
+            base, model=ModelSource(path=str(_lacking_one(target, model, _MIDDLE)))
+        ),
         "no folder": replace(base, model=ModelSource(path=str(empty / "no such folder here"))),
         "optimizer": replace(base, optimizer=OptimizerConfig(name="torch.optim.NoSuch")),
         "optimizer arguments": replace(
             base, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})
         ),
         "option": replace(base, options={"no_such_option": 1}),
-        "override": replace(
-            base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})
-        ),
+        "override": replace(base, model=ModelSource(path=str(model), config_overrides=misspelt)),
         "another size than the files'": replace(
             base, model=ModelSource(path=str(model), config_overrides={"vocab_size": 250})
         ),
         "kernel": replace(base, model=ModelSource(path=str(model), attention="no-such-kernel")),
     }
+    if Capability.MOE in target.capabilities and target.model_type == LM:
+        mixture = target.model(family="qwen3_moe", tied=False)
+        folder = _lacking_one(target, mixture, "model.layers.0.mlp.experts.1.up_proj.weight")
+        wrong["one expert's weight less"] = replace(base, model=ModelSource(path=str(folder)))
     if target.model_type == VALUE:  # the rest is the language model's own code
-        wrong = {name: wrong[name] for name in ("no weights", "override")}
+        wrong = {name: wrong[name] for name in ("no weights", "one weight less", "override")}
     for name, config in wrong.items():
         errors = target.run(build, config)
         must(
@@ -183,6 +195,20 @@ def bad_configuration(target: Target) -> None:
             where=name,
         )
     must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
+
+
+# A weight that every model has, neither its first nor its last.
+_MIDDLE = "model.layers.0.self_attn.o_proj.weight"
+
+
+def _lacking_one(target: Target, model: Path, name: str) -> Path:
+    """Return a copy of a model whose file lacks a weight."""
+    folder = target.scratch()
+    shutil.copyfile(model / "config.json", folder / "config.json")
+    tensors = read_safetensors(model)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[EngineError | None]:

@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from engine_conformance.oracle.rope import ROPE_KINDS, Rope
 
-__all__ = ["ACTIVATIONS", "FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
+__all__ = [
+    "ACTIVATIONS",
+    "FAMILIES",
+    "Mask",
+    "MoEConfig",
+    "ModelConfig",
+    "UnsupportedModel",
+    "hide_later",
+    "read_config",
+]
+
+Mask = Callable[[int, int | None], Tensor]
+"""From a document's length and a layer's window to ``[L, L]``, true where the row's token does not
+attend to the column's."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
+# Families of which a mechanism's case alone makes a model.
+MECHANISM_FAMILIES = ("granite", "granite_swa", "phi", "dots1", "lfm2", "deepseek_v32")
 # The names in config.json of the activations that the oracle computes.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 # The key of a family's activation and its default, where they are not hidden_act and silu.
-_ACTIVATION_KEYS = {"gemma2": ("hidden_activation", "gelu_pytorch_tanh")}
+_ACTIVATION_KEYS = {
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+    # LFM2 has no key for its activation.
+    "lfm2": ("activation", "silu"),
+}
+# Other names of activations in config.json.
+_ACTIVATION_NAMES = {"gelu_new": "gelu_pytorch_tanh"}
 
 
 class UnsupportedModel(ValueError):
     """A checkpoint that asks for something that the oracle does not compute."""
+
+
+def hide_later(length: int, window: int | None) -> Tensor:
+    """Return the mask of causal attention within a window, or within the whole document."""
+    every = torch.ones((length, length), dtype=torch.bool)
+    later = every.triu(1)
+    return later if window is None else later | every.tril(-window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +64,61 @@ class MoEConfig:
     intermediate_size: int
     norm_topk_prob: bool
     sparse_layers: frozenset[int]
+    sigmoid: bool = False
+    """Scores are sigmoids of the logits, and a saved bias is added to select by them (dots1)."""
+    scale: float = 1.0
+    """Factor of the experts' weights."""
+    shared_size: int = 0
+    """Width of the expert that serves every token, 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedAttention:
+    """Latent attention to the tokens that an index selects (DeepSeek-V3.2, arXiv:2512.02556)."""
+
+    query_rank: int
+    key_rank: int
+    plain_dim: int
+    """Width of a head's part without rotary positions."""
+    rotary_dim: int
+    value_dim: int
+    index_heads: int
+    index_dim: int
+    selected: int
+    """Number of tokens that a token attends to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Names of a layer's parts in a checkpoint."""
+
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    final_norm: str = "norm"
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_NAMES = {
+    "phi": Names(final_norm="final_layernorm", output="dense", gate="", up="fc1", down="fc2"),
+    "lfm2": Names(
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        final_norm="embedding_norm",
+        output="out_proj",
+        query_norm="q_layernorm",
+        key_norm="k_layernorm",
+        mlp="feed_forward",
+        gate="w1",
+        up="w3",
+        down="w2",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +137,17 @@ class ModelConfig:
         norm_offset: added to the weight of every norm.
         norms_after: true if attention's and the MLP's results have a norm of their own.
         activation: name of the activation of the MLP and the experts.
+        logit_scale: the factor of the logits.
+        residual_scale: the factor of what attention and MLP add.
+        sinks: true if each head's softmax has one more score, which is a parameter.
+        head_bias: true if the language-model head has a bias.
+        layer_norms: true if norms subtract the mean and have a bias.
+        parallel: true if attention and MLP have the same input and one norm.
+        mixers: layers that mix tokens by a short convolution in place of attention.
+        mixer_width: number of tokens of that convolution.
+        indexed: the attention of a model whose layers select tokens; None for any other.
+        names: the names of a layer's parts.
+        mask: the pairs of tokens that do not see one another.
     """
 
     family: str
@@ -78,11 +175,22 @@ class ModelConfig:
     norms_after: bool = False
     activation: str = "silu"
     moe: MoEConfig | None = None
+    logit_scale: float = 1.0
+    residual_scale: float = 1.0
+    sinks: bool = False
+    head_bias: bool = False
+    layer_norms: bool = False
+    parallel: bool = False
+    mixers: frozenset[int] = frozenset()
+    mixer_width: int = 0
+    indexed: IndexedAttention | None = None
+    names: Names = Names()
+    mask: Mask = hide_later
 
     @property
     def qk_norm(self) -> bool:
         """True if queries and keys are normalised per head (Qwen3)."""
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.family in ("qwen3", "qwen3_moe", "dots1", "lfm2")
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -96,8 +204,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     raw = json.loads((Path(folder) / "config.json").read_text())
     family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise UnsupportedModel(f"model_type {family!r}: the oracle computes {', '.join(FAMILIES)}")
+    known = (*FAMILIES, *MECHANISM_FAMILIES)
+    if family not in known:
+        raise UnsupportedModel(f"model_type {family!r}: the oracle computes {', '.join(known)}")
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     biased = bool(raw.get("attention_bias", False)) and family not in ("qwen2", "mistral")
@@ -110,19 +219,87 @@ def read_config(folder: str | Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get(_EPSILONS.get(family, "rms_norm_eps"), 1e-6)),
         rope=_rope(raw, head_dim),
         tied=bool(raw.get("tie_word_embeddings", family == "gemma2")),
         value_model=_is_value_model(raw),
         value_bias=bool(raw.get("token_classification_bias", True)),
-        qkv_bias=biased or family == "qwen2",
-        o_bias=biased,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+        qkv_bias=biased or family in ("qwen2", "phi"),
+        o_bias=biased or family == "phi",
+        mlp_bias=(bool(raw.get("mlp_bias", False)) and family == "llama") or family == "phi",
         windows=_windows(raw),
         activation=_activation(raw),
-        moe=_moe(raw) if family == "qwen3_moe" else None,
-        **(_gemma2(raw) if family == "gemma2" else {"attention_scale": head_dim**-0.5}),
+        names=_NAMES.get(family, Names()),
+        **{"attention_scale": head_dim**-0.5, **_OWN.get(family, lambda _: {})(raw)},
     )
+
+
+# The key of the norms' epsilon, where it is not rms_norm_eps.
+_EPSILONS = {"lfm2": "norm_eps", "phi": "layer_norm_eps"}
+
+
+def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"moe": _moe(raw)}
+
+
+def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the multipliers of Granite, and the sinks of its variant with windows."""
+    return {
+        "attention_scale": float(raw["attention_multiplier"]),
+        "embedding_scale": float(raw["embedding_multiplier"]),
+        "residual_scale": float(raw["residual_multiplier"]),
+        "logit_scale": 1 / float(raw["logits_scaling"]),
+        "sinks": raw["model_type"] == "granite_swa",
+    }
+
+
+def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Phi alone has (Li et al. 2023, arXiv:2309.05463)."""
+    del raw
+    return {"head_bias": True, "layer_norms": True, "parallel": True}
+
+
+def _dots1(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mixture of dots1, whose router has a saved bias (as DeepSeek-V3's)."""
+    if raw.get("n_group", 1) != 1:
+        raise UnsupportedModel("n_group: the oracle computes routers without groups")
+    layers = range(raw["first_k_dense_replace"], raw["num_hidden_layers"])
+    moe = MoEConfig(
+        num_experts=raw["n_routed_experts"],
+        top_k=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        norm_topk_prob=raw["norm_topk_prob"],
+        sparse_layers=frozenset(layers),
+        sigmoid=True,
+        scale=raw["routed_scaling_factor"],
+        shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
+    )
+    return {"moe": moe}
+
+
+def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers of LFM2 that convolve."""
+    kinds = enumerate(raw["layer_types"])
+    convolves = frozenset(i for i, kind in kinds if kind == "conv")
+    return {"mixers": convolves, "mixer_width": raw["conv_L_cache"]}
+
+
+def _deepseek_v32(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention of DeepSeek-V3.2, of which the oracle computes dense layers only."""
+    if raw["first_k_dense_replace"] < raw["num_hidden_layers"]:
+        raise UnsupportedModel("experts: the oracle computes deepseek_v32 without them")
+    indexed = IndexedAttention(
+        query_rank=raw["q_lora_rank"],
+        key_rank=raw["kv_lora_rank"],
+        plain_dim=raw["qk_nope_head_dim"],
+        rotary_dim=raw["qk_rope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        index_heads=raw["index_n_heads"],
+        index_dim=raw["index_head_dim"],
+        selected=raw["index_topk"],
+    )
+    scale = (indexed.plain_dim + indexed.rotary_dim) ** -0.5
+    return {"indexed": indexed, "attention_scale": scale}
 
 
 def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +314,18 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_OWN: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "granite": _granite,
+    "granite_swa": _granite,
+    "phi": _phi,
+    "dots1": _dots1,
+    "lfm2": _lfm2,
+    "deepseek_v32": _deepseek_v32,
+}
+
+
 def _activation(raw: Mapping[str, Any]) -> str:
     """Return the name of the activation.
 
@@ -145,6 +334,7 @@ def _activation(raw: Mapping[str, Any]) -> str:
     """
     key, usual = _ACTIVATION_KEYS.get(raw["model_type"], ("hidden_act", "silu"))
     name: str = raw.get(key, usual)
+    name = _ACTIVATION_NAMES.get(name, name)
     if name not in ACTIVATIONS:
         raise UnsupportedModel(f"{key} {name!r}: the oracle computes {', '.join(ACTIVATIONS)}")
     return name
@@ -158,7 +348,8 @@ def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     """
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_KINDS or given.get("partial_rotary_factor", 1.0) != 1.0:
+    part = float(given.get("partial_rotary_factor", 1.0))
+    if kind not in ROPE_KINDS or (part != 1.0 and raw["model_type"] != "phi"):
         raise UnsupportedModel(
             f"rope {given}: the oracle computes {', '.join(ROPE_KINDS)}, on whole heads"
         )
@@ -166,7 +357,7 @@ def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     return Rope(
         kind=kind,
         theta=float(given.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        head_dim=head_dim,
+        head_dim=raw.get("qk_rope_head_dim") or int(head_dim * part),
         max_position=longest,
         original=given.get("original_max_position_embeddings") or longest,
         parameters=given,
@@ -184,7 +375,10 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers = range(raw["num_hidden_layers"])
     switched = family in ("mistral", "gemma2") or raw.get("use_sliding_window", False)
     window = raw.get("sliding_window", 4096) if switched and family != "llama" else None
-    if family in ("llama", "mistral", "qwen3_moe"):
+    if family == "granite_swa":
+        kinds = raw["layer_types"]
+        return tuple(raw["sliding_window"] if k == "sliding_attention" else None for k in kinds)
+    if family in ("llama", "mistral", "qwen3_moe", *MECHANISM_FAMILIES):
         return tuple(window for _ in layers)
     first = raw.get("max_window_layers", 28)
     slides = [i % 2 == 0 if family == "gemma2" else i >= first for i in layers]

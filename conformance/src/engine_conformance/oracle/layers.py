@@ -35,10 +35,20 @@ def linear(params: Params, name: str, x: Tensor) -> Tensor:
 def norm(params: Params, config: ModelConfig, name: str, x: Tensor) -> Tensor:
     """Return the root-mean-square norm over the last axis.
 
-    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
+    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. Norms of a model that subtracts the mean
+    are those of Ba et al. 2016, arXiv:1607.06450.
     """
+    if config.layer_norms or name.endswith("indexer.k_norm"):
+        return layer_norm(params, config, name, x)
     weight = config.norm_offset + params[f"{name}.weight"]
     return weight * x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+
+
+def layer_norm(params: Params, config: ModelConfig, name: str, x: Tensor) -> Tensor:
+    """Return the norm over the last axis that subtracts the mean and adds a bias."""
+    centred = x - x.mean(dim=-1, keepdim=True)
+    deviation = torch.sqrt(centred.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+    return params[f"{name}.weight"] * centred / deviation + params[f"{name}.bias"]
 
 
 def cap(x: Tensor, bound: float | None) -> Tensor:
@@ -49,20 +59,32 @@ def cap(x: Tensor, bound: float | None) -> Tensor:
 def attention_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
     """Compute the first half of a pre-norm decoder layer, ``[L, C]`` to ``[L, C]``."""
     prefix = f"model.layers.{index}."
-    normed = norm(params, config, f"{prefix}input_layernorm", x)
-    mixed = attention(params, config, index, f"{prefix}self_attn.", normed)
+    normed = norm(params, config, f"{prefix}{config.names.attention_norm}", x)
+    if index in config.mixers:
+        return x + convolution(params, config, f"{prefix}conv.", normed)
+    attend = attention if config.indexed is None else indexed_attention
+    mixed = config.residual_scale * attend(params, config, index, f"{prefix}self_attn.", normed)
+    if config.parallel:
+        return x + mixed + mlp(params, config, f"{prefix}mlp.", normed)
     if config.norms_after:
         mixed = norm(params, config, f"{prefix}post_attention_layernorm", mixed)
     return x + mixed
 
 
-def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
-    """Compute the second half, a dense or a mixture layer, ``[L, C]`` to ``[L, C]``."""
+def feed_forward_block(
+    params: Params, config: ModelConfig, index: int, x: Tensor, replayed: Tensor | None = None
+) -> Tensor:
+    """Compute the second half, a dense or a mixture layer, ``[L, C]`` to ``[L, C]``.
+
+    ``replayed [L, k]`` are the experts of each token, see `mixture`.
+    """
+    if config.parallel:
+        return x
     normed = feed_forward_input(params, config, index, x)
-    prefix = f"model.layers.{index}.mlp."
+    prefix = f"model.layers.{index}.{config.names.mlp}."
     if config.moe is not None and index in config.moe.sparse_layers:
-        return x + mixture(params, config, config.moe, prefix, normed)
-    made = mlp(params, config, prefix, normed)
+        return x + mixture(params, config, config.moe, prefix, normed, replayed)
+    made = config.residual_scale * mlp(params, config, prefix, normed)
     if not config.norms_after:
         return x + made
     return x + norm(params, config, f"model.layers.{index}.post_feedforward_layernorm", made)
@@ -70,7 +92,7 @@ def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tenso
 
 def feed_forward_input(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
     """Return the input ``[L, C]`` of a layer's router and experts."""
-    name = "pre_feedforward_layernorm" if config.norms_after else "post_attention_layernorm"
+    name = "pre_feedforward_layernorm" if config.norms_after else config.names.mlp_norm
     return norm(params, config, f"model.layers.{index}.{name}", x)
 
 
@@ -80,7 +102,11 @@ def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> T
         return torch.full(x.shape[:1], math.inf, dtype=torch.float64)
     normed = feed_forward_input(params, config, index, x)
     k = config.moe.top_k
-    logits = linear(params, f"model.layers.{index}.mlp.gate", normed)
+    router = f"model.layers.{index}.mlp.gate"
+    logits = linear(params, router, normed)
+    if config.moe.sigmoid:
+        # A sigmoid rises by at most a quarter of what its logit does.
+        logits = 4 * (logits.sigmoid() + params[f"{router}.e_score_correction_bias"])
     padded = torch.cat((logits, torch.full_like(logits[:, :1], -math.inf)), dim=-1)
     ordered = padded.sort(dim=-1, descending=True).values
     return ordered[:, k - 1] - ordered[:, k]
@@ -99,24 +125,63 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def mlp(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
-    """Compute a gated MLP (Shazeer 2020, arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
-    gate = _ACTIVATIONS[config.activation](linear(params, f"{prefix}gate_proj", x))
-    return linear(params, f"{prefix}down_proj", gate * linear(params, f"{prefix}up_proj", x))
+    """Compute a gated MLP (Shazeer 2020, arXiv:2002.05202): ``down(act(gate(x)) * up(x))``.
+
+    Without a gate it is ``down(act(up(x)))``.
+    """
+    names = config.names
+    act = _ACTIVATIONS[config.activation]
+    up = linear(params, f"{prefix}{names.up}", x)
+    made = act(linear(params, f"{prefix}{names.gate}", x)) * up if names.gate else act(up)
+    return linear(params, f"{prefix}{names.down}", made)
 
 
-def mixture(params: Params, config: ModelConfig, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
-    """Mix the top k of a softmax over all experts, renormalised or not, without capacity limits."""
-    probs = linear(params, f"{prefix}gate", x).softmax(dim=-1)  # [L, E]
-    weights, chosen = probs.topk(moe.top_k, dim=-1)  # [L, k]
+def mixture(
+    params: Params,
+    config: ModelConfig,
+    moe: MoEConfig,
+    prefix: str,
+    x: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    """Mix the top k of a softmax over all experts, renormalised or not, without capacity limits.
+
+    Sigmoids take the place of the softmax where the model says so, and a bias is then added to
+    select. ``replayed [L, k]`` are experts in place of the top k, with their own weights, or -1.
+    """
+    logits = linear(params, f"{prefix}gate", x)
+    probs = logits.sigmoid() if moe.sigmoid else logits.softmax(dim=-1)  # [L, E]
+    bias = params[f"{prefix}gate.e_score_correction_bias"] if moe.sigmoid else 0.0
+    chosen = (probs + bias).topk(moe.top_k, dim=-1).indices  # [L, k]
+    if replayed is not None:
+        chosen = torch.where(replayed < 0, chosen, replayed)
+    weights = probs.gather(-1, chosen)
     if moe.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    weights = moe.scale * weights
     # [L, E], zero for experts that are not chosen.
     mixed = torch.zeros_like(probs).scatter(-1, chosen, weights)
     # Every expert sees every token: that is costly, but leaves no dispatch that could be wrong.
     outputs = [
         mlp(params, config, f"{prefix}experts.{expert}.", x) for expert in range(moe.num_experts)
     ]
-    return (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
+    routed = (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
+    if not moe.shared_size:
+        return routed
+    return routed + mlp(params, config, f"{prefix}shared_experts.", x)
+
+
+def convolution(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
+    """Compute LFM2's gated short convolution: ``out(c * conv(b * h))`` of ``b, c, h = in(x)``.
+
+    The convolution is causal, over ``mixer_width`` tokens and each channel alone.
+    """
+    b, c, h = linear(params, f"{prefix}in_proj", x).chunk(3, dim=-1)
+    taps = params[f"{prefix}conv.weight"].squeeze(1)  # [C, K]
+    width = config.mixer_width
+    padded = torch.cat((torch.zeros(width - 1, h.shape[-1], dtype=torch.float64), b * h))
+    mixed = sum(taps[:, k] * padded[k : k + len(x)] for k in range(width))
+    return linear(params, f"{prefix}out_proj", c * mixed)
 
 
 def attention(params: Params, config: ModelConfig, index: int, prefix: str, x: Tensor) -> Tensor:
@@ -125,24 +190,79 @@ def attention(params: Params, config: ModelConfig, index: int, prefix: str, x: T
     k = _heads(linear(params, f"{prefix}k_proj", x), config.num_kv_heads)  # [G, L, H]
     v = _heads(linear(params, f"{prefix}v_proj", x), config.num_kv_heads)
     if config.qk_norm:
-        q = norm(params, config, f"{prefix}q_norm", q)
-        k = norm(params, config, f"{prefix}k_norm", k)
-    q = rotate(q, config.rope)
-    k = rotate(k, config.rope)
+        q = norm(params, config, f"{prefix}{config.names.query_norm}", q)
+        k = norm(params, config, f"{prefix}{config.names.key_norm}", k)
+    q = _rotate_part(q, config)
+    k = _rotate_part(k, config)
     group = config.num_heads // config.num_kv_heads
     k = k.repeat_interleave(group, dim=0)
     v = v.repeat_interleave(group, dim=0)
     scores = cap(q @ k.transpose(-1, -2) * config.attention_scale, config.attention_cap)
-    unseen = _unseen(scores.shape[-1], config.windows[index])
+    unseen = config.mask(scores.shape[-1], config.windows[index])
+    scores = scores.masked_fill(unseen, -math.inf)
+    if config.sinks:
+        # One more score of each head, of no token (Xiao et al. 2023, arXiv:2309.17453).
+        sinks = params[f"{prefix}sinks"][:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    mixed = scores.softmax(dim=-1)[..., : x.shape[0]] @ v
+    return linear(params, f"{prefix}{config.names.output}", mixed.transpose(0, 1).flatten(1))
+
+
+def _rotate_part(x: Tensor, config: ModelConfig) -> Tensor:
+    """Rotate the first dimensions of each head ``[heads, L, H]``, as many as RoPE has."""
+    turned = config.rope.head_dim
+    return torch.cat((rotate(x[..., :turned], config.rope), x[..., turned:]), dim=-1)
+
+
+def indexed_attention(
+    params: Params, config: ModelConfig, index: int, prefix: str, x: Tensor
+) -> Tensor:
+    """Compute latent attention to the tokens that an index selects, of one document.
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1, and DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
+    Rotary positions of attention pair dimension 2i with 2i + 1, those of the index i with i + H/2.
+    """
+    own = config.indexed
+    assert own is not None
+    latent = norm(params, config, f"{prefix}q_a_layernorm", linear(params, f"{prefix}q_a_proj", x))
+    q = _heads(linear(params, f"{prefix}q_b_proj", latent), config.num_heads)
+    q = torch.cat((q[..., : own.plain_dim], _rotate_pairs(q[..., own.plain_dim :], config)), dim=-1)
+    compressed = linear(params, f"{prefix}kv_a_proj_with_mqa", x)
+    shared = _rotate_pairs(compressed[None, :, own.key_rank :], config)  # [1, L, R]
+    narrow = norm(params, config, f"{prefix}kv_a_layernorm", compressed[:, : own.key_rank])
+    both = _heads(linear(params, f"{prefix}kv_b_proj", narrow), config.num_heads)
+    k, v = both[..., : own.plain_dim], both[..., own.plain_dim :]
+    k = torch.cat((k, shared.expand(config.num_heads, -1, -1)), dim=-1)
+    scores = q @ k.transpose(-1, -2) * config.attention_scale
+    unseen = config.mask(len(x), config.windows[index])
+    unseen = unseen | _unselected(params, config, f"{prefix}indexer.", x, latent, unseen)
     mixed = scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ v
     return linear(params, f"{prefix}o_proj", mixed.transpose(0, 1).flatten(1))
 
 
-def _unseen(length: int, window: int | None) -> Tensor:
-    """Return ``[L, L]``, true where the row's token does not attend to the column's."""
-    every = torch.ones((length, length), dtype=torch.bool)
-    later = every.triu(1)
-    return later if window is None else later | every.tril(-window)
+def _rotate_pairs(x: Tensor, config: ModelConfig) -> Tensor:
+    """Rotate ``[heads, L, R]`` with dimension 2i and 2i + 1 as a pair."""
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), config.rope)
+
+
+@torch.no_grad()
+def _unselected(
+    params: Params, config: ModelConfig, prefix: str, x: Tensor, latent: Tensor, unseen: Tensor
+) -> Tensor:
+    """Return ``[L, L]``, true where the row's token does not select the column's.
+
+    The index has no gradient.
+    """
+    own = config.indexed
+    assert own is not None
+    q = _rotate_part(_heads(linear(params, f"{prefix}wq_b", latent), own.index_heads), config)
+    k = norm(params, config, f"{prefix}k_norm", linear(params, f"{prefix}wk", x))[None]
+    k = _rotate_part(k, config)
+    scores = relu(q @ k.transpose(-1, -2) * own.index_dim**-0.5)  # [heads, L, L]
+    weights = linear(params, f"{prefix}weights_proj", x) * own.index_heads**-0.5  # [L, heads]
+    total = (weights.T[..., None] * scores).sum(dim=0).masked_fill(unseen, -math.inf)
+    chosen = total.topk(min(own.selected, len(x)), dim=-1).indices
+    return torch.ones_like(unseen).scatter(-1, chosen, False)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:

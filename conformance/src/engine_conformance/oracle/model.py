@@ -85,6 +85,17 @@ class OracleModel:
         """Return hidden states ``[L, C]`` after the last norm, of one document ``ids [L]``."""
         return _hidden(self.effective_params(), self.config, _ids(ids))
 
+    def layers(self, ids: Any) -> list[Tensor]:
+        """Return the hidden states ``[L, C]`` after the embedding and after each layer.
+
+        ``ids [L]`` is one document.
+        """
+        params, config = self.effective_params(), self.config
+        found = [config.embedding_scale * params["model.embed_tokens.weight"][_ids(ids)]]
+        for index in range(config.num_layers):
+            found.append(_layer(params, config, index, found[-1]))
+        return found
+
     def logits(self, ids: Any) -> Tensor:
         """Return the logits ``[L, V]`` of one document, where row i is about token i + 1.
 
@@ -94,7 +105,11 @@ class OracleModel:
         return _logits(self.effective_params(), self.config, _ids(ids))
 
     def token_outputs(
-        self, input_ids: Any, cu_seqlens: Any, temperature: float = 1.0
+        self,
+        input_ids: Any,
+        cu_seqlens: Any,
+        temperature: float = 1.0,
+        routed_experts: Any = None,
     ) -> OracleOutputs:
         """Return every token's log-probability, and the entropy of the distribution it came from.
 
@@ -102,15 +117,22 @@ class OracleModel:
             input_ids: ``[T]`` integers, documents one after another.
             cu_seqlens: ``[D + 1]`` integers, the documents' bounds: 0, ..., T.
             temperature: divides the logits before both.
+            routed_experts: ``[T, layers, k]`` integers, by layer the experts that serve each token
+                in place of the router's top k, -1 where these do; None is -1 everywhere. Their
+                weights are the router's in any case.
 
         Raises:
             ValueError: if this is a value model, or ``cu_seqlens`` does not cover ``input_ids``.
         """
         params = self.effective_params()
+        bounds = pairwise(_ids(cu_seqlens).tolist())
+        replayed = None if routed_experts is None else _ids(routed_experts)
 
         def outputs(ids: Tensor) -> Tensor:
+            start, stop = next(bounds)
+            own = None if replayed is None else replayed[start:stop]
             # The last row predicts a token that the document does not have.
-            log_p = (_logits(params, self.config, ids)[:-1] / temperature).log_softmax(dim=-1)
+            log_p = (_logits(params, self.config, ids, own)[:-1] / temperature).log_softmax(dim=-1)
             chosen = log_p.gather(-1, ids[1:, None]).squeeze(-1)
             return torch.stack((chosen, -(log_p.exp() * log_p).sum(dim=-1)), dim=-1)
 
@@ -150,19 +172,24 @@ class OracleModel:
 
         return _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
 
-    def routing_margin(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
+    def routing_margin(self, input_ids: Any, cu_seqlens: Any, routed_experts: Any = None) -> Tensor:
         """Return each value's distance ``[T]`` from another choice of experts, in router logits.
 
         At t it is the smallest gap between the last chosen expert and the next, over
         all layers and all tokens of the document before t; infinite for a dense model.
         Where an engine's router logits are off by more than half of it, the engine may
-        rightly choose different experts, and its values at t are not comparable.
+        rightly choose different experts, and its values at t are not comparable. Where
+        ``routed_experts`` (see `token_outputs`) selects, there is no other choice.
         """
         params = self.effective_params()
         config = self.config
+        bounds = pairwise(_ids(cu_seqlens).tolist())
+        replayed = None if routed_experts is None else _ids(routed_experts)
 
         def outputs(ids: Tensor) -> Tensor:
-            return _routing_gaps(params, config, ids)[:-1].cummin(dim=0).values.unsqueeze(-1)
+            start, stop = next(bounds)
+            own = None if replayed is None else replayed[start:stop]
+            return _routing_gaps(params, config, ids, own)[:-1].cummin(dim=0).values.unsqueeze(-1)
 
         margin = _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
         # First tokens carry no value.
@@ -190,29 +217,53 @@ def load_oracle(
     return model.copy(requires_grad=requires_grad)
 
 
-def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+def _hidden(
+    params: dict[str, Tensor], config: ModelConfig, ids: Tensor, replayed: Tensor | None = None
+) -> Tensor:
     x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     for index in range(config.num_layers):
-        x = feed_forward_block(params, config, index, attention_block(params, config, index, x))
-    return norm(params, config, "model.norm", x)
+        x = _layer(params, config, index, x, None if replayed is None else replayed[:, index])
+    return norm(params, config, f"model.{config.names.final_norm}", x)
+
+
+def _layer(
+    params: dict[str, Tensor],
+    config: ModelConfig,
+    index: int,
+    x: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
+    mixed = attention_block(params, config, index, x)
+    return feed_forward_block(params, config, index, mixed, replayed)
 
 
 @torch.no_grad()
-def _routing_gaps(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+def _routing_gaps(
+    params: dict[str, Tensor], config: ModelConfig, ids: Tensor, replayed: Tensor | None
+) -> Tensor:
     x = config.embedding_scale * params["model.embed_tokens.weight"][ids]
     gaps = [torch.full(ids.shape, math.inf, dtype=torch.float64)]
     for index in range(config.num_layers):
         x = attention_block(params, config, index, x)
-        gaps.append(routing_gap(params, config, index, x))
-        x = feed_forward_block(params, config, index, x)
+        gap = routing_gap(params, config, index, x)
+        own = None if replayed is None else replayed[:, index]
+        if own is not None:
+            gap = gap.masked_fill((own >= 0).all(-1), math.inf)
+        gaps.append(gap)
+        x = feed_forward_block(params, config, index, x, own)
     return torch.stack(gaps).amin(dim=0)
 
 
-def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+def _logits(
+    params: dict[str, Tensor], config: ModelConfig, ids: Tensor, replayed: Tensor | None = None
+) -> Tensor:
     if config.value_model:
         raise ValueError("a value model has no logits: use values()")
     head = params["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
-    return cap(_hidden(params, config, ids) @ head.T, config.logit_cap)
+    plain = _hidden(params, config, ids, replayed) @ head.T
+    if config.head_bias:
+        plain = plain + params["lm_head.bias"]
+    return cap(config.logit_scale * plain, config.logit_cap)
 
 
 def _per_document(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_conformance.oracle.config import ModelConfig, MoEConfig
+from engine_conformance.oracle.config import IndexedAttention, ModelConfig, MoEConfig
 
 __all__ = ["expected_shapes"]
 
@@ -23,23 +23,61 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     for index in range(config.num_layers):
         shapes.update(_layer(config, index))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    shapes.update(_norm(config, f"model.{config.names.final_norm}", config.hidden_size))
     shapes.update(_head(config))
     return shapes
 
 
+def _norm(config: ModelConfig, name: str, width: int) -> Iterator[NamedShape]:
+    yield f"{name}.weight", (width,)
+    if config.layer_norms:
+        yield f"{name}.bias", (width,)
+
+
 def _layer(config: ModelConfig, index: int) -> Iterator[NamedShape]:
     prefix = f"model.layers.{index}."
-    yield f"{prefix}input_layernorm.weight", (config.hidden_size,)
-    yield from _attention(config, f"{prefix}self_attn.")
-    yield f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)
+    names = config.names
+    yield from _norm(config, f"{prefix}{names.attention_norm}", config.hidden_size)
+    if index in config.mixers:
+        yield from _convolution(config, f"{prefix}conv.")
+    elif config.indexed is not None:
+        yield from _indexed(config, config.indexed, f"{prefix}self_attn.")
+    else:
+        yield from _attention(config, f"{prefix}self_attn.")
+    if not config.parallel:
+        yield from _norm(config, f"{prefix}{names.mlp_norm}", config.hidden_size)
     if config.norms_after:
         for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
             yield f"{prefix}{name}.weight", (config.hidden_size,)
     if config.moe is not None and index in config.moe.sparse_layers:
         yield from _moe(config, config.moe, f"{prefix}mlp.")
     else:
-        yield from _mlp(config, f"{prefix}mlp.", config.intermediate_size, bias=config.mlp_bias)
+        width = config.intermediate_size
+        yield from _mlp(config, f"{prefix}{names.mlp}.", width, bias=config.mlp_bias)
+
+
+def _convolution(config: ModelConfig, prefix: str) -> Iterator[NamedShape]:
+    hidden = config.hidden_size
+    yield f"{prefix}conv.weight", (hidden, 1, config.mixer_width)
+    yield f"{prefix}in_proj.weight", (3 * hidden, hidden)
+    yield f"{prefix}out_proj.weight", (hidden, hidden)
+
+
+def _indexed(config: ModelConfig, own: IndexedAttention, prefix: str) -> Iterator[NamedShape]:
+    hidden, heads = config.hidden_size, config.num_heads
+    yield f"{prefix}q_a_proj.weight", (own.query_rank, hidden)
+    yield f"{prefix}q_a_layernorm.weight", (own.query_rank,)
+    width = own.plain_dim + own.rotary_dim
+    yield f"{prefix}q_b_proj.weight", (heads * width, own.query_rank)
+    yield f"{prefix}kv_a_proj_with_mqa.weight", (own.key_rank + own.rotary_dim, hidden)
+    yield f"{prefix}kv_a_layernorm.weight", (own.key_rank,)
+    yield f"{prefix}kv_b_proj.weight", (heads * (own.plain_dim + own.value_dim), own.key_rank)
+    yield f"{prefix}o_proj.weight", (hidden, heads * own.value_dim)
+    yield f"{prefix}indexer.wq_b.weight", (own.index_heads * own.index_dim, own.query_rank)
+    yield f"{prefix}indexer.wk.weight", (own.index_dim, hidden)
+    yield f"{prefix}indexer.k_norm.weight", (own.index_dim,)
+    yield f"{prefix}indexer.k_norm.bias", (own.index_dim,)
+    yield f"{prefix}indexer.weights_proj.weight", (own.index_heads, hidden)
 
 
 def _linear(name: str, out_features: int, in_features: int, *, bias: bool) -> Iterator[NamedShape]:
@@ -55,22 +93,30 @@ def _attention(config: ModelConfig, prefix: str) -> Iterator[NamedShape]:
     yield from _linear(f"{prefix}q_proj", width, hidden, bias=config.qkv_bias)
     yield from _linear(f"{prefix}k_proj", kv_width, hidden, bias=config.qkv_bias)
     yield from _linear(f"{prefix}v_proj", kv_width, hidden, bias=config.qkv_bias)
-    yield from _linear(f"{prefix}o_proj", hidden, width, bias=config.o_bias)
+    yield from _linear(f"{prefix}{config.names.output}", hidden, width, bias=config.o_bias)
     if config.qk_norm:
-        yield f"{prefix}q_norm.weight", (config.head_dim,)
-        yield f"{prefix}k_norm.weight", (config.head_dim,)
+        yield f"{prefix}{config.names.query_norm}.weight", (config.head_dim,)
+        yield f"{prefix}{config.names.key_norm}.weight", (config.head_dim,)
+    if config.sinks:
+        yield f"{prefix}sinks", (config.num_heads,)
 
 
 def _mlp(config: ModelConfig, prefix: str, width: int, *, bias: bool) -> Iterator[NamedShape]:
-    yield from _linear(f"{prefix}gate_proj", width, config.hidden_size, bias=bias)
-    yield from _linear(f"{prefix}up_proj", width, config.hidden_size, bias=bias)
-    yield from _linear(f"{prefix}down_proj", config.hidden_size, width, bias=bias)
+    names = config.names
+    if names.gate:
+        yield from _linear(f"{prefix}{names.gate}", width, config.hidden_size, bias=bias)
+    yield from _linear(f"{prefix}{names.up}", width, config.hidden_size, bias=bias)
+    yield from _linear(f"{prefix}{names.down}", config.hidden_size, width, bias=bias)
 
 
 def _moe(config: ModelConfig, moe: MoEConfig, prefix: str) -> Iterator[NamedShape]:
     yield f"{prefix}gate.weight", (moe.num_experts, config.hidden_size)
+    if moe.sigmoid:
+        yield f"{prefix}gate.e_score_correction_bias", (moe.num_experts,)
     for expert in range(moe.num_experts):
         yield from _mlp(config, f"{prefix}experts.{expert}.", moe.intermediate_size, bias=False)
+    if moe.shared_size:
+        yield from _mlp(config, f"{prefix}shared_experts.", moe.shared_size, bias=False)
 
 
 def _head(config: ModelConfig) -> Iterator[NamedShape]:
@@ -78,3 +124,5 @@ def _head(config: ModelConfig) -> Iterator[NamedShape]:
         yield from _linear("score", 1, config.hidden_size, bias=config.value_bias)
     elif not config.tied:
         yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+        if config.head_bias:
+            yield "lm_head.bias", (config.vocab_size,)

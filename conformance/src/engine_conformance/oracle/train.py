@@ -39,7 +39,9 @@ Loss = Callable[[OracleModel, PackedDocuments, float], Tensor]
 
 def sft(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
     """Return the `Loss` of supervised fine-tuning."""
-    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
+    outputs = oracle.token_outputs(
+        batch.input_ids, batch.cu_seqlens, routed_experts=batch.routed_experts
+    )
     return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
 
 

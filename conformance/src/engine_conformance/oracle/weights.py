@@ -18,6 +18,7 @@ __all__ = [
     "Adapter",
     "WeightMismatch",
     "load_adapter",
+    "make_adapter",
     "merge_adapter",
     "read_params",
     "read_safetensors",
@@ -147,8 +148,17 @@ def load_adapter(folder: str | Path) -> Adapter:
             f"adapter {raw.get('peft_type')} with {odd}: the oracle computes plain LoRA"
         )
     stored = _read_file(folder / "adapter_model.safetensors")
-    params = {name: tensor.to(torch.float64) for name, tensor in stored.items()}
-    return Adapter(params=params, pairs=_pairs(params), scaling=raw["lora_alpha"] / raw["r"])
+    return make_adapter(stored, raw["lora_alpha"] / raw["r"])
+
+
+def make_adapter(tensors: Mapping[str, Tensor], scaling: float) -> Adapter:
+    """Return the adapter of tensors by their PEFT names.
+
+    Raises:
+        UnsupportedModel: on tensors that are no pairs of A and B.
+    """
+    params = {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
+    return Adapter(params=params, pairs=_pairs(params), scaling=scaling)
 
 
 def merge_adapter(params: Mapping[str, Tensor], adapter_folder: str | Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ VALUE = Row(
 )
 PLUGIN = EnginePlugin(
     name="engine-ddp",
-    contract="1.3",
+    contract="1.4",
     rows=(LANGUAGE, VALUE),
     capabilities=frozenset({Capability.DP, Capability.PORTABLE_CHECKPOINT, Capability.VALUE_HEAD}),
     families=("llama", "qwen2", "qwen3"),

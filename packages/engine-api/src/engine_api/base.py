@@ -32,15 +32,16 @@ from engine_api.arguments import (
     folder_of,
     temperature_of,
 )
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, flatten_config
 from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
-from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
+from engine_api.errors import BatchError, CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
 from engine_api.heartbeat import TIMEOUT_S, watched
+from engine_api.hf_routers import Routing
 from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
 from engine_api.prepare import MicroBatches, prepare
@@ -373,7 +374,27 @@ class BaseEngine(EngineDefaults):
             vocab_size=self.vocab_size,
             needs_weight=needs_weight,
             share_prefixes=memory.share_prefixes,
+            check=self._check_experts,
         )
+
+    routing: Routing | None = None
+    """Layers and experts that ``routed_experts`` of a batch is about.
+
+    An engine that declares ``router_replay`` sets it in ``_build`` where it is configured.
+    """
+
+    def _check_experts(self, batch: Batch) -> None:
+        """Raise ``BatchError`` for a field ``routed_experts`` that cannot be replayed."""
+        if ROUTED_EXPERTS not in batch.fields:
+            return
+        if self.routing is None:
+            raise BatchError(
+                ROUTED_EXPERTS,
+                "this engine would not replay it",
+                why="it was configured with router_replay: false",
+                remedy="set router_replay: true, or leave the field out of the batch",
+            )
+        self.routing.check(batch)
 
     def _check_training(
         self, batch: Batch, loss: LossFn, denominator: float | None, temperature: float

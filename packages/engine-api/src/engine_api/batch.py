@@ -4,6 +4,9 @@
 holds the positions where they begin (first 0, last T, strictly rising). Every other field has one
 value per token. By the alignment rule a value at position t is about predicting token t from its
 own document before t, so a document's first token carries no loss.
+
+The field ``routed_experts`` ``[T, L, k]`` has a table for each token: by decoder layer the experts
+that served the token when it was the input, or -1 where they are not known.
 """
 
 # torch's own annotations are partial.
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 LOSS_WEIGHT = "loss_weight"
 INPUT_IDS = "input_ids"
 CU_SEQLENS = "cu_seqlens"
+ROUTED_EXPERTS = "routed_experts"
 DTYPES = (
     "float32",
     "float64",
@@ -49,7 +53,9 @@ class Batch:
     Attributes:
         input_ids: ``[T]`` int64 token ids.
         cu_seqlens: ``[D+1]`` int32 or int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
-        fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …).
+        fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …). The
+            field ``routed_experts`` alone is ``[T, L, k]``, signed integers, which
+            the engine checks.
 
     Raises:
         BatchError: when the parts do not fit each other; it names field and index.
@@ -209,6 +215,7 @@ class Batch:
             )
         names = list(documents[0])
         rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
+        _check_same_layers([row.get(ROUTED_EXPERTS) for row in rows])
         columns = {name: torch.cat([row[name] for row in rows]) for name in names}
         lengths = [len(row[INPUT_IDS]) for row in rows]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
@@ -236,6 +243,7 @@ class Batch:
                     remedy="give all batches the same fields",
                 )
             _check_device("input_ids", batch.input_ids, batches[0].input_ids)
+        _check_same_layers([batch.fields.get(ROUTED_EXPERTS) for batch in batches])
         lengths = [length for batch in batches for length in batch.lengths]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         return Batch(
@@ -406,7 +414,9 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
             name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)
         ) from error
     _check_tensor(name, column)
-    if column.dim() != 1:
+    if name == ROUTED_EXPERTS:
+        _check_experts(column, len(column), index=index)
+    elif column.dim() != 1:
         raise BatchError(
             name, f"expected one value a token, got the shape {tuple(column.shape)}", index=index
         )
@@ -488,7 +498,42 @@ def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
         )
 
 
+def _check_experts(value: torch.Tensor, tokens: int, *, index: int | None = None) -> None:
+    """Raise ``BatchError`` unless ``value`` is ``[tokens, L, k]`` of signed integers."""
+    if value.dim() != 3 or value.shape[0] != tokens:
+        raise BatchError(
+            ROUTED_EXPERTS,
+            f"shape {tuple(value.shape)}, not [{tokens}, layers, experts per token]",
+            index=index,
+            remedy="give each token the experts of every decoder layer, and -1 where a layer has "
+            "none or they are not known",
+        )
+    if str(value.dtype).removeprefix("torch.") not in ("int8", "int16", "int32", "int64"):
+        raise BatchError(
+            ROUTED_EXPERTS,
+            f"dtype {value.dtype} is no signed integer",
+            index=index,
+            remedy="convert with .to(torch.int16)",
+        )
+
+
+def _check_same_layers(parts: Sequence[torch.Tensor | None]) -> None:
+    """Raise ``BatchError`` for experts of different layers, or of different numbers of experts."""
+    given = [(i, tuple(part.shape[1:])) for i, part in enumerate(parts) if part is not None]
+    for index, shape in given:
+        if shape != given[0][1]:
+            raise BatchError(
+                ROUTED_EXPERTS,
+                f"layers and experts per token are {shape}, and {given[0][1]} before",
+                index=index,
+                remedy="record all of them with the same model",
+            )
+
+
 def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
+    if name == ROUTED_EXPERTS:
+        _check_experts(value, tokens)
+        return
     if tuple(value.shape) != (tokens,):
         raise BatchError(
             name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token"

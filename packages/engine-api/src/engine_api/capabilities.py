@@ -39,13 +39,37 @@ class Capability(StrEnum):
     EXPORT_SHARDS = "export-shards"
     SAVE_HF = "save-hf"
 
+    # Since contract 1.4.
+    ROUTER_REPLAY = "router_replay"
+    SOFTCAP = "softcap"
+    LOGIT_SCALE = "logit_scale"
+    HEAD_BIAS = "head_bias"
+    SAVED_BUFFERS = "saved_buffers"
+    SINKS = "sinks"
+    LINEAR_ATTENTION = "linear_attention"
+    SPARSE_ATTENTION = "sparse_attention"
+
+
+MECHANISMS = frozenset(
+    {
+        Capability.SOFTCAP,
+        Capability.LOGIT_SCALE,
+        Capability.HEAD_BIAS,
+        Capability.SAVED_BUFFERS,
+        Capability.SINKS,
+        Capability.LINEAR_ATTENTION,
+        Capability.SPARSE_ATTENTION,
+    }
+)
+"""Capabilities that a model's ``config.json`` asks for, each a mechanism of some families."""
+
 
 def _dtypes(config: EngineConfig) -> tuple[str, str, str]:
     return config.precision.compute, config.precision.master, config.precision.reduce
 
 
 # The condition on the configuration that requests each capability. A capability that is absent here
-# is requested by a call (``to``, ``save_hf``, …) and refused there.
+# is requested by a call (``to``, ``save_hf``, …) or by the model, and refused there.
 REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.HSDP: lambda c: c.parallelism.dp_replicate > 1,
     Capability.TP: lambda c: c.parallelism.tp > 1,
@@ -62,6 +86,7 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.FP16: lambda c: "float16" in _dtypes(c),
     Capability.FP8: lambda c: "float8" in _dtypes(c),
     Capability.ASYNC_CHECKPOINT: lambda c: c.checkpoint.async_save,
+    Capability.ROUTER_REPLAY: lambda c: c.router_replay,
 }
 
 

@@ -136,25 +136,25 @@ class Parallelism:
 
     dp_replicate: int = 1
     """Number of copies of the training state, each divided over ``dp_shard`` ranks. Above 1 it is
-    hybrid sharding (HSDP), which engine-fsdp and engine-torchtitan have.
+    hybrid sharding (HSDP), which engine-fsdp, engine-torchtitan and engine-automodel have.
     """
 
     tp: int = 1
-    """Number of tensor-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns it
-    off.
+    """Number of tensor-parallel ranks, which engine-megatron, engine-torchtitan and
+    engine-automodel have. 1 turns it off.
     """
 
     pp: int = 1
     """Number of pipeline stages, which engine-megatron has. 1 turns the pipeline off."""
 
     cp: int = 1
-    """Number of context-parallel ranks, which engine-megatron and engine-torchtitan have. 1 turns
-    it off.
+    """Number of context-parallel ranks, which engine-megatron, engine-torchtitan and
+    engine-automodel have. 1 turns it off.
     """
 
     ep: int = 1
-    """Number of ranks that the experts of a mixture are spread over, which engine-megatron and
-    engine-torchtitan have. 1 turns it off.
+    """Number of ranks that the experts of a mixture are spread over, which engine-megatron,
+    engine-torchtitan and engine-automodel have. 1 turns it off.
 
     They are ranks that are data or context parallel for all other weights, so that ``ep`` adds no
     ranks and divides their number.
@@ -219,7 +219,8 @@ class Memory:
     In ``rl`` the completions of a prompt share it, so that an update on 8 completions of 512 tokens
     to a prompt of 2,048 computes 6,144 tokens instead of 20,480. ``max_tokens`` counts the tokens
     that are computed. It is off because it gains nothing where documents begin differently, and
-    because layers with windows, caps of scores, sinks or linear attention refuse it.
+    because layers with windows, caps of scores, sinks or linear attention refuse it. It excludes
+    ``router_replay``: equal tokens may have been served by different experts.
     """
 
     offload_params: bool = False
@@ -297,6 +298,13 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Low-rank adapter, which is trained instead of the model's weights. Null trains all
     weights.
+    """
+
+    router_replay: bool = False
+    """True lets a batch's field ``routed_experts`` select the experts of each token, in log-probs
+    and in training (since contract 1.4). Without it a batch with that field is refused.
+
+    ``engine-train rl`` sets it for the policy by ``rollout.routed_experts``.
     """
 
     seed: int = 0
@@ -438,6 +446,13 @@ def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
             "",
             "give a number from 0 up to, but not including, 1",
         )
+    yield (
+        config.memory.share_prefixes and config.router_replay,
+        "memory.share_prefixes",
+        "expected false with router_replay: true, got true",
+        "equal tokens may have been served by different experts, and cannot be computed once",
+        "set memory.share_prefixes: false, or router_replay: false",
+    )
 
 
 def _wrong_sizes(config: EngineConfig) -> Iterator[_Refusal]:
@@ -478,6 +493,13 @@ def _wrong_optimizer(optimizer: OptimizerConfig) -> Iterator[_Refusal]:
         f"expected a number above 0, got {optimizer.clip_norm}",
         "gradients would vanish or change sign",
         "give a number above 0, or null, which turns clipping off",
+    )
+    yield (
+        not all(0 <= beta < 1 for beta in optimizer.betas),
+        "optimizer.betas",
+        f"expected two numbers in [0, 1), got {optimizer.betas}",
+        "a running mean that forgets nothing, or grows, has no correction of its start",
+        "give numbers from 0 up to, but not including, 1",
     )
     defaults = OptimizerConfig()
     for name in ("betas", "eps"):

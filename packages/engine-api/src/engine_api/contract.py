@@ -88,7 +88,8 @@ class Engine(Protocol):
         clip, step, schedule.
 
         Args:
-            batch: this data-parallel rank's documents; may be empty on some ranks.
+            batch: this data-parallel rank's documents; may be empty on some ranks. A field
+                ``routed_experts`` selects the experts of each token (since contract 1.4).
             loss: a sum over tokens (see ``engine_api.losses``).
             denominator: divisor of the global sum; None is the sum of ``loss_weight`` over all
                 data-parallel ranks.

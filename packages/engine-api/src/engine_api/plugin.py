@@ -22,6 +22,7 @@ ROLLOUT_GROUP = "engine_api.rollouts"
 # The distribution to install for a name that no installed plug-in offers.
 KNOWN_DISTRIBUTIONS = {
     "engine": {
+        "automodel": "engine-automodel",
         "fsdp": "engine-fsdp",
         "fsdp2": "engine-fsdp",
         "megatron": "engine-megatron",
@@ -105,7 +106,8 @@ class EnginePlugin:
         rows: its classes, with the triples that they serve.
         capabilities: for an engine, its optional abilities; for a rollout, ``lora`` if it takes an
             adapter in addition to the base weights (argument ``lora`` of the rollout and of its
-            exporter).
+            exporter), and ``router_replay`` if it records the experts of each token (argument
+            ``routed_experts`` of the rollout, since contract 1.4).
         families: for an engine, the model families that it builds, by their ``model_type`` in
             config.json (since contract 1.3); empty means every family that the conformance suite
             computes. The suite makes no model of a family that is not declared.

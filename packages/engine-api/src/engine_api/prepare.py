@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,18 +83,23 @@ def prepare(
     vocab_size: int,
     needs_weight: bool,
     share_prefixes: bool = False,
+    check: Callable[[Batch], None] | None = None,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
     With ``share_prefixes`` documents that begin alike come into the same micro-batch, and
-    ``max_tokens`` counts the tokens that differ.
+    ``max_tokens`` counts the tokens that differ. ``check`` is an engine's own check of its batch,
+    which raises ``BatchError``.
 
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
-    rows = together(
-        comm,
-        lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight, share_prefixes),
-    )
+
+    def examine() -> _Row:
+        if check is not None:
+            check(batch)
+        return _examine(batch, topology, max_tokens, vocab_size, needs_weight, share_prefixes)
+
+    rows = together(comm, examine)
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
     primary = [row for row in rows if row.primary]
     count = max(1, *(row.count for row in rows))

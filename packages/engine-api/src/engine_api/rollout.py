@@ -58,6 +58,10 @@ class Completion:
         weight_versions: one value per token, the version of the weights that generated it.
         finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``abort`` after
             an abort.
+        routed_experts: ``[P + T, L, k]`` signed integers, for the P tokens of the prompt and the T
+            of ``tokens`` by decoder layer the experts that served the token as an input, -1 where
+            they are not known, as at the last token; None where the rollout does not record them
+            (since contract 1.4).
     """
 
     prompt_index: int
@@ -65,6 +69,7 @@ class Completion:
     log_probs: list[float]
     weight_versions: list[int]
     finish_reason: FinishReason
+    routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @register

@@ -118,7 +118,7 @@ def random_weight(name: str, box: ShardSpec, *, seed: int, std: float) -> torch.
 
     if name.endswith("norm.weight"):
         return torch.ones(box.shape)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return torch.zeros(box.shape)
     generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
     return (torch.randn(box.global_shape, generator=generator) * std)[box.slices]

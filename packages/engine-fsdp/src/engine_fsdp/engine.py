@@ -81,7 +81,9 @@ class FSDPEngine(DTensorEngine):
             logit_chunk=config.memory.logit_chunk,
             group=layout.ulysses_group,
             head=built.head,
+            routers=built.routers,
         )
+        self.routing = None if built.routers is None else built.routers.routing
         self.module.eval()
         # Before FSDP gives the blocks other classes.
         self._blocks = blocks = blocks_of(lm)
@@ -115,7 +117,12 @@ class FSDPEngine(DTensorEngine):
         A derived engine may prepare its library here. An error on one rank is raised on all.
         """
         return build_model(
-            self.config, self.kind, self.layout.ulysses, self.classes, self.device_type
+            self.config,
+            self.kind,
+            self.layout.ulysses,
+            self.classes,
+            self.device_type,
+            served=self.capabilities,
         )
 
     @property

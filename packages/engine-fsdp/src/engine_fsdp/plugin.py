@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import EnginePlugin, Row, Variant
 
@@ -45,6 +45,8 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.ROUTER_REPLAY,
+            *MECHANISMS,
         }
     ),
     options="engine_fsdp.options:FSDPOptions",

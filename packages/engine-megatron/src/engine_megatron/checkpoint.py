@@ -16,7 +16,7 @@ from engine_api.optimizers import loaded_dtypes
 from engine_api.weights import ShardSpec
 from engine_megatron.masters import Masters
 from engine_megatron.optimizer import StageOptimizer
-from engine_megatron.weights import Reader, Weight, by_parameter, put
+from engine_megatron.weights import Reader, Use, Weight, by_parameter, put
 
 State = dict[str, tuple[Tensor, ShardSpec]]
 BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
@@ -28,13 +28,13 @@ def state_of(table: Sequence[Weight], masters: Masters, optimizer: StageOptimize
     All ranks call it together. Tensors that are stored in flat ranges are gathered, and one rank
     keeps each of their boxes.
     """
-    reader = Reader(masters, masters.dtype)
+    reader = Reader(masters)
     gathered = reader.read_together(table)
     state: State = {}
     for weight in table:
         if weight.name in gathered:
             state[f"model.{weight.name}"] = (gathered[weight.name], weight.box)
-        elif weight.param is None or not reader.gathers(weight.param):
+        elif not weight.params or not reader.gathers(weight):
             state[f"model.{weight.name}"] = (reader.read(weight), weight.box)
     if optimizer is not None:
         state |= _moments(table, optimizer)
@@ -44,16 +44,26 @@ def state_of(table: Sequence[Weight], masters: Masters, optimizer: StageOptimize
 def _moments(table: Sequence[Weight], optimizer: StageOptimizer) -> State:
     """Return the boxes of the optimizer's state that this rank writes."""
     state: State = {}
-    weights = by_parameter(table)
+    # The experts of a stack that have come so far.
+    stacks: dict[str, list[Tensor]] = {}
+    uses = by_parameter(table)
     for param, field, value in optimizer.whole_state():
-        for weight in weights[param]:
-            if value.dim():
-                spec = weight.box
-            else:
+        for use in uses[param]:
+            weight = use.weight
+            key = f"optim.{weight.name}.{field}"
+            spec = weight.box
+            if not value.dim():
                 spec = ShardSpec.whole((), replica=_scalar_replica(weight))
-            if spec.replica == 0 and not spec.is_empty:
-                part = weight.part_of(value) if value.dim() else value
-                state[f"optim.{weight.name}.{field}"] = (part, spec)
+            if spec.replica != 0 or spec.is_empty:
+                continue
+            part = use.read(value) if value.dim() else value
+            if use.expert is None or not value.dim():
+                state[key] = (part, spec)
+                continue
+            parts = stacks.setdefault(key, [])
+            parts.append(part)
+            if len(parts) == len(weight.params):
+                state[key] = (torch.stack(stacks.pop(key)), spec)
     return state
 
 
@@ -91,7 +101,7 @@ def install(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Copy loaded boxes into the weights and masters, and replace the optimizer's state."""
-    put(table, masters, lambda weight: tensors[f"model.{weight.name}"])
+    put(table, masters, lambda use: use.of(tensors[f"model.{use.weight.name}"]))
     if optimizer is not None:
         optimizer.install(_whole_states(table, tensors))
 
@@ -100,17 +110,19 @@ def _whole_states(
     table: Sequence[Weight], tensors: Mapping[str, Tensor]
 ) -> dict[Any, dict[str, Tensor]]:
     """Return the loaded optimizer state by parameter and field, in the parameters' shapes."""
-    weights = {weight.name: weight for weight in table if weight.param is not None}
+    uses: dict[str, list[tuple[Any, Use]]] = {}
+    for param, own in by_parameter(table).items():
+        for use in own:
+            uses.setdefault(use.weight.name, []).append((param, use))
     result: dict[Any, dict[str, Tensor]] = {}
     for key in (key for key in tensors if key.startswith("optim.")):
         name, _, field = key.removeprefix("optim.").rpartition(".")
-        if (weight := weights.get(name)) is None:
-            continue
-        fields = result.setdefault(weight.held, {})
         value = tensors[key]
-        if value.dim():
-            whole = fields.setdefault(field, torch.zeros(weight.held.shape, dtype=value.dtype))
-            weight.cut.write(whole, value)
-        else:
-            fields[field] = value
+        for param, use in uses.get(name, ()):
+            fields = result.setdefault(param, {})
+            if value.dim():
+                whole = fields.setdefault(field, torch.zeros(param.shape, dtype=value.dtype))
+                use.weight.cut.write(whole, use.of(value))
+            else:
+                fields[field] = value
     return result

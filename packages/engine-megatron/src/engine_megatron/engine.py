@@ -22,6 +22,7 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import WeightFiles, fetch, save_hf
+from engine_api.hf_noise import refuse_noise
 from engine_api.losses import LossFn, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
 from engine_api.optimizers import state_fields
@@ -38,6 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine_megatron import checkpoint, export, native, pipeline
 from engine_megatron.masters import check_precision, whole_masters
+from engine_megatron.mechanisms import find_local_mechanism
 from engine_megatron.model import (
     Forward,
     build_model,
@@ -94,10 +96,13 @@ class MegatronEngine(BaseEngine):
         self.folder = fetch(config.model)
         hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
+        refuse_noise(hf_config, where="engine-megatron")
         if self.kind == "value_model":
             # The head that save_hf writes has one output.
             hf_config.num_labels = 1
-        spec = te.choose_spec(options.spec, config, self.device_type)
+        spec = te.choose_spec(
+            options.spec, config, self.device_type, find_local_mechanism(hf_config)
+        )
         te.check_environment()
         self.shape = shape_of(hf_config, self.kind, spec)
         self.hf_config = hf_config
@@ -299,7 +304,7 @@ class MegatronEngine(BaseEngine):
         return export.export_shards(self.table, self._reader(dtype))
 
     def _reader(self, dtype: torch.dtype | None) -> Reader:
-        return Reader(self.masters, dtype or self.masters.dtype)
+        return Reader(self.masters, dtype)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""

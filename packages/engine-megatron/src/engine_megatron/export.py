@@ -32,13 +32,14 @@ def export_shards(table: Sequence[Weight], reader: Reader) -> ShardExport:
     """
     gathered = reader.read_together(table)
     for weight in table:
-        if weight.param is None or not reader.gathers(weight.param):
+        if not weight.params or not reader.gathers(weight):
             yield weight.name, reader.read(weight), weight.box
         elif weight.name in gathered:
             yield weight.name, gathered.pop(weight.name), weight.box
         else:
             nothing = ShardSpec.nothing(weight.shape)
-            yield weight.name, torch.empty(nothing.shape, dtype=reader.dtype), nothing
+            empty = torch.empty(nothing.shape, dtype=reader.dtype_of(weight))
+            yield weight.name, empty, nothing
 
 
 def export_whole(
@@ -51,8 +52,8 @@ def export_whole(
     for bucket in buckets(
         table,
         bucket_bytes,
-        size_of=lambda weight: math.prod(weight.shape) * reader.dtype.itemsize,
-        kind_of=_stage,
+        size_of=lambda weight: math.prod(weight.shape) * reader.dtype_of(weight).itemsize,
+        kind_of=lambda weight: (_stage(weight), reader.dtype_of(weight)),
     ):
         if layout.tensor == layout.stages == layout.experts == 1:
             yield from ((weight.name, reader.read(weight)) for weight in bucket)
@@ -72,7 +73,7 @@ def _gather(
     stage = _stage(bucket[0])
     here = layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]
-    flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
+    flat = torch.empty(sum(sizes), dtype=reader.dtype_of(bucket[0]), device=device)
     wholes = [
         part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)
     ]
@@ -93,9 +94,9 @@ def _gather_stage(
     split: list[tuple[Weight, Tensor]] = []
     experts: list[tuple[Weight, Tensor]] = []
     for weight, whole in zip(bucket, wholes, strict=True):
-        if weight.owner is not None and layout.experts * layout.expert_tensor > 1:
+        if weight.is_of_experts and layout.experts * layout.expert_tensor > 1:
             experts.append((weight, whole))
-        elif weight.owner is None and weight.dim is not None and layout.tensor > 1:
+        elif not weight.is_of_experts and weight.dim is not None and layout.tensor > 1:
             split.append((weight, whole))
         else:
             whole.copy_(reader.read(weight))
@@ -113,7 +114,7 @@ def _gather_experts(experts: list[tuple[Weight, Tensor]], reader: Reader) -> Non
     sizes = [whole.numel() for _, whole in experts]
     flat = experts[0][1].new_zeros(sum(sizes))
     for part, (weight, whole) in zip(flat.split(sizes), experts, strict=True):
-        if weight.param is not None:
+        if weight.params:
             part.view(whole.shape)[weight.box.slices] = reader.read(weight)
     add_bits(flat, experts_group())
     for part, (_, whole) in zip(flat.split(sizes), experts, strict=True):

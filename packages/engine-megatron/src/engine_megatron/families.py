@@ -16,12 +16,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine_megatron.shape import Shape
+from engine_megatron.shape import Latent, Mixture, Shape
 
 # The division of a parameter's first dimension among the saved tensors.
 Layout = Literal["whole", "groups", "halves"]
 # The dimension of a saved tensor that is divided over tensor-parallel ranks.
 Split = Literal["none", "rows", "columns"]
+
+EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
+# The head, which on a pipeline's last stage may be a copy of the embedding.
+HEAD = "output_layer.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A tensor of a Hugging Face folder.
+
+    Attributes:
+        name: name inside a layer, or the whole name.
+        shape: shape of the whole tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,117 +47,242 @@ class Rule:
     """One of Megatron's parameters and the saved tensors in it, in their order.
 
     Attributes:
-        parameter, saved: names inside a layer, or whole names; N is an expert's number.
+        parameter: name inside a layer, or the whole name; N is an expert's number.
         layout: the division of the parameter's first dimension among the saved tensors.
         split: the dimension of each saved tensor that is spread over tensor-parallel ranks.
         expert: the number of the expert that the rule belongs to; ``parameter`` has N for the
             expert's number on its rank.
+        stacked: whether the saved tensor has all experts along its first dimension, each of which
+            is a parameter of its own with N for the expert's number on its rank.
+        woven: whether a saved tensor's rows are those of the parameter's two halves in turn.
+        transposed: whether an expert's part of a stacked tensor has inputs as rows.
+        frozen: whether it is a saved buffer, float32 in every precision and never trained.
         te: the parameter's name in Transformer Engine's layers if it differs; these have norms
             inside the linear layers.
     """
 
     parameter: str
-    saved: tuple[str, ...]
+    saved: tuple[Saved, ...]
     layout: Layout = "whole"
     split: Split = "none"
     expert: int | None = None
+    stacked: bool = False
+    woven: bool = False
+    transposed: bool = False
+    frozen: bool = False
     te: str | None = None
 
     def named(self, shape: Shape) -> Rule:
         """Return the rule with its parameter's name in the spec of ``shape``."""
         return replace(self, parameter=self.te) if self.te and shape.spec == "te" else self
 
-    def of_expert(self, number: int) -> Rule:
-        """Return the rule of one expert, with its number in the saved names."""
-        saved = tuple(name.replace("N", str(number)) for name in self.saved)
-        return replace(self, saved=saved, expert=number)
+
+def _norm(parameter: str, name: str, width: int, te: str | None = None) -> Rule:
+    saved = (Saved(name=f"{name}.weight", shape=(width,)),)
+    return Rule(parameter=f"{parameter}.weight", saved=saved, te=te)
 
 
-_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_INPUT_NORM = Rule(
-    parameter="input_layernorm.weight",
-    saved=("input_layernorm.weight",),
-    te="self_attention.linear_qkv.layer_norm_weight",
-)
-_EXPERTS_NORM = Rule(
-    parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",)
-)
-_NORMS = (_INPUT_NORM, replace(_EXPERTS_NORM, te="mlp.linear_fc1.layer_norm_weight"))
-_ATTENTION = (
-    Rule(
-        parameter="self_attention.linear_qkv.weight",
-        saved=tuple(f"{name}.weight" for name in _QKV),
-        layout="groups",
+def _linear(
+    parameter: str,
+    outputs: dict[str, int],
+    inputs: int,
+    *,
+    split: Split,
+    layout: Layout = "whole",
+    bias: bool = False,
+) -> Iterator[Rule]:
+    """Yield the rules of a matrix and its bias.
+
+    ``outputs`` are the widths of the saved matrices' outputs by name, in the parameter's order.
+    """
+    for kind, more in (("weight", (inputs,)), ("bias", ())):
+        if kind == "weight" or bias:
+            yield Rule(
+                parameter=f"{parameter}.{kind}",
+                saved=tuple(
+                    Saved(name=f"{name}.{kind}", shape=(width, *more))
+                    for name, width in outputs.items()
+                ),
+                layout=layout,
+                # Every rank adds the whole bias to a sum over columns.
+                split="none" if kind == "bias" and split == "columns" else split,
+            )
+
+
+def _attention(shape: Shape) -> Iterator[Rule]:
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    outputs = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    yield from _linear(
+        "self_attention.linear_qkv",
+        outputs,
+        shape.hidden,
         split="rows",
-    ),
-    Rule(
-        parameter="self_attention.linear_proj.weight",
-        saved=("self_attn.o_proj.weight",),
-        split="columns",
-    ),
-)
-_QKV_BIAS = (
-    Rule(
-        parameter="self_attention.linear_qkv.bias",
-        saved=tuple(f"{name}.bias" for name in _QKV),
         layout="groups",
-        split="rows",
-    ),
-)
-_QK_NORM = tuple(
-    Rule(
-        parameter=f"self_attention.{name}_layernorm.weight",
-        saved=(f"self_attn.{name}_norm.weight",),
+        bias=shape.qkv_bias,
     )
-    for name in "qk"
-)
-_MLP = (
-    Rule(
-        parameter="mlp.linear_fc1.weight",
-        saved=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        layout="halves",
-        split="rows",
-    ),
-    Rule(parameter="mlp.linear_fc2.weight", saved=("mlp.down_proj.weight",), split="columns"),
-)
-
-_ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
-# A layer has these once per expert, with N as the expert's number.
-_EXPERT = (
-    Rule(
-        parameter="mlp.experts.local_experts.N.linear_fc1.weight",
-        saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"),
-        layout="halves",
-        split="rows",
-        te="mlp.experts.linear_fc1.weightN",
-    ),
-    Rule(
-        parameter="mlp.experts.local_experts.N.linear_fc2.weight",
-        saved=("mlp.experts.N.down_proj.weight",),
+    yield from _linear(
+        "self_attention.linear_proj",
+        {"self_attn.o_proj": shape.hidden},
+        queries,
         split="columns",
-        te="mlp.experts.linear_fc2.weightN",
-    ),
-)
+        bias=shape.output_bias,
+    )
+    if shape.qk_norm:
+        for name in "qk":
+            norm = f"self_attention.{name}_layernorm"
+            yield _norm(norm, f"self_attn.{name}_norm", shape.head_dim)
+    if shape.sinks:
+        yield Rule(
+            parameter="self_attention.core_attention.softmax_offset",
+            saved=(Saved(name="self_attn.sinks", shape=(shape.heads,)),),
+            split="rows",
+        )
 
-# The parameters of a layer, by family.
-LAYERS: dict[str, tuple[Rule, ...]] = {
-    "llama": (*_NORMS, *_ATTENTION, *_MLP),
-    "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
-    "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
-    "qwen3_moe": (_INPUT_NORM, _EXPERTS_NORM, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
-}
 
-EMBEDDING = Rule(
-    parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows"
-)
-LAST_NORM = Rule(parameter="decoder.final_layernorm.weight", saved=("model.norm.weight",))
-HEAD = Rule(parameter="output_layer.weight", saved=("lm_head.weight",), split="rows")
-# The copy, on a pipeline's last stage, of an embedding that is also the head.
-TIED_HEAD = Rule(
-    parameter="output_layer.weight", saved=("model.embed_tokens.weight",), split="rows"
-)
-SCORE = Rule(parameter="score.weight", saved=("score.weight",))
-SCORE_BIAS = Rule(parameter="score.bias", saved=("score.bias",))
+def _latent_attention(shape: Shape, latent: Latent) -> Iterator[Rule]:
+    """Yield the rules of DeepSeek's attention, whose projections to latents no ranks split."""
+    queries = shape.heads * (latent.plain + latent.rotary)
+    values = shape.heads * latent.value
+    attention = "self_attention"
+    source, name = shape.hidden, "q_proj"
+    if latent.query_rank is not None:
+        down = {"self_attn.q_a_proj": latent.query_rank}
+        yield from _linear(f"{attention}.linear_q_down_proj", down, shape.hidden, split="none")
+        yield _norm(f"{attention}.q_layernorm", "self_attn.q_a_layernorm", latent.query_rank)
+        source, name = latent.query_rank, "q_b_proj"
+    up = "linear_q_proj" if latent.query_rank is None else "linear_q_up_proj"
+    yield from _linear(f"{attention}.{up}", {f"self_attn.{name}": queries}, source, split="rows")
+    down = {"self_attn.kv_a_proj_with_mqa": latent.rank + latent.rotary}
+    yield from _linear(f"{attention}.linear_kv_down_proj", down, shape.hidden, split="none")
+    yield _norm(f"{attention}.kv_layernorm", "self_attn.kv_a_layernorm", latent.rank)
+    keys = {"self_attn.kv_b_proj": shape.heads * latent.plain + values}
+    yield from _linear(f"{attention}.linear_kv_up_proj", keys, latent.rank, split="rows")
+    output = {"self_attn.o_proj": shape.hidden}
+    yield from _linear(f"{attention}.linear_proj", output, values, split="columns")
+
+
+def _mlp(
+    parameter: str,
+    names: tuple[str, str, str],
+    shape: Shape,
+    width: int,
+    *,
+    bias: bool = False,
+) -> Iterator[Rule]:
+    """Yield the rules of a gated MLP whose saved matrices are gate, up and down in ``names``."""
+    gate, up, down = names
+    outputs = {gate: width, up: width}
+    yield from _linear(
+        f"{parameter}.linear_fc1", outputs, shape.hidden, split="rows", layout="halves", bias=bias
+    )
+    yield from _linear(
+        f"{parameter}.linear_fc2", {down: shape.hidden}, width, split="columns", bias=bias
+    )
+
+
+def _projections(prefix: str) -> tuple[str, str, str]:
+    return (f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj")
+
+
+def _mixture(shape: Shape, mixture: Mixture) -> Iterator[Rule]:
+    """Yield the rules of a router and its experts, by the names of the family."""
+    family = shape.family
+    gate = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}.get(family, "mlp.gate")
+    router = {gate: mixture.experts}
+    yield from _linear("mlp.router", router, shape.hidden, split="none", bias=mixture.biased)
+    if mixture.sigmoid:
+        saved = Saved(name=f"{gate}.e_score_correction_bias", shape=(mixture.experts,))
+        yield Rule(parameter="mlp.router.expert_bias", saved=(saved,), frozen=True)
+    if family == "gpt_oss":
+        yield from _stacked_experts(shape, mixture)
+    else:
+        for number in range(mixture.experts):
+            yield from _expert(shape, mixture, number)
+    if mixture.shared:
+        prefix = "mlp.shared_expert" if mixture.gated else "mlp.shared_experts"
+        yield from _mlp("mlp.shared_experts", _projections(prefix), shape, mixture.shared)
+    if mixture.gated:
+        saved = Saved(name="mlp.shared_expert_gate.weight", shape=(1, shape.hidden))
+        yield Rule(parameter="mlp.shared_experts.gate_weight", saved=(saved,))
+
+
+def _expert(shape: Shape, mixture: Mixture, number: int) -> Iterator[Rule]:
+    names = _projections(f"mlp.experts.{number}")
+    if shape.family == "mixtral":
+        one = f"block_sparse_moe.experts.{number}"
+        names = (f"{one}.w1", f"{one}.w3", f"{one}.w2")
+    for rule in _mlp("mlp.experts.local_experts.N", names, shape, mixture.intermediate):
+        layer = rule.parameter.split(".")[-2]
+        yield replace(rule, expert=number, te=f"mlp.experts.{layer}.weightN")
+
+
+def _stacked_experts(shape: Shape, mixture: Mixture) -> Iterator[Rule]:
+    """Yield the rules of gpt-oss's experts, which are saved together with inputs as rows."""
+    hidden, width = shape.hidden, mixture.intermediate
+    sizes = (
+        ("linear_fc1", "gate_up_proj", hidden, 2 * width),
+        ("linear_fc2", "down_proj", width, hidden),
+    )
+    for layer, name, inputs, outputs in sizes:
+        for kind, more in (("weight", (inputs,)), ("bias", ())):
+            saved = f"mlp.experts.{name}" + ("_bias" if kind == "bias" else "")
+            yield Rule(
+                parameter=f"mlp.experts.local_experts.N.{layer}.{kind}",
+                saved=(Saved(name=saved, shape=(mixture.experts, *more, outputs)),),
+                stacked=True,
+                woven=layer == "linear_fc1",
+                transposed=kind == "weight",
+                te=f"mlp.experts.{layer}.{kind}N",
+            )
+
+
+def _layer(shape: Shape, layer: int) -> Iterator[Rule]:
+    """Yield the rules of one layer."""
+    hidden = shape.hidden
+    has_experts = shape.has_experts(layer)
+    # Transformer Engine's linear layers have the norms of their inputs, but for a router's.
+    te = "self_attention.linear_qkv.layer_norm_weight"
+    yield _norm("input_layernorm", "input_layernorm", hidden, te)
+    te = None if has_experts else "mlp.linear_fc1.layer_norm_weight"
+    yield _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden, te)
+    if shape.latent is None:
+        yield from _attention(shape)
+    else:
+        yield from _latent_attention(shape, shape.latent)
+    if has_experts and shape.mixture is not None:
+        yield from _mixture(shape, shape.mixture)
+    else:
+        yield from _mlp("mlp", _projections("mlp"), shape, shape.intermediate, bias=shape.mlp_bias)
+
+
+def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
+    """Yield (layer or None, rule with whole names of saved tensors), in the model's order.
+
+    A tied head has no rule of its own, because it is the embedding.
+    """
+    vocabulary = (shape.vocab_size, shape.hidden)
+    yield (
+        None,
+        Rule(
+            parameter=EMBEDDING, saved=(Saved(name=EMBEDDING_NAME, shape=vocabulary),), split="rows"
+        ),
+    )
+    for layer in range(shape.layers):
+        for rule in _layer(shape, layer):
+            saved = tuple(
+                replace(one, name=f"model.layers.{layer}.{one.name}") for one in rule.saved
+            )
+            yield layer, replace(rule.named(shape), saved=saved)
+    yield None, _norm("decoder.final_layernorm", "model.norm", shape.hidden)
+    if shape.kind == "value_model":
+        for rule in _linear(
+            "score", {"score": 1}, shape.hidden, split="none", bias=shape.value_bias
+        ):
+            yield None, rule
+    elif not shape.tied:
+        head = (Saved(name="lm_head.weight", shape=vocabulary),)
+        yield None, Rule(parameter=HEAD, saved=head, split="rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +298,16 @@ class Cut:
     unit: int | None = None
     """Number of rows of a slot. None means that there is one group."""
 
+    woven: bool = False
+    """True if the saved tensor has the rows of the parameter's two halves in turn."""
+
+    transposed: bool = False
+    """True if the saved tensor has the parameter's rows as its columns."""
+
     def view(self, parameter: Tensor) -> Tensor:
         """Return the part as ``[groups, count, unit, …]``, in live memory."""
+        if self.woven:
+            return parameter.view(1, 2, -1, *parameter.shape[1:]).transpose(1, 2)
         unit = self.unit or parameter.shape[0] // self.slots
         grouped = parameter.view(-1, self.slots, unit, *parameter.shape[1:])
         return grouped[:, self.first : self.first + self.count]
@@ -169,7 +320,8 @@ class Cut:
         part = self.view(parameter)
         if not shape:
             return part.reshape(shape)
-        return part.reshape(-1, *parameter.shape[1:])[: shape[0]]
+        rows = part.reshape(-1, *parameter.shape[1:])
+        return rows.T if self.transposed else rows[: shape[0]]
 
     @torch.no_grad()
     def write(self, parameter: Tensor, value: Tensor) -> None:
@@ -179,7 +331,7 @@ class Cut:
             parameter.zero_()
             parameter[: value.shape[0]].copy_(value)
         else:
-            part.copy_(value.view(part.shape))
+            part.copy_((value.T if self.transposed else value).reshape(part.shape))
 
 
 def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
@@ -193,60 +345,4 @@ def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
         )
     if rule.layout == "halves":
         return tuple(Cut(slots=2, first=first) for first in (0, 1))
-    return (Cut(),)
-
-
-def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
-    """Return the whole shape of a saved tensor, by the end of its name."""
-    hidden = shape.hidden
-    queries = shape.heads * shape.head_dim
-    keys = shape.kv_heads * shape.head_dim
-    weights = {
-        "embed_tokens": (shape.vocab_size, hidden),
-        "lm_head": (shape.vocab_size, hidden),
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (shape.intermediate, hidden),
-        "up_proj": (shape.intermediate, hidden),
-        "down_proj": (hidden, shape.intermediate),
-        "score": (1, hidden),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-    }
-    module, kind = name.split(".")[-2:]
-    if ".experts." in name:
-        width = shape.expert_intermediate
-        return (hidden, width) if module == "down_proj" else (width, hidden)
-    if name.endswith("mlp.gate.weight"):
-        return (shape.experts, hidden)
-    # Norms other than q_norm and k_norm are as wide as the hidden states.
-    whole = weights.get(module, (hidden,))
-    return whole[:1] if kind == "bias" else whole
-
-
-def _layer_rules(shape: Shape) -> Iterator[Rule]:
-    """Yield the rules of one layer, with the rules of experts repeated for each expert."""
-    yield from (rule.named(shape) for rule in LAYERS[shape.family] if rule not in _EXPERT)
-    for expert in range(shape.experts):
-        yield from (rule.named(shape).of_expert(expert) for rule in _EXPERT)
-
-
-def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
-    """Yield (layer or None, rule with whole names of saved tensors), in the model's order.
-
-    A tied head has no rule of its own, because it is the embedding.
-    """
-    yield None, EMBEDDING
-    for layer in range(shape.layers):
-        for rule in _layer_rules(shape):
-            saved = tuple(f"model.layers.{layer}.{name}" for name in rule.saved)
-            yield layer, replace(rule, saved=saved)
-    yield None, LAST_NORM
-    if shape.kind == "value_model":
-        yield None, SCORE
-        if shape.value_bias:
-            yield None, SCORE_BIAS
-    elif not shape.tied:
-        yield None, HEAD
+    return (Cut(woven=rule.woven, transposed=rule.transposed),)

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from engine_megatron.context import ContextShard, attend, gather_documents
+from engine_megatron.context import (
+    ContextShard,
+    Scores,
+    attend,
+    attend_chunks,
+    gather_documents,
+)
 
 
 @dataclass
@@ -88,17 +96,73 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class BiasedRows(RowParallelLinear):
+    """Megatron's linear layer that splits inputs over ranks, with a bias in any configuration.
+
+    Megatron's setting is about all linear layers of a model.
+    """
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        del bias
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedColumns(ColumnParallelLinear):
+    """Megatron's linear layer that splits outputs over ranks, with a bias in any configuration."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        del bias
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class ExpertRows(RowParallelLinear):
+    """Megatron's linear layer for the outputs of experts with biases, which no ranks split.
+
+    Megatron adds the biases in place, which autograd refuses for the result of a sum over ranks,
+    even over a single one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The sum is then the token dispatcher's.
+        self.explicit_expert_comm = True
+
+
 class PackedAttention(nn.Module):
     """PyTorch's scaled-dot-product attention, document by document.
 
     It costs one call per document and layer (two under context parallelism, over gathered keys and
-    values). No token attends to tokens of other documents, and nothing is padded.
+    values). No token attends to tokens of other documents, and nothing is padded. A sliding window
+    in a longer document, and sinks, take a mask of the document.
     """
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    softmax_offset: nn.Parameter | None
+    """The sinks, ``[heads]``: scores of each head that take probability and give no value."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        *_: Any,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
-        self.width = config.kv_channels
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            # Megatron's window is the number of earlier tokens.
+            self.window = config.window_size[0] + 1
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = (
+                None if config.use_cpu_initialization else torch.accelerator.current_device_index()
+            )
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(sinks)
 
     def forward(
         self,
@@ -111,9 +175,9 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """Attend with ``[T, heads, d]`` queries over ``[T, groups, d]`` keys and values.
+        """Attend with ``[T, heads, d]`` queries over ``[T, groups, d]`` keys, ``d'`` wide values.
 
-        The result is ``[T, heads · d]``.
+        The result is ``[T, heads · d']``.
         """
         assert attention_mask is None, "the packing says which tokens attend to which"
         lengths = packed_seq_params.lengths
@@ -122,7 +186,9 @@ class PackedAttention(nn.Module):
         queries = query.transpose(0, 1).split(local_lengths, dim=1)
         if shard:
             # One gather fetches the keys and values of all ranks.
-            key, value = gather_documents(torch.cat((key, value), dim=-1), shard).chunk(2, dim=-1)
+            widths = [key.shape[-1], value.shape[-1]]
+            both = gather_documents(torch.cat((key, value), dim=-1), shard)
+            key, value = both.split(widths, dim=-1)
         keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in (key, value))
         out = [self._attend(*parts, shard) for parts in zip(queries, keys, values, strict=True)]
         return torch.cat(out, dim=1).transpose(0, 1).reshape(query.shape[0], -1)
@@ -130,9 +196,8 @@ class PackedAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, shard: ContextShard | None
     ) -> Tensor:
-        """Attend within one document and return ``[heads, n, d]``."""
+        """Attend within one document and return ``[heads, n, d']``."""
+        score = Scores(scale=self.scale, window=self.window, sinks=self.softmax_offset)
         if shard:
-            return attend(query, key, value, shard, self.scale)
-        return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=self.scale, enable_gqa=True
-        )[0]
+            return attend_chunks(query, key, value, shard, score)
+        return attend(query, key, value, score)

@@ -56,7 +56,7 @@ class Masters:
 
         Where masters are spread, all ranks that hold the parameter call it together.
         """
-        if param.dtype == self.dtype:
+        if param.dtype == self.dtype or not param.requires_grad:
             return param.detach()
         shard = self.shards.get(param)
         return self.gather(param, shard, None if shard is None else shard.tensor)
@@ -65,9 +65,11 @@ class Masters:
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Set a parameter and its master to ``value``.
 
-        ``value`` has the parameter's shape and the masters' dtype.
+        ``value`` has the parameter's shape and the masters' dtype, or a frozen parameter's own.
         """
         param.copy_(value)
+        if not param.requires_grad:
+            return
         if param.dtype != self.dtype and (shard := self.shards.get(param)) is not None:
             shard.tensor.copy_(shard.part_of(value))
 
@@ -75,7 +77,7 @@ class Masters:
     def publish(self) -> None:
         """Round the masters that are updated here into the parameters."""
         for param, shard in self.shards.items():
-            if param.dtype != self.dtype:
+            if param.dtype != self.dtype and param.requires_grad:
                 shard.part_of(param).copy_(shard.tensor)
 
     def gather(self, param: nn.Parameter, shard: Shard | None, value: Tensor | None) -> Tensor:
@@ -109,11 +111,13 @@ class Masters:
 def whole_masters(params: Iterable[nn.Parameter], dtype: torch.dtype) -> Masters:
     """Build masters that are whole on every rank.
 
-    They are the parameters themselves where these have the dtype, copies if not.
+    They are the parameters themselves where these have the dtype or are frozen, copies if not.
     """
     shards = {
         param: Shard(
-            tensor=param.detach() if param.dtype == dtype else param.detach().to(dtype, copy=True),
+            tensor=param.detach()
+            if param.dtype == dtype or not param.requires_grad
+            else param.detach().to(dtype, copy=True),
             start=0,
         )
         for param in params

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -22,10 +24,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
@@ -33,10 +37,20 @@ from engine_api.config import EngineConfig
 from engine_api.results import TokenOutputs
 from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
-from engine_megatron.layers import Norm, PackedAttention, Packing, build_packing, steady_longest
+from engine_megatron.latent import LatentAttention
+from engine_megatron.layers import (
+    BiasedColumns,
+    BiasedRows,
+    ExpertRows,
+    Norm,
+    PackedAttention,
+    Packing,
+    build_packing,
+    steady_longest,
+)
 from engine_megatron.options import MegatronOptions
 from engine_megatron.parallel import DTYPES, Layout, context_group, tensor_group
-from engine_megatron.shape import Shape
+from engine_megatron.shape import Mixture, Shape
 from engine_megatron.te import FP8_TOKENS
 from engine_megatron.weights import padded_vocabulary
 
@@ -47,6 +61,12 @@ moe_utils.te_general_gemm = None
 _GENERATORS = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 # Megatron's default refuses lengths that vary, with and without experts.
 _DISPATCHER = "alltoall"
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class PackedGPT(GPTModel):
@@ -66,9 +86,11 @@ def transformer_config(
 
     The local spec has no fused kernels.
     """
-    extra: dict[str, Any] = _expert_settings(shape, layout) | _transformer_engine_settings(
-        shape, config
-    )
+    extra: dict[str, Any] = {
+        **_attention_settings(shape, layout),
+        **_expert_settings(shape, layout),
+        **_transformer_engine_settings(shape, config),
+    }
     if layout.virtual > 1:
         # With messages in batches, Megatron's default, two messages between the same two ranks are
         # mistaken for each other.
@@ -84,7 +106,8 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     dtype = DTYPES[config.precision.compute]
-    return TransformerConfig(
+    build: Any = TransformerConfig if shape.latent is None else MLATransformerConfig
+    settings: TransformerConfig = build(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.intermediate,
@@ -95,7 +118,8 @@ def transformer_config(
         layernorm_epsilon=shape.eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[shape.activation],
+        # Biases of single projections are the layer spec's.
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
@@ -124,6 +148,51 @@ def transformer_config(
         persist_layer_norm=False,
         **extra,
     )
+    if shape.mixture is not None and shape.mixture.biased:
+        _set_biased_experts(settings, shape.mixture)
+    return settings
+
+
+def _set_biased_experts(settings: TransformerConfig, mixture: Mixture) -> None:
+    """Set gpt-oss's biases and its clamped gate, ``(up + 1) · gate · sigmoid(alpha · gate)``.
+
+    Megatron's layers compute it for any function, and its checks know one alone.
+    """
+    settings.add_bias_linear = True
+    settings.activation_func = partial(_gate, alpha=mixture.alpha)
+    settings.activation_func_clamp_value = mixture.clamp
+    settings.glu_linear_offset = 1.0
+
+
+def _gate(x: Tensor, *, alpha: float) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
+
+
+def _attention_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
+    """Return the settings of attention beyond its sizes."""
+    settings: dict[str, Any] = {}
+    if shape.latent is not None:
+        return {
+            "q_lora_rank": shape.latent.query_rank,
+            "kv_lora_rank": shape.latent.rank,
+            "qk_head_dim": shape.latent.plain,
+            "qk_pos_emb_head_dim": shape.latent.rotary,
+            "v_head_dim": shape.latent.value,
+            # `LatentAttention` brings its own frequencies and scale. Megatron computes a table of
+            # angles all the same, which the context-parallel ranks divide.
+            "rope_type": "yarn",
+            "original_max_position_embeddings": 2 * layout.context,
+            "rotary_scaling_factor": 1.0,
+        }
+    if shape.rope.factor != 1.0:
+        # Queries and keys both have the factor. Megatron applies it in its unfused RoPE alone.
+        settings["softmax_scale"] = shape.rope.factor**2 / math.sqrt(shape.head_dim)
+    if shape.window is not None:
+        settings["window_size"] = (shape.window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(one is not None) for one in shape.windows]
+    if shape.sinks:
+        settings["softmax_type"] = "learnable"
+    return settings
 
 
 def _transformer_engine_settings(shape: Shape, config: EngineConfig) -> dict[str, Any]:
@@ -148,21 +217,35 @@ def _transformer_engine_settings(shape: Shape, config: EngineConfig) -> dict[str
 def _expert_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
     """Return the settings of router and experts, without balancing loss and without capacity.
 
-    Without renormalization the softmax is over all experts.
+    Without renormalization the softmax is over all experts. A sigmoid's scores are renormalized in
+    any case. The bias that is added to them is not Megatron's, which would change it in each step.
     """
-    if not shape.experts:
+    mixture = shape.mixture
+    if mixture is None:
         return {}
-    return {
-        "num_moe_experts": shape.experts,
-        "moe_router_topk": shape.top_k,
+    settings: dict[str, Any] = {
+        "num_moe_experts": mixture.experts,
+        "moe_router_topk": mixture.top_k,
         "moe_router_dtype": "fp32",
-        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_ffn_hidden_size": mixture.intermediate,
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": layout.experts,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_pre_softmax": mixture.sigmoid or not mixture.normalized,
+        "moe_layer_freq": [int(sparse) for sparse in mixture.sparse],
     }
+    if mixture.sigmoid:
+        settings["moe_router_score_function"] = "sigmoid"
+    if mixture.scale != 1.0:
+        settings["moe_router_topk_scaling_factor"] = mixture.scale
+    if mixture.groups:
+        settings["moe_router_num_groups"] = mixture.groups
+        settings["moe_router_group_topk"] = mixture.top_groups
+    if mixture.shared:
+        settings["moe_shared_expert_intermediate_size"] = mixture.shared
+        settings["moe_shared_expert_gate"] = mixture.gated
+    return settings
 
 
 def build_model(
@@ -183,16 +266,20 @@ def _build_chunk(
     is_last = layout.is_last and number == layout.virtual - 1
     model = PackedGPT(
         config=config,
-        transformer_layer_spec=_chunk_spec(shape, layout),
+        transformer_layer_spec=_chunk_spec(shape, layout, number),
         vocab_size=padded_vocabulary(shape, layout, options.vocabulary_multiple),
         max_sequence_length=shape.max_positions,
         pre_process=is_first,
         post_process=is_last,
         position_embedding_type="rope",
-        rotary_base=shape.rope_base,  # type: ignore[arg-type] - any number
         share_embeddings_and_output_weights=shape.tied,
         vp_stage=number if layout.virtual > 1 else None,
     )
+    if shape.latent is None:
+        model.rotary_pos_emb.inv_freq = torch.tensor(shape.rope.frequencies)
+    for layer in model.decoder.layers:
+        if shape.mixture is not None and shape.mixture.sigmoid:
+            _add_router_bias(layer.mlp)
     if is_last and shape.kind == "value_model":
         device = next(model.parameters()).device
         del model.output_layer
@@ -231,45 +318,85 @@ def _add_generators() -> None:
             tracker.add(name, seed=seed)
 
 
-def _chunk_spec(shape: Shape, layout: Layout) -> Any:
-    """Return the spec of a chunk's layers and of the last norm."""
+def _add_router_bias(mlp: Any) -> None:
+    """Give a router the saved bias of its scores, as a parameter that is not trained.
+
+    Megatron's own is a buffer that its training loop updates.
+    """
+    if isinstance(mlp, MoELayer):
+        router: Any = mlp.router
+        del router.expert_bias
+        bias = torch.zeros(router.num_experts, device=router.weight.device)
+        router.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _chunk_spec(shape: Shape, layout: Layout, number: int) -> Any:
+    """Return the spec of the layers of chunk ``number``, and of the last norm."""
     block: Any = TransformerBlockSubmodules
-    layer, norm = _te_layer(shape) if shape.spec == "te" else _local_layer(shape)
-    return block(
-        layer_specs=[layer] * (shape.layers // (layout.stages * layout.virtual)), layer_norm=norm
+    count = shape.layers // (layout.stages * layout.virtual)
+    first = (number * layout.stages + layout.here.stage) * count
+    build = _te_layer if shape.spec == "te" else _local_layer
+    # Equal layers share a spec.
+    kinds = {sparse: build(shape, sparse=sparse) for sparse in (True, False) if _has(shape, sparse)}
+    layers = [kinds[shape.has_experts(layer)] for layer in range(first, first + count)]
+    return block(layer_specs=layers, layer_norm=_norm_of(shape))
+
+
+def _has(shape: Shape, sparse: bool) -> bool:
+    return any(shape.has_experts(layer) == sparse for layer in range(shape.layers))
+
+
+def _norm_of(shape: Shape) -> Any:
+    if shape.spec == "local":
+        return Norm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _te_layer(shape: Shape, *, sparse: bool) -> Any:
+    """Return the spec of Transformer Engine's layer.
+
+    It has its norms inside the linear layers, attention over packed documents, and grouped experts.
+    """
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts if sparse else None,
+        moe_grouped_gemm=sparse,
+        qk_layernorm=shape.qk_norm,
     )
 
 
-def _te_layer(shape: Shape) -> tuple[Any, Any]:
-    """Return the specs of Transformer Engine's layer and norm.
-
-    The layer has its norms inside the linear layers, attention over packed documents, and grouped
-    experts.
-    """
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=shape.experts or None,
-        moe_grouped_gemm=bool(shape.experts),
-        qk_layernorm=shape.qk_norm,
-    ), TENorm
-
-
-def _local_layer(shape: Shape) -> tuple[Any, Any]:
-    """Return the spec of Megatron's own layer with this package's attention, and the norm."""
+def _local_layer(shape: Shape, *, sparse: bool) -> Any:
+    """Return the spec of Megatron's own layer with this package's attention and norms."""
+    latent = shape.latent is not None
     layer: Any = get_gpt_layer_local_spec(
-        num_experts=shape.experts or None,
+        num_experts=shape.experts if sparse else None,
         moe_grouped_gemm=False,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or latent,
+        multi_latent_attention=latent,
         normalization="RMSNorm",
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if shape.qk_norm:
+    if latent:
+        attention.q_layernorm = attention.kv_layernorm = Norm
+        parts.self_attention = ModuleSpec(
+            module=LatentAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "rope": shape.rope},
+            submodules=attention,
+        )
+    elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    return layer, Norm
+    if shape.output_bias:
+        attention.linear_proj = BiasedRows
+    if sparse and shape.mixture is not None and shape.mixture.biased:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRows
+    if shape.mlp_bias:
+        parts.mlp.submodules.linear_fc1 = BiasedColumns
+        parts.mlp.submodules.linear_fc2 = BiasedRows
+    return layer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

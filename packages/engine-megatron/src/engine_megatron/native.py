@@ -103,7 +103,9 @@ def local_parameters(chunks: nn.Module, layout: Layout, masters: Masters) -> lis
                 param=param,
                 start=0 if shard is None else shard.start,
                 numel=0 if shard is None else shard.tensor.numel(),
-                copy=0 if masters.spread else dist.get_rank(holders_group(param)),
+                copy=0
+                if masters.spread and param.requires_grad
+                else dist.get_rank(holders_group(param)),
             )
         )
     return parameters
@@ -438,7 +440,9 @@ def _state(
     """Return the loaded optimizer state by parameter and field."""
     by_key = {parameter.key: parameter for parameter in parameters}
     result: dict[nn.Parameter, dict[str, Tensor]] = {
-        parameter.param: {} for parameter in parameters if parameter.numel
+        parameter.param: {}
+        for parameter in parameters
+        if parameter.numel and parameter.param.requires_grad
     }
     for key, value in tensors.items():
         kind, _, name = key.partition(".")

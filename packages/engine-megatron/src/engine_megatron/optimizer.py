@@ -156,11 +156,13 @@ class StageOptimizer:
         self.comm = comm
         self.distributed = config.name == "adamw"
         self.chunks = wrap_chunks(chunks, distributed_optimizer=self.distributed)
-        self.params = list(chunks.parameters())
+        self.params = [param for param in chunks.parameters() if param.requires_grad]
         self.groups = list(self._build_groups(config, dtype))
-        shards = {
-            param: shard for group in self.groups for param, shard in group.masters.shards.items()
-        }
+        frozen = [param for param in chunks.parameters() if not param.requires_grad]
+        # A frozen parameter is its own master, whole on every rank.
+        shards = dict(whole_masters(frozen, dtype).shards)
+        for group in self.groups:
+            shards |= group.masters.shards
         self.masters = Masters(shards, dtype, spread=self.distributed)
         self._inner = {param: group.inner for group in self.groups for param in group.params}
 
@@ -273,6 +275,8 @@ class StageOptimizer:
         kind of state.
         """
         if (shard := self.masters.shards.get(param)) is None:
+            return {}
+        if param not in self._inner:
             return {}
         state: dict[str, Any] = self._inner[param].state.get(shard.tensor, {})
         for field, value in state.items():

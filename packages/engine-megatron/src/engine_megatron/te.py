@@ -71,14 +71,17 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
+def choose_spec(wanted: str, config: EngineConfig, device_type: str, untried: str = "") -> Spec:
     """Return the layer spec that ``options.spec`` stands for on this device.
 
+    ``untried`` names a mechanism of the model that these layers were not compared with, if any.
     Raises ``ConfigError`` where the configuration needs the other spec.
     """
     absent = missing(device_type)
     compute = config.precision.compute
     problem = absent or _unfit(config)
+    if untried and not problem:
+        problem = f"its layers were not compared with a reference for {untried}"
     fits = device_of(device_type).transformer_engine
     if wanted == "te" and problem:
         install = ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.weights import ShardSpec, random_weight
-from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
+from engine_megatron.families import EMBEDDING, HEAD, Cut, Rule, Split, cuts, rules_of
 from engine_megatron.masters import Masters
 from engine_megatron.parallel import Layout, Place
 from engine_megatron.shape import Shape
@@ -29,38 +29,46 @@ class Weight:
     """One saved tensor of the whole model, and this rank's part of it.
 
     Attributes:
-        dim: the dimension that is split over tensor-parallel ranks; None if none is.
-        per_rank: size in the split dimension on each tensor-parallel rank, padding of the
-            vocabulary included.
-        parameters: pipeline stage → number of the model chunk and Megatron's parameter name there.
-        owner: the expert-parallel rank that holds the expert; None for weights of no expert, which
-            all of them hold.
-        param: the parameter on this rank; None on ranks without a part of the weight.
+        dim: the dimension that is split over ranks; None if none is. They are tensor-parallel
+            ranks, or for a stack expert-parallel ones.
+        per_rank: size in the split dimension on each of these ranks, padding of the vocabulary
+            included.
+        parameters: pipeline stage → number of the model chunk and Megatron's parameter names there:
+            one, or for a stack one for each expert of a rank.
+        owner: the expert-parallel rank that holds the expert; None for weights of no expert and for
+            stacks, which all of them hold.
+        is_stack: True if the tensor has all experts along its first dimension.
+        frozen: True for a saved buffer, which is never trained and has its own dtype.
+        params: the parameters on this rank, empty on ranks without a part of the weight.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None
     per_rank: int
-    parameters: Mapping[int, str]
+    parameters: Mapping[int, tuple[str, ...]]
     cut: Cut
     box: ShardSpec
     dtype: torch.dtype
     owner: int | None = None
-    param: nn.Parameter | None = None
+    is_stack: bool = False
+    frozen: bool = False
+    params: tuple[nn.Parameter, ...] = ()
 
     @property
-    def held(self) -> nn.Parameter:
-        """The parameter, of a weight that this rank is known to hold."""
-        assert self.param is not None, f"{self.name} is not on this rank"
-        return self.param
+    def is_of_experts(self) -> bool:
+        """True for a weight of an expert or of a stack of them."""
+        return self.is_stack or self.owner is not None
 
-    def part_of(self, parameter: Tensor) -> Tensor:
-        """Return this rank's box of a tensor of the parameter's shape.
+    def part_of(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return this rank's box of tensors of the parameters' shapes.
 
-        The result is live memory where the tensor holds the box contiguously.
+        The result is live memory where one tensor holds the box contiguously.
         """
-        return self.cut.read(parameter, self.box.shape)
+        if not self.is_stack:
+            return self.cut.read(parameters[0], self.box.shape)
+        shape = self.box.shape[1:]
+        return torch.stack([self.cut.read(parameter, shape) for parameter in parameters])
 
     def at(self, place: Place) -> int | None:
         """Return the number of the part that the rank at ``place`` holds, or None if it has none.
@@ -69,14 +77,16 @@ class Weight:
         """
         if place.stage not in self.parameters or self.owner not in (None, place.expert):
             return None
+        if self.is_stack:
+            return place.expert
         if self.dim is None:
             return 0
         return place.tensor if self.owner is None else place.expert_tensor
 
-    def span(self, tensor_rank: int) -> tuple[int, int]:
-        """Return the start and size of a tensor-parallel rank's box in the split dimension."""
+    def span(self, part: int) -> tuple[int, int]:
+        """Return the start and size of a part in the split dimension."""
         assert self.dim is not None
-        start = min(tensor_rank * self.per_rank, self.shape[self.dim])
+        start = min(part * self.per_rank, self.shape[self.dim])
         return start, min(self.per_rank, self.shape[self.dim] - start)
 
     def box_of(self, place: Place) -> ShardSpec:
@@ -89,6 +99,32 @@ class Weight:
         if self.dim is not None:
             offset[self.dim], size[self.dim] = self.span(part)
         return ShardSpec(global_shape=self.shape, offset=tuple(offset), shape=tuple(size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """A weight in a parameter, and the expert's number on this rank if the weight is a stack."""
+
+    weight: Weight
+    expert: int | None = None
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """Return the part of this rank's box that a tensor of the parameter's shape holds."""
+        shape = self.weight.box.shape
+        return self.weight.cut.read(parameter, shape if self.expert is None else shape[1:])
+
+    def of(self, box: Tensor) -> Tensor:
+        """Return the part of this rank's box that the parameter holds."""
+        return box if self.expert is None else box[self.expert]
+
+    @property
+    def box(self) -> ShardSpec:
+        """The part of the whole tensor that the parameter holds."""
+        box = self.weight.box
+        if self.expert is None:
+            return box
+        offset = (box.offset[0] + self.expert, *box.offset[1:])
+        return replace(box, offset=offset, shape=(1, *box.shape[1:]))
 
 
 def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
@@ -116,12 +152,21 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
             f"{shape.heads} attention heads cannot share {shape.kv_heads} key-value heads",
             remedy="set num_key_value_heads in config.json to a divisor of num_attention_heads",
         )
-    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    mixture = shape.mixture
+    split = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if mixture is None or not all(mixture.sparse):
+        split["intermediate size"] = shape.intermediate
+    if mixture is not None and mixture.shared:
+        split["shared expert's intermediate size"] = mixture.shared
+    if mixture is not None and mixture.biased and layout.expert_tensor > 1:
+        raise ConfigError(
+            "options.expert_tensor_parallel",
+            f"{layout.expert_tensor}, but the experts have biases",
+            why="each rank that splits an expert would add them",
+            remedy="set it to 1",
+        )
     sizes = {
-        "parallelism.tp": (
-            layout.tensor,
-            heads | ({} if shape.experts else {"intermediate size": shape.intermediate}),
-        ),
+        "parallelism.tp": (layout.tensor, split),
         "parallelism.pp": (layout.stages, {"layers": shape.layers}),
         "options.virtual_stages": (
             layout.virtual,
@@ -130,7 +175,7 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
         "parallelism.ep": (layout.experts, {"experts": shape.experts}),
         "options.expert_tensor_parallel": (
             layout.expert_tensor,
-            {"experts' intermediate size": shape.expert_intermediate},
+            {"experts' intermediate size": mixture.intermediate if mixture else 0},
         ),
     }
     for field, (size, parts) in sizes.items():
@@ -169,54 +214,65 @@ def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
 
 
 def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
-    """Return every weight in the model's order, tied weights once, without parameters yet."""
+    """Return every weight in the model's order, tied weights once, without parameters yet.
+
+    ``dtype`` is that of the masters.
+    """
     vocabulary = padded_vocabulary(shape, layout, multiple)
     places = [layout.place(rank) for rank in range(layout.world)]
     table: list[Weight] = []
     for layer, rule in rules_of(shape):
         stages = _stages(layer, rule, shape, layout)
-        for name, cut in zip(rule.saved, cuts(rule, shape), strict=True):
-            whole = saved_shape(name, shape)
+        for saved, cut in zip(rule.saved, cuts(rule, shape), strict=True):
             dim = _DIMENSION[rule.split]
-            is_padded = whole[0] == shape.vocab_size and layer is None
-            rows = vocabulary if is_padded else whole[dim or 0]
+            is_padded = layer is None and saved.shape[0] == shape.vocab_size
+            rows = vocabulary if is_padded else saved.shape[dim or 0]
             ranks = layout.tensor
             owner: int | None = None
             if rule.expert is not None:
                 ranks = layout.expert_tensor
                 owner = rule.expert // (shape.experts // layout.experts)
+            if rule.stacked:
+                dim, ranks = 0, layout.experts
             weight = Weight(
-                name=name,
-                shape=whole,
+                name=saved.name,
+                shape=saved.shape,
                 dim=dim,
                 per_rank=rows // ranks,
                 parameters=stages,
                 cut=cut,
                 owner=owner,
-                box=ShardSpec.nothing(whole),
-                dtype=dtype,
+                is_stack=rule.stacked,
+                frozen=rule.frozen,
+                box=ShardSpec.nothing(saved.shape),
+                dtype=torch.float32 if rule.frozen else dtype,
             )
             table.append(replace(weight, box=_own_box(weight, places, layout.rank)))
     return table
 
 
-def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict[int, str]:
-    """Return Megatron's name of a rule's parameter on each pipeline stage that has it."""
+def _stages(
+    layer: int | None, rule: Rule, shape: Shape, layout: Layout
+) -> dict[int, tuple[str, ...]]:
+    """Return Megatron's names of a rule's parameters on each pipeline stage that has them."""
     last = layout.stages - 1
     head = layout.virtual - 1
     if layer is not None:
         part, local = divmod(layer, shape.layers // (layout.stages * layout.virtual))
         chunk, stage = divmod(part, layout.stages)
-        name = rule.parameter
+        own = shape.experts // layout.experts
+        names = [rule.parameter]
         if rule.expert is not None:
-            name = name.replace("N", str(rule.expert % (shape.experts // layout.experts)))
-        return {stage: f"{chunk}.decoder.layers.{local}.{name}"}
-    if rule.saved == TIED_HEAD.saved:
-        stages = {0: f"0.{rule.parameter}"}
+            names = [rule.parameter.replace("N", str(rule.expert % own))]
+        elif rule.stacked:
+            names = [rule.parameter.replace("N", str(expert)) for expert in range(own)]
+        return {stage: tuple(f"{chunk}.decoder.layers.{local}.{name}" for name in names)}
+    if rule.parameter == EMBEDDING:
+        stages = {0: (f"0.{EMBEDDING}",)}
         if shape.tied and last:
-            stages[last] = f"{head}.{TIED_HEAD.parameter}"
+            stages[last] = (f"{head}.{HEAD}",)
         return stages
-    return {last: f"{head}.{rule.parameter}"}
+    return {last: (f"{head}.{rule.parameter}",)}
 
 
 def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
@@ -231,7 +287,7 @@ def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
 
 
 def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
-    """Set the parameter of each weight that this rank holds.
+    """Set the parameters of each weight that this rank holds.
 
     ``chunks`` holds the model's chunks under their numbers. Raises ``ConfigError`` for a hole in
     the mapping: a parameter that no weight fills, or a weight without a parameter.
@@ -239,7 +295,7 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
     params = dict(chunks.named_parameters())
     stage = layout.here.stage
     held = [weight for weight in table if weight.at(layout.here) is not None]
-    wanted = {weight.parameters[stage] for weight in held}
+    wanted = {name for weight in held for name in weight.parameters[stage]}
     if holes := sorted(wanted ^ set(params)):
         raise ConfigError(
             "model.path",
@@ -248,35 +304,52 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
             remedy="report the model family",
         )
     for weight in held:
-        weight.param = params[weight.parameters[stage]]
-        # Megatron sets these marks while it initializes weights, which it does not do here. Without
-        # them its gradient norm would count one rank's part alone.
-        weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
-        weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
-        weight.param.partition_stride = 1  # type: ignore[attr-defined]
-        # Megatron looks at ep alone, and would not add up whole experts' gradients over
-        # tensor-parallel ranks.
-        is_spread = weight.owner is not None and layout.spreads_experts
-        weight.param.allreduce = not is_spread  # type: ignore[attr-defined]
+        weight.params = tuple(params[name] for name in weight.parameters[stage])
+        for param in weight.params:
+            _mark(param, weight, layout)
 
 
-def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
+def _mark(param: nn.Parameter, weight: Weight, layout: Layout) -> None:
+    """Set Megatron's marks of a parameter.
+
+    Megatron sets the first ones while it initializes weights, which it does not do here. Without
+    them its gradient norm would count one rank's part alone.
+    """
+    is_split = weight.dim is not None and not weight.is_stack
+    param.tensor_model_parallel = is_split  # type: ignore[attr-defined]
+    param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
+    param.partition_stride = 1  # type: ignore[attr-defined]
+    # Megatron looks at ep alone, and would not add up whole experts' gradients over
+    # tensor-parallel ranks.
+    is_spread = weight.is_of_experts and layout.spreads_experts
+    param.allreduce = not is_spread  # type: ignore[attr-defined]
+    if weight.is_of_experts:
+        # Experts get the tokens of all tensor-parallel ranks. Megatron marks their biases, and
+        # would add up gradients that are whole.
+        param.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Use]]:
     """Return this rank's parameters and the weights in each."""
-    result: dict[nn.Parameter, list[Weight]] = {}
-    for weight in (weight for weight in table if weight.param is not None):
-        result.setdefault(weight.held, []).append(weight)
+    result: dict[nn.Parameter, list[Use]] = {}
+    for weight in table:
+        for number, param in enumerate(weight.params):
+            use = Use(weight=weight, expert=number if weight.is_stack else None)
+            result.setdefault(param, []).append(use)
     return result
 
 
-def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Weight], Tensor]) -> None:
+def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Use], Tensor]) -> None:
     """Write this rank's weights, masters included.
 
-    ``value_of`` returns a weight's new values. Those of one parameter exist at a time.
+    ``value_of`` returns a weight's new values in a parameter. Those of one parameter exist at a
+    time.
     """
-    for param, weights in by_parameter(table).items():
-        whole = torch.zeros(param.shape, dtype=masters.dtype, device=param.device)
-        for weight in weights:
-            weight.cut.write(whole, value_of(weight).to(whole))
+    for param, uses in by_parameter(table).items():
+        dtype = masters.dtype if param.requires_grad else param.dtype
+        whole = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        for use in uses:
+            use.weight.cut.write(whole, value_of(use).to(whole))
         masters.write(param, whole)
 
 
@@ -286,26 +359,38 @@ class Reader:
     Parameters that the model computes with are read directly, and spread masters are gathered.
     """
 
-    def __init__(self, masters: Masters, dtype: torch.dtype) -> None:
+    def __init__(self, masters: Masters, dtype: torch.dtype | None = None) -> None:
+        """Read in ``dtype``, or if it is None in the dtype that each weight is kept in."""
         self.masters = masters
-        self.dtype = dtype
+        self._dtype = dtype
         # The parameter read last: the weights that are fused in it are read one after the other.
         self._last: tuple[nn.Parameter, Tensor] | None = None
 
-    def gathers(self, param: nn.Parameter) -> bool:
-        """Return True if all ranks that hold the parameter must read it together."""
-        return self.masters.spread and param.dtype not in (self.dtype, self.masters.dtype)
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        """Return the dtype that a weight is read in."""
+        return self._dtype or weight.dtype
+
+    def gathers(self, weight: Weight) -> bool:
+        """Return True if all ranks that hold the weight must read it together."""
+        if weight.frozen or not self.masters.spread:
+            return False
+        known = (self.dtype_of(weight), self.masters.dtype)
+        return any(param.dtype not in known for param in weight.params)
 
     def read(self, weight: Weight) -> Tensor:
         """Return this rank's box of a weight, an empty tensor where the rank has none."""
-        if (param := weight.param) is None:
-            return torch.empty(weight.box.shape, dtype=self.dtype)
+        dtype = self.dtype_of(weight)
+        if not weight.params:
+            return torch.empty(weight.box.shape, dtype=dtype)
+        return weight.part_of([self._value(param, dtype) for param in weight.params]).to(dtype)
+
+    def _value(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         # A parameter is its rounded master, so its own dtype needs nothing from other ranks.
-        if param.dtype == self.dtype:
-            return weight.part_of(param.detach())
+        if param.dtype == dtype or not param.requires_grad:
+            return param.detach()
         if self._last is None or self._last[0] is not param:
             self._last = (param, self.masters.read(param))
-        return weight.part_of(self._last[1]).to(self.dtype)
+        return self._last[1]
 
     def forget(self) -> None:
         """Drop the parameter read last.
@@ -322,7 +407,7 @@ class Reader:
         """
         gathered: dict[str, Tensor] = {}
         for weight in table:
-            if weight.param is not None and self.gathers(weight.param):
+            if weight.params and self.gathers(weight):
                 value = self.read(weight)
                 if weight.box.replica == 0:
                     # A view would keep the whole parameter.
@@ -339,13 +424,14 @@ def fill(
     A value head may be absent; without ``files`` all weights are drawn.
     """
 
-    def value_of(weight: Weight) -> Tensor:
-        if files is not None and weight.name in files:
-            return files.read(weight.name, weight.box.slices)
-        if files is not None:
-            log.warning(
-                "%s is not in the folder: it is initialized from seed %d", weight.name, seed
-            )
-        return random_weight(weight.name, weight.box, seed=seed, std=std)
+    def value_of(use: Use) -> Tensor:
+        name = use.weight.name
+        if files is not None and name in files:
+            value = files.read(name, use.box.slices)
+        else:
+            if files is not None:
+                log.warning("%s is not in the folder: it is initialized from seed %d", name, seed)
+            value = random_weight(name, use.box, seed=seed, std=std)
+        return value if use.expert is None else value[0]
 
     put(table, masters, value_of)

@@ -22,7 +22,7 @@ _VALUE = ("value_model",)
 
 FSDP = EnginePlugin(
     name="engine-npu",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=_LM,

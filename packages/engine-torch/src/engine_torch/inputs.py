@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_torch.attention import (
     Packing,
     build_context_packing,
@@ -41,6 +41,8 @@ class PackedInputs:
             beginnings, or None. T' then counts the tokens of the tree
             (``engine_torch.prefixes``), and ``targets`` are the tokens themselves.
         rows: ``[T]`` int64, the token of the tree for each token of the documents, or None.
+        experts: ``[T'/n, L, k]`` signed integers, the experts that serve each token by layer, -1
+            where the router selects them, or None where it selects all of them.
     """
 
     input_ids: Tensor
@@ -52,6 +54,7 @@ class PackedInputs:
     coefficients: Tensor | None = None
     parents: Tensor | None = None
     rows: Tensor | None = None
+    experts: Tensor | None = None
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Return the hidden states ``[T'/n, d]`` that predict ``targets``."""
@@ -114,6 +117,7 @@ def pack_inputs(
         packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys),
         size=batch.num_tokens,
         coefficients=coefficients,
+        experts=_pad_experts(batch, padding, mine, device),
     )
 
 
@@ -158,6 +162,15 @@ def pack_tree(
         parents=parents.to(device, non_blocking=True),
         rows=tree.rows.to(device, non_blocking=True),
     )
+
+
+def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device) -> Tensor | None:
+    """Return the batch's experts of the tokens ``mine``, with -1 at padding, or None."""
+    if ROUTED_EXPERTS not in batch.fields:
+        return None
+    given = batch[ROUTED_EXPERTS].cpu()
+    whole = torch.cat([given, given.new_full((padding, *given.shape[1:]), -1)])
+    return whole[mine].to(device, non_blocking=True)
 
 
 def _build_packing(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
@@ -17,12 +21,12 @@ from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
+from engine_api.hf_routers import Routers
 from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.head import chunked_log_probs
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import (
-    SERVED,
     Head,
     measure_head,
     refuse_unserved,
@@ -39,9 +43,17 @@ class PackedModel(nn.Module):
     """The FSDP root, made of a Hugging Face model and the head that computes per-token outputs."""
 
     def __init__(
-        self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any, head: Head | None = None
+        self,
+        lm: Any,
+        *,
+        kind: Kind,
+        logit_chunk: int,
+        group: Any,
+        head: Head | None = None,
+        routers: Routers | None = None,
     ) -> None:
         super().__init__()
+        self.routers = routers
         self.lm = lm
         self.head = head or Head()
         self.kind = kind
@@ -69,6 +81,8 @@ class PackedModel(nn.Module):
             tuple because FSDP looks for tensors in tuples. For plain ids ``(logits,)``.
         """
         self.documents.set(None if isinstance(inputs, Tensor) else inputs.packing)
+        if self.routers is not None:
+            self.routers.replay(None if isinstance(inputs, Tensor) else inputs.experts)
         if isinstance(inputs, Tensor):
             return (self.lm(input_ids=inputs, use_cache=False).logits,)
         hidden = self.lm.base_model(
@@ -140,6 +154,7 @@ class BuiltModel:
         files: weights that are read after sharding, for parameters on the meta device; None for a
             model that has its random weights.
         head: what a language model does with its plain logits.
+        routers: the model's routers, or None where no selection of experts is replayed.
     """
 
     lm: Any
@@ -147,6 +162,7 @@ class BuiltModel:
     folder: str
     files: WeightFiles | None
     head: Head = field(default_factory=Head)
+    routers: Routers | None = None
 
 
 class ModelClasses:
@@ -162,9 +178,6 @@ class ModelClasses:
 
     engine: ClassVar[str]
     """Name of the engine in errors about a model that it would compute wrongly."""
-
-    mechanisms: ClassVar[frozenset[str]] = SERVED
-    """Names of the mechanisms that the engine serves (``engine_torch.mechanisms``)."""
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
@@ -218,6 +231,8 @@ def build_model(
     ulysses: int,
     classes: ModelClasses,
     device_type: str = "cpu",
+    *,
+    served: Collection[str],
 ) -> BuiltModel:
     """Build the model of ``config.model`` without sharding it.
 
@@ -227,6 +242,7 @@ def build_model(
         ulysses: number of ranks in the Ulysses group.
         classes: classes that the model is built of.
         device_type: device that will compute it.
+        served: capabilities of the engine, which name the mechanisms that it serves.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -235,7 +251,7 @@ def build_model(
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes)
     cls = classes.find(hf_config, kind)
-    refusal: dict[str, Any] = {"served": classes.mechanisms, "engine": classes.engine}
+    refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
     _refuse_divided_masks(hf_config, ulysses, classes.engine)
     if config.optimizer is not None:
@@ -249,7 +265,7 @@ def build_model(
     head = Head()
     if kind == "language_model":
         head = measure_head(lm, engine=classes.engine)
-        if head.scale != 1.0 and "logit_scale" not in classes.mechanisms:
+        if head.scale != 1.0 and "logit_scale" not in served:
             raise UnsupportedCapability(
                 "logit_scale",
                 where=f"{classes.engine} with {type(lm).__name__}",
@@ -260,13 +276,14 @@ def build_model(
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
         lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
+    routers = Routers(lm, where=classes.engine) if config.router_replay else None
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     files = None if random else WeightFiles(folder)
     pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head)
+    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head, routers=routers)
 
 
 def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
@@ -425,3 +442,17 @@ def blocks_of(lm: Any) -> list[nn.Module]:
             remedy="use a transformers causal language model",
         )
     return blocks
+
+
+def recompute_children(layers: nn.Module) -> None:
+    """Let each child compute its activations again in the backward pass.
+
+    It is for the blocks of a model that is none of transformers', whose own have a method for it.
+    """
+    for name, block in list(layers.named_children()):
+        layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+
+
+def is_recomputing(layers: nn.Module) -> bool:
+    """Return whether each child computes its activations again in the backward pass."""
+    return all(isinstance(block, CheckpointWrapper) for block in layers.children())

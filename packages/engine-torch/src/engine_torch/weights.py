@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece, float32_buffers, views
-from engine_api.weights import ShardSpec
+from engine_api.weights import ShardSpec, random_weight
 from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
 log = logging.getLogger("engine_torch")
@@ -177,6 +177,14 @@ def _draw_head(entry: ShardedParam, seed: int) -> None:
     else:
         whole = torch.randn(shape, generator=generator) * 0.02
     entry.local.detach().copy_(whole[entry.box.slices])
+
+
+def draw(table: list[ShardedParam], seed: int, std: float) -> None:
+    """Draw random weights, whose values are the same in every layout."""
+    for entry in table:
+        parts = entry.views(entry.local.detach())
+        for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
+            part.copy_(random_weight(piece.name, spec, seed=seed, std=std))
 
 
 def trainable(table: list[ShardedParam]) -> Iterator[ShardedParam]:

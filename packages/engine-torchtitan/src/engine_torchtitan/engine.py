@@ -16,18 +16,17 @@ from engine_api.results import TokenOutputs
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.inputs import pack_inputs
+from engine_torch.model import is_recomputing
 from engine_torch.options import DTensorOptions
 from engine_torch.parallel import shard_model
-from engine_torch.weights import fill, parameter_table
+from engine_torch.weights import draw, fill, parameter_table
 from engine_torchtitan.library import Hold
 from engine_torchtitan.model import (
     BuiltDecoder,
     PackedDecoder,
     build_decoder,
-    draw,
     fill_buffers,
     is_compiled,
-    is_recomputing,
     tie,
 )
 from engine_torchtitan.options import TorchTitanOptions
@@ -130,7 +129,7 @@ class TorchTitanEngine(DTensorEngine):
             kernel = "varlen" if self.layout.cp > 1 else "cudnn or varlen"
         return {
             "model.attention": kernel,
-            "memory.recompute": "full" if is_recomputing(self.module.lm) else "none",
+            "memory.recompute": "full" if is_recomputing(self.module.lm.layers) else "none",
             "memory.compile": is_compiled(self.module.lm),
             "memory.logit_chunk": self.module.logit_chunk,
         }

@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
 from torch.distributed.tensor import DTensor, Partial
 
 from engine_api.config import EngineConfig, ModelSource
@@ -22,26 +18,31 @@ from engine_api.hf_config import require_memory
 from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece
 from engine_api.hf_noise import refuse_noise
-from engine_api.weights import random_weight
 from engine_torch import attention
 from engine_torch.boxes import find_box
 from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import refuse_unserved
-from engine_torch.model import DTYPES, Kind, ModelClasses, PackedModel, make_model, read_config
-from engine_torch.weights import ShardedParam
+from engine_torch.model import (
+    DTYPES,
+    Kind,
+    ModelClasses,
+    PackedModel,
+    make_model,
+    read_config,
+    recompute_children,
+)
 from engine_torchtitan.library import MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
+from engine_torchtitan.plugin import PLUGIN
 from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
 
 __all__ = [
     "BuiltDecoder",
     "PackedDecoder",
     "build_decoder",
-    "draw",
     "fill_buffers",
     "is_compiled",
-    "is_recomputing",
     "tie",
 ]
 
@@ -50,8 +51,6 @@ class TorchTitanClasses(ModelClasses):
     """The families of torchtitan, with the saved names of transformers' own classes."""
 
     engine = "engine-torchtitan"
-    # torchtitan's blocks of these families have none of them, and no field asks for one.
-    mechanisms: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a family that the engine does not build."""
@@ -177,7 +176,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
         lm.parallelize(layout.dims)
         tie(lm)
     if config.memory.recompute == "full":
-        _recompute(lm)
+        recompute_children(lm.layers)
     pieces = _map_names(lm, hf_config, names)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
@@ -229,7 +228,7 @@ def _list_saved(
     """
     attention.register()
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
-    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
     pieces = CLASSES.list_pieces(twin, "language_model", files)
     return {piece.name: piece.shape for parts in pieces.values() for piece in parts}
 
@@ -281,20 +280,6 @@ def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
     ]
 
 
-def _recompute(lm: Any) -> None:
-    """Let each block compute its activations again in the backward pass.
-
-    torchtitan's own function for this changes dynamo's cache for the whole process.
-    """
-    for name, block in list(lm.layers.named_children()):
-        lm.layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
-
-
-def is_recomputing(lm: Any) -> bool:
-    """Return whether each block computes its activations again in the backward pass."""
-    return all(isinstance(block, CheckpointWrapper) for block in lm.layers.values())
-
-
 def is_compiled(lm: Any) -> bool:
     """Return whether each block runs compiled."""
     # torch keeps a block's compiled call under this name and has no public one.
@@ -318,11 +303,3 @@ def fill_buffers(lm: Any, device: torch.device) -> None:
         elif isinstance(module, MoE):
             # The number of tokens of each expert, which nothing reads.
             module.tokens_per_expert_E = torch.zeros_like(module.tokens_per_expert_E, device=device)
-
-
-def draw(table: list[ShardedParam], seed: int, std: float) -> None:
-    """Draw random weights, whose values are the same in every layout."""
-    for entry in table:
-        parts = entry.views(entry.local.detach())
-        for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
-            part.copy_(random_weight(piece.name, spec, seed=seed, std=std))

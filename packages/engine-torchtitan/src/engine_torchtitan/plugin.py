@@ -55,7 +55,7 @@ def find_problem() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-torchtitan",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             backends=("torchtitan",),

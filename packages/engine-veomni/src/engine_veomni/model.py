@@ -27,8 +27,6 @@ class VeOmniClasses(ModelClasses):
     """The classes of VeOmni, which are transformers' with its replacements of some functions."""
 
     engine = "engine-veomni"
-    # VeOmni has code of its own for the families with mechanisms, which no test has compared.
-    mechanisms = frozenset()
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""

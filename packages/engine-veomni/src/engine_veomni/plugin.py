@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row
 from engine_fsdp.plugin import PLUGIN as FSDP
@@ -44,7 +44,7 @@ def find_problem() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-veomni",
-    contract="1.3",
+    contract="1.4",
     rows=tuple(
         Row(
             model_types=(kind,),
@@ -58,8 +58,9 @@ PLUGIN = EnginePlugin(
             (_NPU, "npu", "NPUVeOmni"),
         )
     ),
-    # No case has compared VeOmni's classes under torch.compile.
-    capabilities=FSDP.capabilities - {Capability.COMPILE},
+    # No case has compared VeOmni's classes under torch.compile, and it has code of its own for
+    # routers and for the families with mechanisms, which none has compared.
+    capabilities=FSDP.capabilities - {Capability.COMPILE, Capability.ROUTER_REPLAY} - MECHANISMS,
     options="engine_veomni.options:VeOmniOptions",
     # VeOmni keeps its kernels and its parallel state in global variables.
     one_layout=True,

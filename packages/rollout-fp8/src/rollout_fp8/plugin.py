@@ -37,8 +37,8 @@ def probe_server(server: str, device: str) -> ProbeResult:
 VLLM = EnginePlugin(
     name="vllm",
     contract=CONTRACT,
-    # For rollout.lora: adapter.
-    capabilities=frozenset({Capability.LORA}),
+    # For rollout.lora: adapter, and rollout.routed_experts: replay.
+    capabilities=frozenset({Capability.LORA, Capability.ROUTER_REPLAY}),
     rows=(
         Row(
             backends=("vllm",),

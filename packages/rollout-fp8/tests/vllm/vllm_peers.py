@@ -449,3 +449,32 @@ def mixed(
         return together, [
             rollout.generate([p], s)[0] for p, s in zip(prompts, samplings, strict=True)
         ]
+
+
+@torch.no_grad()
+def routed(model: str, completions: Sequence[Completion]) -> list[torch.Tensor]:
+    """Return by completion of ``PROMPTS`` the experts that transformers' routers select."""
+    from transformers import AutoModelForCausalLM
+
+    lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(DEVICE)
+    found: list[torch.Tensor] = []
+    for layer in lm.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _module, _given, out: found.append(out[2]))
+    result: list[torch.Tensor] = []
+    for c in completions:
+        found.clear()
+        lm(input_ids=torch.tensor([[*PROMPTS[c.prompt_index], *c.tokens]], device=DEVICE))
+        result.append(torch.stack(found, dim=1).cpu())
+    return result
+
+
+def recorded(
+    model: str, **arguments: Any
+) -> tuple[list[Completion], list[Completion], list[torch.Tensor]]:
+    """Return completions with recorded experts, twice, and the experts that should serve them.
+
+    At the second time the prompts' keys and values are in the cache.
+    """
+    with opened(model, routed_experts=True, **arguments) as rollout:
+        first, again = (rollout.generate(PROMPTS, SAMPLED) for _ in range(2))
+    return first, again, routed(model, first)

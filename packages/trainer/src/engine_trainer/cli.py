@@ -32,6 +32,7 @@ from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
 from engine_trainer.config.tasks import find_task
 from engine_trainer.errors import DataError
+from engine_trainer.replay import command as replay
 from engine_trainer.run.checkpoints import Checkpoints
 from engine_trainer.run.run import Outcome, global_rank, world_size
 from engine_trainer.run.torchrun import end_with_torchrun, is_news
@@ -124,6 +125,39 @@ def _show_data(options: argparse.Namespace) -> int:
     return DONE if fits else USAGE
 
 
+def _rehearse(options: argparse.Namespace) -> int:
+    # The import stands here because it loads the readers of data.
+    from engine_trainer.rehearsal import rehearse
+
+    task = find_task(options.config, options.overrides, TASKS, options.task)
+    config = load_config(CONFIGS[task], options.config, options.overrides)
+    nothing_found = rehearse(
+        config,
+        task,
+        Path(options.config),
+        options.overrides,
+        ranks=options.gloo_ranks,
+        gpus=options.gpus,
+        folder=options.folder,
+        model=options.model,
+    )
+    return DONE if nothing_found else USAGE
+
+
+def _explain(options: argparse.Namespace) -> int:
+    # The import stands here because it loads torch.
+    from engine_trainer.explanation import explain_step
+
+    nothing_found = explain_step(
+        options.folder,
+        options.step,
+        options.overrides,
+        documents=options.documents,
+        live=options.live,
+    )
+    return DONE if nothing_found else FAILED
+
+
 def _print_schema(options: argparse.Namespace) -> int:
     if options.task not in CONFIGS:
         remedy = near_matches(options.task, sorted(CONFIGS))
@@ -170,6 +204,11 @@ def _export(options: argparse.Namespace) -> int:
         what = "the adapter" if options.adapter else "the model"
         print(f"{what} of {found} is in {options.directory}")
     return DONE
+
+
+def _replay(options: argparse.Namespace) -> int:
+    _set_up_logging()
+    return DONE if replay.run_replay(options) else FAILED
 
 
 def _run_config(options: argparse.Namespace, config: Config) -> int:
@@ -357,6 +396,62 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser)
+    parser.add_argument(
+        "--task",
+        help=f"{', '.join(TASKS[:-1])} or {TASKS[-1]}, where the file's keys do not tell which",
+    )
+    # `--ranks` of the other commands starts this command as ranks; here its parts are started so.
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        dest="gloo_ranks",
+        metavar="N",
+        help="train on N gloo ranks, by default 2, or 1 on a machine with one core",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="calculate memory and time of the real run for N GPUs, by default those that the "
+        "configuration asks for, or one node",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="take the small model of this folder, by default one that is made from the "
+        "config.json of engine.model",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep the rehearsal's files in this new folder, by default only where it fails, in a "
+        "temporary one",
+    )
+
+
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help="output_dir of an RL run")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step, from 1")
+    _add_overrides(parser)
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=8,
+        metavar="N",
+        help="compare N completions of the step, by default 8",
+    )
+    parser.add_argument(
+        "--live",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute with the engine, too, which shows its layers",
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
@@ -373,6 +468,13 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="write the LoRA adapter alone, as PEFT reads it"
     )
+    _add_ranks(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    replay.add_arguments(parser)
+    _add_overrides(parser)
     _add_ranks(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -444,10 +546,29 @@ COMMANDS = {
         add_arguments=_add_data_arguments,
         takes_overrides=True,
     ),
+    "rehearse": Command(
+        summary="run a configuration small on this machine, with a kill and a change of the engine",
+        run=_rehearse,
+        add_arguments=_add_rehearse_arguments,
+        takes_overrides=True,
+    ),
+    "explain": Command(
+        summary="compare a recorded step of RL with a float64 oracle, and name the likeliest cause "
+        "of a difference",
+        run=_explain,
+        add_arguments=_add_explain_arguments,
+        takes_overrides=True,
+    ),
     "export": Command(
         summary="write the model of a checkpoint as a Hugging Face folder",
         run=_export,
         add_arguments=_add_export_arguments,
+        takes_overrides=True,
+    ),
+    "replay": Command(
+        summary="make a recorded step of `rl` again, and show what differs",
+        run=_replay,
+        add_arguments=_add_replay_arguments,
         takes_overrides=True,
     ),
     "view": Command(

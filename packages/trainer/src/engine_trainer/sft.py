@@ -118,7 +118,7 @@ def evaluate_sft(config: SFTConfig) -> Metrics:
         engine=replace(config.engine, optimizer=None),
         run=replace(config.run, save_hf=False, push_to_hub=None),
     )
-    with Run(only, kind="eval", total_steps=1) as run:
+    with Run(only, kind="eval", total_steps=1, saves=False) as run:
         run.start()
         evaluated = run.load_evaluated()
         with closing(_Evaluation(run, only, heldout, tokenizer, "evaluation")) as evaluation:

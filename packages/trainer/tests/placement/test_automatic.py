@@ -50,7 +50,7 @@ RL = DPO | {"reward": {"name": "math"}}
 
 @pytest.fixture(autouse=True)
 def parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 596_000_000)
+    monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 596_000_000)
 
 
 @pytest.fixture
@@ -245,6 +245,37 @@ def test_a_critic_on_another_engine_has_choices_of_its_own(folder: Path) -> None
     critic = settled.algorithm.critic.engine(settled.engine)
     assert critic.memory.compile is False
     assert critic.precision.compute == "bfloat16"
+
+
+def test_a_teacher_on_another_engine_has_choices_of_its_own(folder: Path) -> None:
+    teacher = {"engine": {"model": {"path": str(folder)}, "backend": "megatron"}}
+    others = {"megatron": frozenset({Capability.RECOMPUTE})}
+    config = configure(RLConfig, folder, RL | {"algorithm": {"teacher": teacher}})
+    settled, choices = choose(config, Launcher("cuda", others=others))
+    assert choices["engine.precision.compute"] == "bfloat16"
+    assert choices["algorithm.teacher.engine.precision.compute"] == "float32"
+    # It only infers.
+    assert choices["algorithm.teacher.engine.memory.compile"] is False
+    assert choices["algorithm.teacher.engine.memory.recompute"] == "none"
+    assert "auto" not in json.dumps(to_plain(settled)["algorithm"]["teacher"])
+    engine = settled.algorithm.teacher.engine.engine(settled.engine)
+    assert engine.precision.compute == "float32"
+    _, again = settle(settled, Launcher("cuda", others=others))
+    assert again == []
+
+
+@pytest.mark.parametrize(
+    ("servers", "want"), [(("vllm", "sglang"), "vllm"), (("sglang",), "local")]
+)
+def test_a_server_that_records_no_experts_is_passed_over_where_they_are_replayed(
+    folder: Path, servers: tuple[str, ...], want: str
+) -> None:
+    pytest.importorskip("rollout_fp8", reason="the servers' descriptors are its own")
+    config = configure(RLConfig, folder, RL | {"rollout": {"routed_experts": "replay"}})
+    settled, choices = settle(config, Launcher("cuda", servers=servers))
+    assert settled.rollout.name == want
+    if want == "local":
+        assert "not sglang: it records no experts" in choices[0].why
 
 
 def test_a_correction_of_overlap_is_decided_with_the_rollout(folder: Path) -> None:

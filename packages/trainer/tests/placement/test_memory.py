@@ -145,7 +145,7 @@ def test_the_parameters_are_counted_without_memory(sums_model):
     from safetensors.torch import load_file
 
     expected = sum(t.numel() for t in load_file(sums_model / "model.safetensors").values())
-    assert memory._parameters(ModelSource(path=str(sums_model))) == expected
+    assert memory.count_parameters(ModelSource(path=str(sums_model))) == expected
     untied = ModelSource(path=str(sums_model), config_overrides={"tie_word_embeddings": False})
-    assert memory._parameters(untied) == expected + 16 * 32
-    assert memory._parameters(untied, trunk=True) == expected
+    assert memory.count_parameters(untied) == expected + 16 * 32
+    assert memory.count_parameters(untied, trunk=True) == expected

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.hf_names import pieces_of, saved_buffers
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
@@ -428,3 +428,59 @@ def test_uniform_numbers_are_a_function_of_seed_prompt_and_place():
     # written down, so that a resumed run draws the same with a later version
     digest = hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
     assert digest[:16] == "e1ae480d45c471d2"
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    return serve(
+        "qwen3_moe", tmp_path_factory.mktemp("recording"), routed_experts=True, batch_size=6
+    )
+
+
+@torch.no_grad()
+def routed(model, ids):
+    """Return the experts ``[T, L, k]`` that serve a sequence without a cache or padding.
+
+    They are what the routers of an unwrapped model return.
+    """
+    found = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _module, _given, output: found.append(output))
+        for layer in model.model.layers
+    ]
+    model(input_ids=torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([indices for _, _, indices in found], dim=1)
+
+
+def test_recorded_experts_are_those_of_a_full_forward(recording):
+    """Prompts are padded, repeated, and dropped from the batch when they end."""
+    model, rollout = recording
+    completions = rollout.generate(PROMPTS, params(n=3, stop_token_ids=(EOS, 3, 9, 30)))
+    assert len({len(c.tokens) for c in completions}) > 1
+    for c in completions:
+        ids = [*PROMPTS[c.prompt_index], *c.tokens]
+        want = routed(model, ids)
+        assert c.routed_experts.shape == (len(ids), 2, 2)
+        assert c.routed_experts.dtype == torch.int8
+        assert torch.equal(c.routed_experts[:-1].long().sort(-1).values, want[:-1].sort(-1).values)
+        assert (c.routed_experts[-1] == -1).all()
+
+
+def test_recording_changes_no_completion(recording, tmp_path):
+    _, plain = serve("qwen3_moe", tmp_path, batch_size=6)
+    given = [r.generate(PROMPTS, params(n=2)) for r in (recording[1], plain)]
+    assert as_rows(given[0]) == as_rows(given[1])
+    assert [c.log_probs for c in given[0]] == [c.log_probs for c in given[1]]
+    assert all(c.routed_experts is None for c in given[1])
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    with pytest.raises(UnsupportedCapability, match="no router was found") as caught:
+        serve("qwen3", tmp_path, routed_experts=True)
+    assert caught.value.capability == "router_replay"
+    assert "routed_experts: off" in caught.value.remedy

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.registry import RolloutRegistry
-from engine_trainer.placement.memory import _parameters
+from engine_trainer.placement.memory import count_parameters
 from engine_trainer.utils.hf_models import text_config
 
 FIELD = "engine.model.config_overrides"
@@ -59,7 +59,7 @@ def test_what_is_no_key_of_the_model_is_refused_by_name(source, key) -> None:
         text_config(odd)
     assert caught.value.field == f"{FIELD}.{key}"
     with pytest.raises(ConfigError, match="no such key") as caught:
-        _parameters(odd)
+        count_parameters(odd)
     assert caught.value.field == f"{FIELD}.{key}"
     with pytest.raises(ConfigError, match="no such key") as caught:
         RolloutRegistry.create(name="local", device="cpu", model=odd, pad_token_id=0)
@@ -82,7 +82,7 @@ def test_a_value_that_the_family_does_not_take_is_refused_by_name(source) -> Non
 def test_what_is_overridden_is_what_every_reader_sees(source) -> None:
     smaller = replace(source, config_overrides={"num_hidden_layers": 1})
     assert text_config(smaller).num_hidden_layers == 1
-    assert _parameters(smaller) < _parameters(source)
+    assert count_parameters(smaller) < count_parameters(source)
 
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-2, 70), st.floats(), st.text(max_size=4))
@@ -116,4 +116,4 @@ def test_an_override_of_any_kind_is_taken_or_named(source, data) -> None:
 
 def test_an_override_with_parts_is_counted_too(source) -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
-    assert _parameters(replace(source, config_overrides=rope)) == _parameters(source)
+    assert count_parameters(replace(source, config_overrides=rope)) == count_parameters(source)

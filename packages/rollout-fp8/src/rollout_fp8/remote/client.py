@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, EngineError, RolloutError
+from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
@@ -72,6 +72,13 @@ class RemoteRollout:
         silence_s: float = 30.0,
         timeout_s: float = 300.0,
     ) -> None:
+        if arguments.get("routed_experts"):
+            raise UnsupportedCapability(
+                "router_replay",
+                where=f"rollout '{name}-server'",
+                why="its responses have no experts",
+                remedy=f"use rollout.name={name}, or rollout.routed_experts=off",
+            )
         if device == "auto":
             device = RolloutRegistry.resolve(backend=name).device
         self._device = device

@@ -25,8 +25,8 @@ def dumps(value: Any) -> bytes:
 
 
 def to_json(value: Completion | SamplingParams | SyncResult) -> dict[str, Any]:
-    """Return a dataclass of the contract as a mapping."""
-    return asdict(value)
+    """Return a dataclass of the contract as a mapping, without the fields that are None."""
+    return {name: part for name, part in asdict(value).items() if part is not None}
 
 
 def from_json(cls: type[T], given: Mapping[str, Any]) -> T:

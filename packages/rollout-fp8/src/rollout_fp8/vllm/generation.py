@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 
 from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
+from rollout_fp8.experts import RoutedLayers
 from rollout_fp8.log_probs import require_finite
 
 WHERE = "rollout 'vllm'"
@@ -39,6 +40,9 @@ class _Sequence:
     log_probs: list[float] = field(default_factory=list[float])
     reason: FinishReason | None = None
     """None while the completion continues."""
+    experts: Any = None
+    """Experts of its tokens, as vLLM reports them at the end: ``[n, layers, k]`` of NumPy, or None
+    where it was aborted or records none."""
 
 
 class Job:
@@ -47,8 +51,15 @@ class Job:
     It is a ``Generation``.
     """
 
-    def __init__(self, stepper: Stepper, version: int, adapter: LoRARequest | None = None) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        version: int,
+        adapter: LoRARequest | None = None,
+        routing: RoutedLayers | None = None,
+    ) -> None:
         self._stepper = stepper
+        self.routing = routing
         self._version = version
         self.adapter = adapter
         self._over = threading.Event()
@@ -115,7 +126,15 @@ class Job:
             log_probs=sequence.log_probs,
             weight_versions=versions,
             finish_reason=sequence.reason,
+            routed_experts=self._experts(sequence),
         )
+
+    def _experts(self, sequence: _Sequence) -> torch.Tensor | None:
+        """Return the experts of the prompt's and the completion's tokens, -1 at the last one."""
+        if self.routing is None or sequence.reason == "abort":
+            return None
+        tokens = len(sequence.prompt) + len(sequence.tokens)
+        return self.routing.read(sequence.experts, tokens, WHERE)
 
 
 class Stepper:
@@ -292,6 +311,8 @@ class Stepper:
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
         if output.finished:
+            if job.routing is not None:
+                sequence.experts = new.routed_experts
             del self._live[output.request_id]
             # Aborts by this class are not reported here.
             if new.finish_reason not in ("stop", "length"):

@@ -14,12 +14,13 @@ import torch
 from engine_api.codec import register
 from engine_api.comm import GroupComm
 from engine_api.config import LoraConfig, ModelSource, check_choice
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
+from rollout_fp8.experts import routed_layers
 from rollout_fp8.export.exporter import DTYPES, EngineStream, collect_export
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.install.adapter import ExpectedAdapter
@@ -68,6 +69,7 @@ class VllmRollout:
         lora: serve the base weights and the adapter that this configuration puts on the model;
             syncs must then come from an exporter with the same configuration. None: merged
             weights.
+        routed_experts: True records the experts that serve each token (``Completion``).
         options: see ``VllmOptions``.
 
     Raises:
@@ -88,6 +90,7 @@ class VllmRollout:
         dtype: str = "float32",
         quantization: str = "none",
         lora: LoraConfig | None = None,
+        routed_experts: bool = False,
         **options: Any,
     ) -> None:
         del pad_token_id
@@ -119,7 +122,25 @@ class VllmRollout:
             adapter=None if lora is None or adapter is None else (lora.rank, adapter.layers),
             tied=bool(self._expected.aliases),
             worker_extension=EXTENSION,
+            routed_experts=routed_experts,
         )
+        self._routing = routed_layers(model) if routed_experts else None
+        if routed_experts and self._plan.device.type == "cpu":
+            raise UnsupportedCapability(
+                "router_replay",
+                where="rollout 'vllm' on cpu",
+                why="vLLM records experts in a model runner that needs Triton, which its CPU build "
+                "does not have (0.32.0)",
+                remedy="rollout.name=local, or rollout.routed_experts=off",
+            )
+        if routed_experts and self._plan.shared:
+            raise ConfigError(
+                "rollout.routed_experts",
+                "expected off with rollout.options.tensor_parallel_size above 1 in this process, "
+                "got replay",
+                why="no run has shown that each rank's engine records the experts",
+                remedy="rollout.options.executor=workers",
+            )
         self._quantized = architecture_of(model) if quantization == "fp8" else None
         self._generators = engines.Generators(self._plan.device)
         # Held while the state changes.
@@ -384,7 +405,7 @@ class VllmRollout:
                     truncation=self.options.truncation,
                 )
             adapter = self._adapter.request if self._adapter else None
-            job = Job(self._stepper, self.weight_version, adapter)
+            job = Job(self._stepper, self.weight_version, adapter, self._routing)
             for rank, row in enumerate(rows):
                 self._fill(job, row, streamed=streamed, kept=rank == own_index)
             self._stepper.enter(job)

@@ -48,6 +48,7 @@ class Plan:
         quantization_config: configuration of the served checkpoint, for FP8.
         adapter: rank and layers of a LoRA that is served in addition to the weights.
         worker_extension: ``module.Class`` whose methods workers get in addition to their own.
+        routed_experts: True if the experts of each token are recorded.
     """
 
     device: torch.device
@@ -59,6 +60,7 @@ class Plan:
     quantization_config: Mapping[str, Any] | None = None
     worker_extension: str | None = None
     adapter: tuple[int, Sequence[str]] | None = None
+    routed_experts: bool = False
 
     @property
     def in_process(self) -> bool:
@@ -308,6 +310,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "logprobs_mode": "processed_logits" if options.truncation else "processed_logprobs",
         "logits_processors": [NORMALIZE] if options.truncation else None,
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
+        **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
         **_adapter_arguments(plan),
     }
 

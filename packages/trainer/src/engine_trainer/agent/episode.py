@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, cast
 
+import torch
+
 from engine_api.errors import EngineError
 from engine_api.rollout import Completion
 from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.utils.experts import join_experts
 
 End = Literal["done", "limit", "timeout", "failed"]
 Input = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -75,6 +78,8 @@ class Trajectory:
         end: reason of the end: by itself, no turn or token left, out of time, or the function
             failed.
         problem: error that the function raised, where it failed.
+        routed_experts: by token of the prompt and of ``tokens`` the experts of each layer, as the
+            rollout recorded them, up to the model's last turn; None where it records none.
         info: notes of the function (``Episode.info``); the reward finds them in ``metadata``.
     """
 
@@ -87,6 +92,7 @@ class Trajectory:
     turns: int
     end: End = "done"
     problem: str = ""
+    routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -179,6 +185,7 @@ class Episode:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._turns: list[Turn] = []
+        self._experts: torch.Tensor | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -273,6 +280,7 @@ class Episode:
             turns=len(self._turns),
             end=end,
             problem=problem,
+            routed_experts=self._experts,
             info=info,
         )
 
@@ -303,6 +311,7 @@ class Episode:
         if completion.weight_versions:
             self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]
         self._versions += completion.weight_versions
+        self._experts = join_experts(self._experts, completion.routed_experts)
         turn = Turn(
             text=self._tokenizer.decode(completion.tokens),
             tokens=list(completion.tokens),

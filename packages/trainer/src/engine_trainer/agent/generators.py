@@ -14,9 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
+from engine_trainer.utils.experts import join_experts
 from engine_trainer.utils.threads import DaemonThreads
 
 TOGETHER_S = 0.02
@@ -336,10 +339,14 @@ def _kind(request: Request) -> tuple[Any, ...]:
 def _joined(parts: Sequence[Completion]) -> Completion:
     if len(parts) == 1:
         return parts[0]
+    experts: torch.Tensor | None = None
+    for part in parts:
+        experts = join_experts(experts, part.routed_experts)
     return Completion(
         prompt_index=0,
         tokens=[t for p in parts for t in p.tokens],
         log_probs=[v for p in parts for v in p.log_probs],
         weight_versions=[v for p in parts for v in p.weight_versions],
         finish_reason=parts[-1].finish_reason,
+        routed_experts=experts,
     )

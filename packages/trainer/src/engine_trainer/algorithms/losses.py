@@ -3,7 +3,8 @@
 Fields of the batch, all ``[T]``: ``loss_weight`` (0 on prompts; see
 ``engine_api.losses.token_weights``), ``advantages``, ``old_log_probs`` (of the policy that the
 ratio is taken against), when there is a KL term ``ref_log_probs``, and with a rollout correction
-``correction`` (see ``engine_trainer.algorithms.correction``).
+``correction`` (see ``engine_trainer.algorithms.correction``), and with a teacher
+``teacher_log_probs``.
 """
 
 from __future__ import annotations
@@ -113,10 +114,13 @@ class PolicyLoss:
     With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction
     c, the sum over tokens of::
 
-        w · ( c · S(r, A) + kl_coef · c · KL(r) - entropy_coef · H )
+        w · ( policy_coef · c · S(r, A) + kl_coef · c · KL(r) + teacher_coef · c · D(r)
+              - entropy_coef · H )
 
-    where Σ w c S is the loss ``kind``, a function of ``PolicyTokens``, and KL that of
-    ``kl_penalty``. What a batch holds at tokens without weight is not read: it may be NaN.
+    where Σ w c S is the loss ``kind``, a function of ``PolicyTokens``, KL that of ``kl_penalty``,
+    and D that of the teacher: k2 with the importance ratio, the gradient of which is
+    r (log π - log teacher) ∇log π. What a batch holds at tokens without weight
+    is not read: it may be NaN.
 
     Attributes:
         kind: a built-in loss (``engine_trainer.algorithms.policy_losses``), the name of an entry
@@ -132,6 +136,8 @@ class PolicyLoss:
             correction: tokens are then weighted as if the policy had drawn them. Else the bare
             estimator, without c, which is GRPO's.
         kl_bound: nats; see ``kl_penalty``.
+        policy_coef: weight of the loss ``kind``; 0: it is not computed.
+        teacher_coef: weight of the KL to ``teacher_log_probs``; 0: the field is not read.
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.
         on_policy: the weights are still those that made the old log-probs, so that r is 1 and its
@@ -145,7 +151,7 @@ class PolicyLoss:
 
     Metrics (sums over tokens with weight): those of the loss, ``tokens``, ``weight``,
     ``policy_loss`` (weighted), ``old_kl`` (k3 of old to new policy) and, where computed,
-    ``ref_kl``, ``entropy``.
+    ``ref_kl``, ``teacher_kl`` (k1, which is unbiased), ``entropy``.
 
     Raises:
         ConfigError: for a value outside its range.
@@ -160,6 +166,8 @@ class PolicyLoss:
     kl_estimator: Estimator = "k3"
     kl_importance: bool = True
     kl_bound: float | None = 10.0
+    policy_coef: float = 1.0
+    teacher_coef: float = 0.0
     entropy_coef: float = 0.0
     entropy: bool = False
     on_policy: bool = False
@@ -213,7 +221,8 @@ class PolicyLoss:
 
         Such a token need not be trained on.
         """
-        return self.kl_coef == 0 and self.entropy_coef == 0 and self.traits.only_advantages
+        others = (self.kl_coef, self.teacher_coef, self.entropy_coef)
+        return not any(others) and self.traits.only_advantages
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum over ``batch`` (see the class)."""
@@ -226,12 +235,9 @@ class PolicyLoss:
             denominator=self.denominator,
             version=self.version,
         )
-        kept, masked = self._without_masked(tokens)
-        result = self.policy_term(kept)
         weight = batch.loss_weight
         log_ratio = tokens.log_ratio
-        loss = result.loss
-        metrics = masked | {name: _detached(value) for name, value in result.metrics.items()}
+        loss, metrics = self._policy(tokens)
         metrics |= {
             "tokens": tokens.mask.sum(),
             "weight": weight.sum(),
@@ -239,8 +245,20 @@ class PolicyLoss:
             "old_kl": _old_kl(log_ratio.detach(), tokens.mask),
         }
         loss = loss + self._kl(tokens.log_probs, log_ratio, batch, metrics)
+        loss = loss + self._teacher(tokens.log_probs, log_ratio, batch, metrics)
         loss = loss + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
+
+    def _policy(self, tokens: PolicyTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+        """Return the weighted policy term and its metrics."""
+        if self.policy_coef == 0:
+            # Without tokens that carry loss it must still have a gradient.
+            return 0.0 * tokens.log_probs.sum(), {}
+        kept, metrics = self._without_masked(tokens)
+        result = self.policy_term(kept)
+        metrics = metrics | {name: _detached(value) for name, value in result.metrics.items()}
+        # A factor of 1 changes no bit.
+        return self.policy_coef * result.loss, metrics
 
     def policy_term(self, tokens: PolicyTokens) -> LossOutput:
         """Return the policy term Σ w c S and its metrics, without KL and entropy.
@@ -283,6 +301,7 @@ class PolicyLoss:
         """
         slope = self.traits.slope
         known = self.on_policy and self.only_advantages and self.sequence_mask is None
+        known = known and self.policy_coef == 1
         if not (known and slope):
             return None
         own = -self._policy_weight(batch) * where_counted(batch["advantages"], batch.loss_weight)
@@ -319,6 +338,21 @@ class PolicyLoss:
             bound=self.kl_bound,
         )
         return self.kl_coef * (weight * kl).sum()
+
+    def _teacher(
+        self,
+        log_probs: torch.Tensor,
+        log_ratio: torch.Tensor,
+        batch: Batch,
+        metrics: dict[str, torch.Tensor | float],
+    ) -> torch.Tensor | float:
+        if self.teacher_coef == 0:
+            return 0.0
+        teacher = where_counted(batch["teacher_log_probs"], batch.loss_weight)
+        metrics["teacher_kl"] = kl_divergence(log_probs.detach(), teacher, "k1").sum()
+        # The gradient of k3 is the same. Its value is 1e8 for a token that only the teacher takes.
+        kl = kl_penalty(log_probs, teacher, "k2", log_ratio=log_ratio, bound=None)
+        return self.teacher_coef * (self._policy_weight(batch) * kl).sum()
 
     def _entropy(
         self,
@@ -374,6 +408,7 @@ RESERVED = (
     "policy_loss",
     "old_kl",
     "ref_kl",
+    "teacher_kl",
     "entropy",
     "sequence_masked",
 )

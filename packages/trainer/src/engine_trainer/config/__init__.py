@@ -33,6 +33,7 @@ from engine_trainer.config.sections import (
     RunSection,
 )
 from engine_trainer.config.sft import SFTConfig
+from engine_trainer.config.teacher import TeacherEngineSection, TeacherSection
 
 __all__ = [
     "AgentSection",
@@ -63,6 +64,8 @@ __all__ = [
     "RolloutSection",
     "RunSection",
     "SFTConfig",
+    "TeacherEngineSection",
+    "TeacherSection",
 ]
 
 Config = SFTConfig | RLConfig | DPOConfig | RewardModelConfig

@@ -29,6 +29,7 @@ from engine_trainer.config.checks import (
 )
 from engine_trainer.config.named import check_options
 from engine_trainer.config.sections import EngineSection, MemorySection, PrecisionSection
+from engine_trainer.config.teacher import TeacherSection
 from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES
 from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
 
@@ -419,6 +420,11 @@ class AlgorithmSection:
     kl: KLSection = field(default_factory=KLSection)
     """Penalty on the KL to the reference model. The default has none."""
 
+    teacher: TeacherSection | None = None
+    """Teacher that the policy learns from on its own completions (on-policy distillation). Null
+    learns from rewards alone.
+    """
+
     entropy_coefficient: float = 0.0
     """Factor of the entropy bonus, at least 0. The loss is lowered by it times the entropy of each
     token's distribution in nats, so that a larger factor keeps the policy more random. 0 is no
@@ -492,6 +498,11 @@ class AlgorithmSection:
     def advantage_traits(self) -> AdvantageTraits:
         """Traits of the advantage (``engine_trainer.extensions.traits``)."""
         return ADVANTAGES.traits(self.advantage)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """True if the policy learns from rewards, and not from a teacher alone."""
+        return self.teacher is None or self.teacher.reward_weight > 0
 
     @property
     def reads_reference(self) -> bool:
@@ -647,6 +658,20 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "nothing reads it",
         "set advantage: gae, or critic: null",
     )
+    unread = {
+        "critic": section.critic is not None,
+        "dynamic_sampling.enabled": section.dynamic_sampling.enabled,
+        "kl.where": section.kl.where == "reward" and section.kl.coefficient > 0,
+        "overlong.buffer": section.overlong.buffer > 0,
+    }
+    for name, given in unread.items():
+        yield (
+            given and not section.reads_rewards,
+            name,
+            "nothing reads it with algorithm.teacher.reward_weight 0",
+            "the policy learns from the teacher alone",
+            "set algorithm.teacher.reward_weight above 0, or leave it out",
+        )
     yield (
         traits.whole_sequences and section.by_token,
         "loss",

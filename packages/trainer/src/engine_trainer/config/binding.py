@@ -152,6 +152,9 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
 
 def _literal(hint: Any, value: Any, key: str) -> Any:
     known = get_args(hint)
+    # YAML reads off as false.
+    if value is False and "off" in known:
+        return "off"
     if value not in known:
         raise ConfigError(
             key,

@@ -78,8 +78,16 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
     """Yield a refusal for each combination of sections that a run may not have."""
     algorithm, rollout = config.algorithm, config.rollout
     compares = not algorithm.by_token or algorithm.dynamic_sampling.enabled
+    teacher = algorithm.teacher
     yield (
-        rollout.n < 2 and compares,
+        teacher is not None and teacher.url is not None and rollout.temperature != 1,
+        "rollout.temperature",
+        f"expected 1 with algorithm.teacher.url, got {rollout.temperature}",
+        "a server gives the log-probs of a prompt at temperature 1",
+        "use 1.0, or algorithm.teacher.engine, which computes at any temperature",
+    )
+    yield (
+        rollout.n < 2 and compares and algorithm.reads_rewards,
         "rollout.n",
         f"expected a number of at least 2, got {rollout.n}",
         "the completions of a prompt are compared with each other",
@@ -98,6 +106,13 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "expected a number above 0, got 0, which is greedy",
         "a group of equal completions teaches nothing",
         "use 1.0; eval.temperature may be 0",
+    )
+    yield (
+        rollout.routed_experts == "replay" and config.engine.memory.share_prefixes,
+        "engine.memory.share_prefixes",
+        "expected false with rollout.routed_experts: replay, got true",
+        "the tokens of a prompt may have other experts in each of its completions",
+        "set engine.memory.share_prefixes: false, or rollout.routed_experts: off",
     )
     mode = config.overlap.mode
     yield (

@@ -691,7 +691,8 @@ class RolloutSection:
     trainer's process, ``vllm`` and ``sglang`` serve the model with these servers.
 
     ``auto`` is ``vllm`` where it is installed and supports the rollout's device, else ``sglang``,
-    else ``local``. On a CPU it is ``local``.
+    else ``local``. On a CPU it is ``local``. With ``routed_experts: replay`` a server that records
+    no experts is passed over.
     """
 
     device: str = "auto"
@@ -748,6 +749,16 @@ class RolloutSection:
 
     With ``adapter`` a sync brings the base weights only where the rollout does not have them: once
     with ``sleep: false``, and again after each sleep. It is refused with ``ray.rollouts``.
+    """
+
+    routed_experts: Literal["off", "replay"] = "off"
+    """Experts of a mixture that serve the tokens in the engine. With ``off`` the engine's routers
+    select them, and with ``replay`` they are those that the rollout recorded, in old log-probs and
+    in updates.
+
+    The weights of the experts are those of the engine's own routers, which learn. ``local`` and
+    ``vllm`` record, and the engine must declare ``router_replay``, as ``fsdp2`` does. The reference
+    model and the critic select their own. It is refused with ``engine.memory.share_prefixes``.
     """
 
     sleep: bool = True

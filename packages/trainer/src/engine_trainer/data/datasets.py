@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -64,6 +65,8 @@ class Prompt:
     """
     file: str = ""
     number: int = 0
+    teacher_tokens: list[int] | None = None
+    """The tokens that a teacher sees in place of ``tokens``; None: the same."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +74,7 @@ class Prompt:
     def cut(self, length: int) -> Prompt:
         """Return the prompt with only its last ``length`` tokens, which ask for the answer.
 
-        ``rendered`` and ``text`` stay whole.
+        ``rendered``, ``text`` and ``teacher_tokens`` stay whole.
         """
         return replace(self, tokens=self.tokens[-length:])
 
@@ -149,6 +152,7 @@ class PromptDataset:
         section: DataSection,
         context: int | None = None,
         name: str = "",
+        teacher: TeacherPrompts | None = None,
     ) -> PromptDataset:
         """Tokenize the examples' prompts.
 
@@ -159,14 +163,20 @@ class PromptDataset:
             context: tokens of the model's context that a completion leaves for the prompt
                 (``context.longest_prompt``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
+            teacher: the prompts of a teacher; None: the same, or no teacher.
 
         Raises:
-            DataError: a prompt is empty or too long.
+            DataError: a prompt is empty or too long, or has no counterpart for the teacher.
         """
         prompts = tokenize_prompts(examples, tokenizer)
-        return PromptDataset(
+        if teacher is not None:
+            prompts = teacher.add(prompts, examples, tokenizer)
+        made = PromptDataset(
             *_fit(examples, prompts, section, Bound.of(section, context, prompts=True), name)
         )
+        if teacher is not None:
+            teacher.check(made.prompts)
+        return made
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -177,6 +187,74 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherPrompts:
+    """The prompts that a teacher sees in place of the policy's."""
+
+    template: str
+    """Text around the last user turn, with ``{prompt}``, ``{answer}`` and ``{response}``."""
+    limit: int | None
+    """Tokens of the teacher's context that a completion leaves for the prompt; None: unknown."""
+
+    def add(
+        self, prompts: Sequence[Prompt], examples: Sequence[Example], tokenizer: ChatTokenizer
+    ) -> list[Prompt]:
+        """Return the prompts with ``teacher_tokens``.
+
+        Raises ``DataError`` for a row that lacks what the template names.
+        """
+        shown = [_with_privilege(example, self.template) for example in examples]
+        encoded = tokenizer.encode_prompts(shown)
+        return [
+            replace(prompt, teacher_tokens=ids)
+            for prompt, (_, ids) in zip(prompts, encoded, strict=True)
+        ]
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ``DataError`` for a prompt that is too long for the teacher."""
+        for prompt in prompts:
+            length = len(prompt.teacher_tokens or ())
+            if self.limit is not None and length > self.limit:
+                raise DataError(
+                    f"the teacher's prompt has {length} tokens, expected at most {self.limit}",
+                    file=prompt.file,
+                    row=prompt.number or None,
+                    why="the teacher's context must also hold rollout.max_new_tokens",
+                    remedy="shorten algorithm.teacher.prompt_template or the row, or remove the "
+                    "row",
+                )
+
+
+def _with_privilege(example: Example, template: str) -> Example:
+    """Return the example with the template around its last user turn, and without its response."""
+    turns = [dict(turn) for turn in example.prompt]
+    asked = [turn for turn in turns if turn["role"] == "user"]
+    if not asked:
+        raise example.error(
+            "algorithm.teacher.prompt_template needs a turn of the user, and the row has none",
+            remedy="complete the row, or remove it",
+        )
+    response = example.messages[len(turns) :]
+    texts = {
+        "prompt": asked[-1]["content"],
+        "answer": example.answer,
+        "response": response[0]["content"] if response else None,
+    }
+
+    def fill(found: re.Match[str]) -> str:
+        text = texts[found[1]]
+        if text is None:
+            raise example.error(
+                f"algorithm.teacher.prompt_template shows {found[0]}, but the row has none",
+                remedy=f"complete the row, or leave {found[0]} out",
+            )
+        return str(text)
+
+    # In one pass, because a row's own text may have braces.
+    asked[-1]["content"] = re.sub(r"\{(prompt|answer|response)\}", fill, template)
+    return replace(example, messages=turns)
 
 
 def read_examples(section: DataSection, need: Need) -> list[Example]:

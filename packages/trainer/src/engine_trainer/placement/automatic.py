@@ -21,7 +21,7 @@ from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
-from engine_trainer.placement.replica import rollout_device
+from engine_trainer.placement.replica import records_experts, rollout_device
 from engine_trainer.utils.hf_models import text_config
 
 SERVERS = ("vllm", "sglang")
@@ -96,16 +96,26 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     engine, found = _settle_engine(section, around, config, rollout)
     changed["engine"] = engine
     choices += found
-    if isinstance(config, RLConfig) and config.algorithm.critic is not None:
-        critic = config.algorithm.critic
-        whole = critic.engine(section)
-        _, own = launcher.resolve(whole)
-        settled, found = _settle_engine(
-            whole, replace(around, capabilities=own), config, rollout, prefix="algorithm.critic"
-        )
-        choices += found
-        critic = replace(critic, precision=settled.precision, memory=settled.memory)
-        changed["algorithm"] = replace(config.algorithm, critic=critic)
+    if isinstance(config, RLConfig):
+        algorithm = config.algorithm
+        critic, teacher = algorithm.critic, algorithm.teacher
+
+        def settle_companion(whole: EngineSection, key: str) -> dict[str, Any]:
+            _, own = launcher.resolve(whole)
+            surroundings = replace(around, capabilities=own)
+            settled, found = _settle_engine(whole, surroundings, config, rollout, prefix=key)
+            choices.extend(found)
+            return {"precision": settled.precision, "memory": settled.memory}
+
+        if critic is not None:
+            explicit = settle_companion(critic.engine(section), "algorithm.critic")
+            algorithm = replace(algorithm, critic=replace(critic, **explicit))
+        if teacher is not None and teacher.engine is not None:
+            own_engine = teacher.engine
+            explicit = settle_companion(own_engine.engine(section), "algorithm.teacher.engine")
+            own_engine = replace(own_engine, **explicit)
+            algorithm = replace(algorithm, teacher=replace(teacher, engine=own_engine))
+        changed["algorithm"] = algorithm
     return replace(config, **changed), choices
 
 
@@ -145,7 +155,13 @@ def _choose_rollout(section: RolloutSection, around: Surroundings) -> Choice:
     if Capability.EXPORT_SHARDS not in around.capabilities:
         why = f"the engine declares no {Capability.EXPORT_SHARDS}, which servers need"
         return Choice(key="rollout.name", value="local", why=why)
-    reasons = around.unusable or {}
+    reasons = dict(around.unusable or {})
+    if section.routed_experts == "replay":
+        reasons |= {
+            name: "it records no experts"
+            for name, reason in reasons.items()
+            if not reason and not records_experts(name)
+        }
     passed: list[str] = []
     for name in SERVERS:
         if name in reasons and not reasons[name]:
@@ -275,4 +291,5 @@ def _state_bytes(
         counts = memory.engines_bytes(config, policy, around.device)
         return float(sum(kept + gradient for kept, gradient in counts.values()))
     trunk = section.model_type == "value_model"
-    return float(sum(memory.engine_bytes(built, around.device, trunk=trunk)))
+    parameters = memory.count_parameters(built.model, trunk=trunk)
+    return float(sum(memory.engine_bytes(built, parameters, around.device, learns=True)))

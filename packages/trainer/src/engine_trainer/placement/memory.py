@@ -125,8 +125,8 @@ def check(
                 "engine.memory",
                 f"{name} has {free / GIB:.1f} GiB free; {names} placed there need at least "
                 f"{need / GIB:.1f} GiB",
-                why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) "
-                f"of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
+                why=f"{count_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine "
+                f"rank(s) of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
                 f"{serve / GIB:.1f} GiB" + (", time-shared" if time_shared else ""),
                 remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), "
                 "rollout.offload_engine, or engine.memory's offload",
@@ -141,24 +141,39 @@ def engines_bytes(
     It keeps the first from step to step.
     """
     algorithm = config.algorithm
-    found = {"policy": _engine_bytes(policy, _parameters(policy.model), device, learns=True)}
+    found = {"policy": engine_bytes(policy, count_parameters(policy.model), device, learns=True)}
     # Without an optimizer the policy is only evaluated, and has no other engine next to it.
     if policy.optimizer is None:
         return found
     # With an adapter the reference is the policy without its adapter.
     if algorithm.reads_reference and policy.lora is None:
-        found["reference"] = _engine_bytes(policy, _parameters(policy.model), device, learns=False)
+        found["reference"] = engine_bytes(
+            policy, count_parameters(policy.model), device, learns=False
+        )
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
-        found["critic"] = _engine_bytes(
-            critic, _parameters(critic.model, trunk=True), device, learns=True
+        found["critic"] = engine_bytes(
+            critic, count_parameters(critic.model, trunk=True), device, learns=True
+        )
+    if algorithm.teacher is not None and algorithm.teacher.engine is not None:
+        teacher = algorithm.teacher.engine.engine(config.engine)
+        found["teacher"] = engine_bytes(
+            teacher, count_parameters(teacher.model), device, learns=False
         )
     return found
 
 
-def _engine_bytes(
+def engine_bytes(
     engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
 ) -> tuple[int, int]:
+    """Return for an engine, over all ranks, the bytes that it keeps and those of its gradients.
+
+    Args:
+        engine: the engine.
+        parameters: number of its weights.
+        device: type of the device that it computes on.
+        learns: True for an engine with an optimizer.
+    """
     memory = engine.memory
     optimizer = engine.optimizer
     # Offloading goes to the host's memory, which does not help where the device is the host.
@@ -177,19 +192,10 @@ def _engine_bytes(
     return (weight + moments) * size, gradient * size
 
 
-def engine_bytes(engine: EngineConfig, device: str, *, trunk: bool) -> tuple[int, int]:
-    """Return for one engine that learns, over all ranks, its bytes (see ``engines_bytes``).
-
-    ``trunk``: of a model without its head, as a value model has it.
-    """
-    parameters = _parameters(engine.model, trunk=trunk)
-    return _engine_bytes(engine, parameters, device, learns=True)
-
-
 def rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
-    """Return the bytes of the weights that one process of a rollout serves."""
+    """Return the bytes of the weights in each process of a rollout."""
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
-    return _parameters(engine.model) * width / positive_option(section, "tensor_parallel_size")
+    return count_parameters(engine.model) * width / positive_option(section, "tensor_parallel_size")
 
 
 def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) -> None:
@@ -216,7 +222,7 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
     )
 
 
-def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
+def count_parameters(source: ModelSource, *, trunk: bool = False) -> int:
     """Count a model's parameters.
 
     ``trunk``: without its head, as a value model has it.

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from engine_api.capabilities import Capability
 from engine_api.codec import register
 from engine_api.config import EngineConfig, LoraConfig, check_choice
@@ -53,6 +55,11 @@ class ScoredCompletion:
     """The error that the agent's function raised, as text.
 
     It is empty without an error.
+    """
+    routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """By token of the prompt and of ``tokens`` the experts of each layer (``Completion``).
+
+    It may end before the last tokens, whose experts are not known then.
     """
     finish_reason: str = ""
     """The rollout's reason of the end (``FinishReason``), or ``stop`` or the agent's (``End``)."""
@@ -124,6 +131,17 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
     dtype = section.options.get("dtype", "bfloat16" if compute == "float8" else compute)
     check_choice("rollout.options.dtype", dtype, tuple(DTYPES))
     return str(dtype)
+
+
+def records_experts(rollout: str) -> bool:
+    """Return whether a rollout records the experts of each token, as far as is known here.
+
+    A rollout that is not installed here may be where the replicas run, and is asked there.
+    """
+    plugins = [found.plugin for found, row in RolloutRegistry.rows() if rollout in row.backends]
+    return all(
+        plugin is not None and Capability.ROUTER_REPLAY in plugin.capabilities for plugin in plugins
+    )
 
 
 class Replica:
@@ -204,6 +222,7 @@ class Replica:
                 finished=_finished(c),
                 score=score,
                 weight_versions=c.weight_versions,
+                routed_experts=c.routed_experts,
                 finish_reason=c.finish_reason,
             )
             for c, text, score in zip(completions, texts, scores, strict=True)
@@ -274,6 +293,7 @@ def _score_trajectory(trajectory: Trajectory, score: Score) -> ScoredCompletion:
         loss_weights=trajectory.loss_weights,
         figures=figures,
         problem=trajectory.problem,
+        routed_experts=trajectory.routed_experts,
         finish_reason="stop" if trajectory.finished else trajectory.end,
     )
 
@@ -303,6 +323,8 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
     """
     section = spec.section
     arguments = {**section.options, "dtype": spec.dtype, **served_adapter(spec)}
+    if spec.engine_config.router_replay:
+        arguments["routed_experts"] = True
     if section.quantization != "none":
         arguments["quantization"] = section.quantization
     try:

@@ -101,6 +101,8 @@ class CreditAssignment:
             completions: the rewards of the step, the same on all processes.
             values: the critic's, ``[T]`` per shard, for ``gae``; empty without a critic.
         """
+        if not self.algorithm.reads_rewards:
+            return Credit(advantages=[torch.zeros_like(shard["mask"]) for shard in shards])
         rewards = completions.rewards
         kl = [self._kl(shard) for shard in shards] if self.kl_in_reward else None
         sums = self._kl_sums(shards, indices, kl) if kl else {}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine_api.batch import Batch
-from engine_api.capabilities import refuse_undeclared
-from engine_api.errors import ConfigError
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from engine_trainer.config import RLConfig
-from engine_trainer.placement.groups import Launcher, format_sizes, model_sizes
+from engine_trainer.placement.groups import Launcher
+from engine_trainer.rl.companion import check_companion
 from engine_trainer.rl.partition import Partition
 from engine_trainer.run.run import Run
 
@@ -109,32 +107,9 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
     """
     if config.algorithm.critic is None:
         return
-    engine = config.algorithm.critic.engine(config.engine)
-    sizes = model_sizes(engine.parallelism)
-    each = math.prod(sizes.values())
-    shards = engine.parallelism.dp_shard
-    if ranks % each or shards not in (-1, ranks // each):
-        raise ConfigError(
-            "algorithm.critic.parallelism",
-            f"expected sizes whose product is {ranks}, "
-            f"got {format_sizes(sizes | {'dp_shard': shards})}",
-            why="the critic is on the ranks of the policy's engine, on all of them",
-            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
-            "null takes the policy's",
-        )
-    with _named_by_its_own_keys():
-        built = engine.build(seed=config.run.seed, total_steps=1)
-        _, capabilities = launcher.resolve(engine, config.engine)
-    refuse_undeclared(built, capabilities, engine.backend)
-
-
-@contextmanager
-def _named_by_its_own_keys() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        field = error.field.replace("engine.", "algorithm.critic.", 1)
-        raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error
+    check_companion(
+        config.algorithm.critic.engine(config.engine), config, launcher, ranks, "algorithm.critic"
+    )
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

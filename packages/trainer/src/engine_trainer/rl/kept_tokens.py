@@ -20,7 +20,7 @@ from engine_trainer.rl.partition import TrainingDocument
 
 FIELD = "kept_place"
 """Field of a batch with the place of each token, int32; -1 for tokens that are not kept."""
-LEARNED = ("old_log_probs", "ref_log_probs", "entropy", "advantages")
+LEARNED = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "advantages")
 """Names of the numbers. A number that the learner does not have is NaN."""
 _PLACES = "places"
 

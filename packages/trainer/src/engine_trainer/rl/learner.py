@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, RolloutError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.checks import loss_findings
@@ -35,8 +35,10 @@ from engine_trainer.rl.mismatch import (
     mismatch_sums,
 )
 from engine_trainer.rl.partition import Partition, TrainingDocument
+from engine_trainer.rl.teacher import create_teacher, teacher_documents
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
+from engine_trainer.utils.experts import pad_experts
 from engine_trainer.utils.hf_models import draws_dropout
 
 log = logging.getLogger("engine_trainer")
@@ -73,6 +75,7 @@ class Learner:
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
+        self.teacher = create_teacher(run, config)
         self.kept = KeptTokens([], [], ())
 
     @property
@@ -117,6 +120,7 @@ class Learner:
         # Old and reference log-probs.
         with self.timers.phase("log_probs"):
             shards = self._with_log_probs(self._mark_kept_tokens(packed, partition))
+            shards = self._with_teacher(shards, partition, mini_batches, groups)
 
         # Values.
         critic_shards = self._evaluate_critic(partition, packed, mini_batches)
@@ -126,7 +130,7 @@ class Learner:
         indices = [[document.index for document in shard] for shard in partition.shards]
         credit = self.credit.assign(shards, indices, completions, values)
         shards = self._with_weights(shards, credit.advantages)
-        figures = dict(credit.figures)
+        figures = credit.figures | _replayed_figures(documents)
 
         # Correction.
         shards, corrected = self._apply_correction(shards)
@@ -141,7 +145,7 @@ class Learner:
         return figures
 
     def offload_idle_engines(self) -> None:
-        """Move reference and critic off the device until the next update.
+        """Move reference, critic and teacher off the device until the next update.
 
         Only with ``rollout.offload_engine``.
         """
@@ -158,15 +162,15 @@ class Learner:
         return self.policy.weight_version - overlap.max_staleness * updates_per_step
 
     def close(self) -> None:
-        """Close the engines of reference and critic."""
-        for part in (self.reference, self.critic):
+        """Close the engines of reference, critic and teacher."""
+        for part in (self.reference, self.critic, self.teacher):
             if part is not None:
                 part.close()
 
     def _move(self, *, away: bool) -> None:
         if not self.config.rollout.offload_engine:
             return
-        for part in (self.reference, self.critic):
+        for part in (self.reference, self.critic, self.teacher):
             # A reference that is the policy without its adapter has no engines of its own.
             engines = None if part is None else part.engines
             if engines is None:
@@ -206,7 +210,7 @@ class Learner:
 
     def _documents(self, groups: Sequence[Group]) -> list[TrainingDocument]:
         """Return the training documents of all completions."""
-        return [
+        documents = [
             _document(
                 g,
                 i,
@@ -219,6 +223,9 @@ class Learner:
             for g, group in enumerate(groups)
             for i, completion in enumerate(group.completions)
         ]
+        if self.config.rollout.routed_experts == "off":
+            return documents
+        return _with_experts(documents, groups)
 
     def _divide(
         self, documents: Sequence[TrainingDocument], groups: int, completions: Completions
@@ -265,6 +272,22 @@ class Learner:
         if self.reference is not None:
             extra["ref_log_probs"] = self.reference.log_probs(shards, self.temperature)
         return self._with_fields(shards, **extra)
+
+    def _with_teacher(
+        self,
+        shards: Sequence[Batch],
+        partition: Partition,
+        mini_batches: Sequence[_MiniBatch],
+        groups: Sequence[Group],
+    ) -> list[Batch]:
+        """Return the shards with ``teacher_log_probs``, where there is a teacher."""
+        if self.teacher is None:
+            return list(shards)
+        documents = [d for mini in mini_batches for d in mini.documents]
+        found = self.teacher.log_probs(
+            teacher_documents(documents, groups), partition, self.temperature
+        )
+        return self._with_fields(shards, teacher_log_probs=found)
 
     def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
         """Return each dp shard with its tensor of each field.
@@ -432,6 +455,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """Return the loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
+    teacher = algorithm.teacher
     return PolicyLoss(
         kind=absolute_target(algorithm.loss),
         options=dict(algorithm.loss_options),
@@ -442,6 +466,8 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         kl_estimator=kl.chosen,
         kl_importance=kl.importance,
         kl_bound=kl.bound,
+        policy_coef=1.0 if teacher is None else teacher.reward_weight,
+        teacher_coef=0.0 if teacher is None else teacher.coefficient,
         entropy_coef=algorithm.entropy_coefficient,
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",
@@ -480,6 +506,44 @@ def _document(
         rollout_log_probs=before + completion.log_probs,
         weight_versions=[0] * len(before) + completion.weight_versions if versions else None,
     )
+
+
+def _with_experts(
+    documents: Sequence[TrainingDocument], groups: Sequence[Group]
+) -> list[TrainingDocument]:
+    """Return the documents with the experts that the rollout recorded.
+
+    Raises ``RolloutError`` where it has recorded none at all.
+    """
+    found = {d.index: groups[d.group].completions[d.index_in_group] for d in documents}
+    given = [c.routed_experts for c in found.values() if c.routed_experts is not None]
+    if not given:
+        raise RolloutError(
+            f"no experts were recorded for {len(documents)} completions",
+            where="rollout.routed_experts: replay",
+            why="the rollout returned completions without routed_experts",
+            remedy="use rollout.name=local or vllm, or rollout.routed_experts=off",
+        )
+    return [
+        replace(
+            d,
+            routed_experts=pad_experts(found[d.index].routed_experts, len(d.tokens), given[0]),
+        )
+        for d in documents
+    ]
+
+
+def _replayed_figures(documents: Sequence[TrainingDocument]) -> dict[str, float]:
+    """Return ``rollout/replayed``, the fraction of tokens whose experts are replayed.
+
+    It is empty where none are. The last token of a completion, which no log-prob depends on, has
+    none.
+    """
+    given = [d.routed_experts for d in documents if d.routed_experts is not None]
+    if not given:
+        return {}
+    known = sum(int((one >= 0).flatten(1).any(1).sum()) for one in given)
+    return {"rollout/replayed": known / max(1, sum(len(one) for one in given))}
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from engine_trainer.data import (
     ChatTokenizer,
     PromptDataset,
     SampleOrder,
+    TeacherPrompts,
     heldout_sets,
     load_tokenizer,
     longest_prompt,
@@ -24,7 +25,9 @@ from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect_experience
 from engine_trainer.rl.learner import Learner, check_own_loss
 from engine_trainer.rl.recorder import Recorder
+from engine_trainer.rl.replay import check_replay
 from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
+from engine_trainer.rl.teacher import check_teacher
 from engine_trainer.run.run import Outcome, Run, world_size
 from engine_trainer.sampling.evaluate import Evaluator
 from engine_trainer.sampling.sampler import Sampler
@@ -67,10 +70,13 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
     )
     with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
+        # First, so that an error about one of them names its own keys.
+        check_critic(config, run.launcher, ranks)
+        check_teacher(config, run.launcher, ranks, tokenizer)
         settled = run.settle()
         assert isinstance(settled, RLConfig)
         config = settled
-        check_critic(config, run.launcher, ranks)
+        check_replay(config, run.launcher)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
@@ -119,7 +125,20 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
 def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
     examples = read_examples(config.data, "prompt")
     limit = longest_prompt(config.engine.model, config.rollout)
-    return PromptDataset.build(examples, tokenizer, config.data, limit)
+    return PromptDataset.build(
+        examples, tokenizer, config.data, limit, teacher=_teacher_prompts(config)
+    )
+
+
+def _teacher_prompts(config: RLConfig) -> TeacherPrompts | None:
+    """Return the prompts of the teacher, None where they are the policy's."""
+    teacher = config.algorithm.teacher
+    if teacher is None or not teacher.has_own_prompts:
+        return None
+    model = config.engine.model if teacher.engine is None else teacher.engine.model
+    # The context of a server is known to the server alone.
+    limit = None if teacher.url is not None else longest_prompt(model, config.rollout)
+    return TeacherPrompts(template=teacher.prompt_template, limit=limit)
 
 
 def _source(

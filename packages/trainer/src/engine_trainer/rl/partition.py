@@ -8,13 +8,13 @@ them in the other partition.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.microbatch import Bins, balance
 from engine_trainer.placement.groups import EngineGroup
 from engine_trainer.rl.credit import CompletionIndex
@@ -35,6 +35,8 @@ class TrainingDocument:
     rollout_log_probs: list[float]
     weight_versions: list[int] | None = None
     """The version of the weights that made each token; None where no loss reads it."""
+    routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """``[tokens, L, k]``, the experts that the engine replays; None where it selects its own."""
 
     @property
     def index(self) -> CompletionIndex:
@@ -55,6 +57,8 @@ class TrainingDocument:
         }
         if self.weight_versions is not None:
             fields["weight_versions"] = torch.tensor(self.weight_versions, dtype=torch.int32)
+        if self.routed_experts is not None:
+            fields[ROUTED_EXPERTS] = self.routed_experts
         return fields
 
 
@@ -117,7 +121,8 @@ class Partition:
     def move(self, values: Sequence[torch.Tensor], to: Partition) -> list[torch.Tensor]:
         """Return per-token values of this partition in the order of the partition ``to``.
 
-        Both partitions are of the same documents. Called on all processes of the loop together.
+        Both partitions are of the same completions, whose prompts may differ (see ``place``).
+        Called on all processes of the loop together.
 
         Args:
             values: ``[T]`` per dp shard, on the CPU.
@@ -132,10 +137,24 @@ class Partition:
                 documents, row.split([len(d.tokens) for d in documents]), strict=True
             )
         }
+        return to.place(found)
+
+    def place(self, found: Mapping[CompletionIndex, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the values of each local dp shard, ``[T]``, from those of each document.
+
+        Values and document end at the same token. Values before the document's first token are left
+        out, and missing ones are 0.
+        """
         return [
-            torch.cat([values[0].new_zeros(0), *(found[d.index] for d in shard)])
-            for shard in to.shards
+            torch.cat([torch.zeros(0), *(_at_end(found[d.index], len(d.tokens)) for d in shard)])
+            for shard in self.shards
         ]
+
+
+def _at_end(values: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the last ``length`` values, with zeros in front of fewer."""
+    kept = values[max(len(values) - length, 0) :]
+    return torch.cat([values.new_zeros(length - len(kept)), kept]) if len(kept) < length else kept
 
 
 def _divide_documents(documents: Sequence[TrainingDocument], ranks: int) -> Bins:

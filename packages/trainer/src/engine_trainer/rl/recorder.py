@@ -21,7 +21,7 @@ from engine_trainer.rl.credit import CompletionIndex
 from engine_trainer.rl.experience import Experience, shaped_rewards
 from engine_trainer.rl.kept_tokens import LEARNED, KeptTokens
 from engine_trainer.run.run import Run
-from engine_trainer.telemetry.rollouts import FOLDER, SCHEMA, RolloutFiles, column
+from engine_trainer.telemetry.rollouts import FOLDER, SCHEMA, RolloutFiles, column, describe
 from engine_trainer.telemetry.samples import spread
 from engine_trainer.telemetry.token_texts import TokenTexts
 
@@ -54,6 +54,7 @@ class Recorder:
         self._run = run
         self._config = config
         self._chosen: list[_Chosen] = []
+        self._learned = 0
         self._files = RolloutFiles(run.folder / FOLDER)
         self._active = run.is_main and config.run.rollouts != "none"
         # The thread that writes has a tokenizer of its own, because the loop uses the other one.
@@ -94,6 +95,7 @@ class Recorder:
             for number in numbers
             for sample in range(len(groups[number].completions))
         ]
+        self._learned = sum(len(group.completions) for group in experience.groups)
         self._chosen = chosen if wanted == "all" else chosen[:wanted]
         return [c.learned for c in self._chosen if c.learned is not None]
 
@@ -104,7 +106,8 @@ class Recorder:
         if self._active and chosen:
             now = time.time()
             seconds = self._run.timers.running()
-            self._files.write(step, lambda: self._table(step, now, chosen, kept, seconds))
+            schema = SCHEMA.with_metadata(describe(self._run.id, self._learned))
+            self._files.write(step, lambda: self._table(step, now, chosen, kept, seconds, schema))
 
     def settle(self) -> None:
         """Wait until the newest file is on the disk. Raises ``EngineError``."""
@@ -129,6 +132,7 @@ class Recorder:
         chosen: Sequence[_Chosen],
         kept: KeptTokens,
         seconds: Mapping[str, float],
+        schema: pa.Schema,
     ) -> pa.Table:
         phases = sorted(seconds.items())
         alone = [Group(prompt=c.group.prompt, completions=[c.completion]) for c in chosen]
@@ -141,7 +145,7 @@ class Recorder:
             for one, reward in zip(chosen, shaped[:, 0], strict=True)
         ]
         return pa.Table.from_arrays(
-            [column(name, [row[name] for row in rows]) for name in SCHEMA.names], schema=SCHEMA
+            [column(name, [row[name] for row in rows]) for name in schema.names], schema=schema
         )
 
     def _completion(self, completion: ScoredCompletion) -> dict[str, Any]:
@@ -173,6 +177,7 @@ def _prompt(one: _Chosen) -> dict[str, Any]:
         "question": prompt.text,
         "prompt": prompt.rendered,
         "prompt_tokens": prompt.tokens,
+        "teacher_prompt_tokens": prompt.teacher_tokens,
         "answer": prompt.answer,
     }
 

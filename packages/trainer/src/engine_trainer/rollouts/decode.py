@@ -9,12 +9,14 @@ requested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from engine_api.hf_routers import Routers, smallest_dtype
 from engine_api.rollout import SamplingParams
 from engine_trainer.rollouts.cache import make_cache
 from engine_trainer.rollouts.sampling import draw
@@ -38,6 +40,9 @@ class Decoded:
     """``[R]`` int64, the stop token included."""
     stopped: torch.Tensor
     """``[R]`` bool."""
+    experts: list[torch.Tensor] | None = None
+    """By row ``[P + T, L, k]``, the experts of the P tokens of its prompt and of its T tokens, -1
+    where no layer has experts and at the last token; None where they are not recorded."""
 
 
 @torch.inference_mode()
@@ -48,6 +53,7 @@ def decode(
     uniforms: torch.Tensor,
     stop: Sequence[int],
     pad: int,
+    routers: Routers | None = None,
 ) -> Decoded:
     """Generate ``sampling.n`` completions of each prompt, all at the same time.
 
@@ -57,6 +63,7 @@ def decode(
         uniforms: ``[len(prompts) · n, max_new_tokens]``, see ``sampling.uniforms``.
         stop: ids that end a completion.
         pad: any id; it changes no result.
+        routers: the model's routers, whose selections are recorded; None records nothing.
 
     Returns:
         Tensors on the CPU.
@@ -69,7 +76,9 @@ def decode(
     padded = not bool(mask.all())
     lengths = mask[:, :width].sum(-1)
     positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-    logits = _forward(model, ids, mask[:, :width] if padded else None, positions, cache)
+    log = _ExpertLog(routers, len(prompts) * sampling.n, sampling.max_new_tokens)
+    with log.prefill(ids, sampling.n):
+        logits = _forward(model, ids, mask[:, :width] if padded else None, positions, cache)
     if sampling.n > 1:
         cache.batch_repeat_interleave(sampling.n)
     logits, mask, lengths = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, lengths))
@@ -88,8 +97,67 @@ def decode(
             mask = mask[keep]
             lengths = lengths[keep]
         seen = mask[:, : width + step + 1] if padded else None
-        logits = _forward(model, tokens[:, None], seen, (lengths + step)[:, None], cache)
-    return rows.result()
+        with log.step(step, rows.kept):
+            logits = _forward(model, tokens[:, None], seen, (lengths + step)[:, None], cache)
+    decoded = rows.result()
+    sizes = [len(prompt) for prompt in prompts for _ in range(sampling.n)]
+    return replace(decoded, experts=log.result(sizes, decoded.lengths.tolist()))
+
+
+class _ExpertLog:
+    """The experts that served each token so far, where they are recorded."""
+
+    def __init__(self, routers: Routers | None, count: int, steps: int) -> None:
+        self._routers = routers
+        self._count = count
+        self._steps = steps
+
+    @contextmanager
+    def prefill(self, ids: torch.Tensor, n: int) -> Iterator[None]:
+        """Record the experts of the padded prompts ``ids [P, width]``, for ``n`` rows of each."""
+        if self._routers is None:
+            yield
+            return
+        with self._routers.record() as found:
+            yield
+        self._prompts = self._table(found, ids.shape).repeat_interleave(n, 0)
+        like = self._prompts
+        self._tokens = like.new_full((self._count, self._steps, *like.shape[2:]), -1)
+
+    @contextmanager
+    def step(self, step: int, kept: torch.Tensor) -> Iterator[None]:
+        """Record the experts of the rows ``kept``, whose token of this step is the input."""
+        if self._routers is None:
+            yield
+            return
+        with self._routers.record() as found:
+            yield
+        self._tokens[kept, step] = self._table(found, (len(kept), 1))[:, 0]
+
+    def result(self, prompts: list[int], lengths: list[int]) -> list[torch.Tensor] | None:
+        """Return the experts of each row, given the tokens of its prompt and of its completion."""
+        if self._routers is None:
+            return None
+        whole: list[torch.Tensor] = []
+        for prompt, own, before, length in zip(
+            self._prompts.cpu(), self._tokens.cpu(), prompts, lengths, strict=True
+        ):
+            one = torch.cat([prompt[len(prompt) - before :], own[:length]])
+            # A row that waited for others in its batch has an entry here.
+            one[-1] = -1
+            whole.append(one)
+        return whole
+
+    def _table(self, found: Mapping[int, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Return what the routers recorded as ``[rows, tokens, L, k]``."""
+        assert self._routers is not None
+        routing = self._routers.routing
+        dtype = smallest_dtype(routing.experts)
+        some = next(iter(found.values()))
+        table = some.new_full((len(some), routing.layers, routing.top_k), -1, dtype=dtype)
+        for layer, experts in found.items():
+            table[:, layer] = experts.to(dtype)
+        return table.view(*shape, routing.layers, routing.top_k)
 
 
 class _Rows:

@@ -17,6 +17,7 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_config import require_memory, unbuildable
 from engine_api.hf_folder import read_saved_tensors
 from engine_api.hf_names import keep_float32
+from engine_api.hf_routers import Routers
 from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
@@ -45,9 +46,12 @@ class LocalRollout:
         eos_token_ids: end every completion, in addition to ``SamplingParams.stop_token_ids``.
         batch_size: number of completions that are generated at the same time.
         dtype: dtype of weights and computation; logits are converted to float32 before the softmax.
+        routed_experts: True records the experts that serve each token (``Completion``).
 
     Raises:
         ConfigError: unknown dtype, batch size below 1.
+        UnsupportedCapability: the experts of a model without any are to be recorded, or of one
+            whose routers are not known.
         RolloutError: a model family that the weight sync cannot serve.
     """
 
@@ -60,6 +64,7 @@ class LocalRollout:
         eos_token_ids: Sequence[int] = (),
         batch_size: int = 64,
         dtype: str = "float32",
+        routed_experts: bool = False,
     ) -> None:
         check_choice("rollout.options.dtype", dtype, tuple(_DTYPES))
         if batch_size < 1:
@@ -78,6 +83,7 @@ class LocalRollout:
         self._batch_size = batch_size
         self._not_ready = "no weights have been installed"
         self._model: Any = self._build()
+        self._routers = Routers(self._model, where=WHERE) if routed_experts else None
         self._text = self._model.config.get_text_config()
         self._limit = getattr(self._text, "max_position_embeddings", None) or sys.maxsize
         self._verified = False
@@ -107,7 +113,13 @@ class LocalRollout:
         for chunk in self._chunks(prompts, sampling.n):
             rows = torch.cat([torch.arange(i * sampling.n, (i + 1) * sampling.n) for i in chunk])
             decoded = decode(
-                self._model, [prompts[i] for i in chunk], sampling, numbers[rows], stop, self._pad
+                self._model,
+                [prompts[i] for i in chunk],
+                sampling,
+                numbers[rows],
+                stop,
+                self._pad,
+                self._routers,
             )
             for position, index in enumerate(chunk):
                 own = range(position * sampling.n, (position + 1) * sampling.n)
@@ -259,6 +271,7 @@ class LocalRollout:
                     log_probs=decoded.log_probs[row, :length].tolist(),
                     weight_versions=[self.weight_version] * length,
                     finish_reason="stop" if decoded.stopped[row] else "length",
+                    routed_experts=None if decoded.experts is None else decoded.experts[row],
                 )
             )
         return completions

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from engine_api.capabilities import Capability
 from engine_api.devices import DEVICES, probe_device
 from engine_api.plugin import CONTRACT, EnginePlugin, Row
 
 PLUGIN = EnginePlugin(
     name="local",
     contract=CONTRACT,
+    # For rollout.routed_experts: replay.
+    capabilities=frozenset({Capability.ROUTER_REPLAY}),
     rows=(
         Row(
             backends=("local",),

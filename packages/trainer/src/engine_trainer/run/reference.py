@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.results import TokenOutputs
 from engine_trainer.placement.groups import EngineGroup
 from engine_trainer.run.run import Run
@@ -26,7 +26,9 @@ class Reference:
     @staticmethod
     def _create(run: Run) -> EngineGroup:
         return run.launcher.engines(
-            run.config.engine, replace(run.engine_config, optimizer=None), run.device
+            run.config.engine,
+            replace(run.engine_config, optimizer=None, router_replay=False),
+            run.device,
         )
 
     @property
@@ -50,12 +52,20 @@ class Reference:
         return outputs
 
     def _infer(self, shards: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
-        return self._engines.infer(shards, temperature=temperature, adapter=not self._adapter)
+        # The reference selects experts of its own, whatever the policy replays.
+        bare = [without_experts(shard) for shard in shards]
+        return self._engines.infer(bare, temperature=temperature, adapter=not self._adapter)
 
     def close(self) -> None:
         """Close the second engine, where there is one."""
         if self.engines is not None:
             self.engines.close()
+
+
+def without_experts(batch: Batch) -> Batch:
+    """Return the batch without the experts that the policy replays."""
+    kept = {name: value for name, value in batch.fields.items() if name != ROUTED_EXPERTS}
+    return Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, fields=kept)
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:

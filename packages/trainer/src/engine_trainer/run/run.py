@@ -3,7 +3,7 @@
 ::
 
     output_dir/
-      config.yaml             what ran, defaults included
+      config.yaml             what ran, defaults included; config-until-000120.yaml before a change
       environment.json        versions, hardware, commit and command of each start
       metrics.jsonl           one row a step
       tensorboard/
@@ -22,11 +22,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
@@ -34,7 +35,6 @@ from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError, EngineError
-from engine_api.folders import write_text
 from engine_api.generators import seed_all
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
@@ -51,6 +51,7 @@ from engine_trainer.run.checkpoints import (
     fingerprint,
     read_extra,
 )
+from engine_trainer.run.configurations import keep_config
 from engine_trainer.run.hub import create_repository, push_folder
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
@@ -124,6 +125,13 @@ class Run:
     in each step. An error that leaves the context manager saves the last complete step, where the
     weights are still those of that step and all ranks can take part.
 
+    Args:
+        config: the configuration.
+        kind: the task, or ``eval``.
+        total_steps: number of steps of the run.
+        launcher: the launcher that runs the engines; None is this process or torchrun's ranks.
+        saves: False for a run that saves nothing, such as an evaluation.
+
     Attributes:
         launcher: the launcher that runs the engines and rollouts.
         policy: the engine that learns, on all of its ranks; set by ``start``.
@@ -134,6 +142,8 @@ class Run:
         checkpoints: the checkpoints of the run.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
+        id: a random text that is in the run's checkpoints and recordings, and in those of no other
+            run; set by ``resume``.
         before_save: called on all processes of the loop together before a checkpoint is saved, to
             complete files of its steps that are still being written.
     """
@@ -141,9 +151,16 @@ class Run:
     policy: EngineGroup
     engine_config: EngineConfig
     device: str
+    id: str
 
     def __init__(
-        self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None
+        self,
+        config: Config,
+        *,
+        kind: str,
+        total_steps: int,
+        launcher: Launcher | None = None,
+        saves: bool = True,
     ) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self._is_settled = False
@@ -175,10 +192,11 @@ class Run:
         self.before_save: list[Callable[[], None]] = []
         self._interrupt = Interrupt(self._describe_interrupt if self.is_main else None)
         self._lock = FolderLock(self.folder)
+        self._saves = saves
 
     def __enter__(self) -> Self:
-        # An evaluation has nothing to save: a signal ends it at once.
-        if self.kind != "eval":
+        # Without anything to save a signal ends the run at once.
+        if self._saves:
             self._interrupt.__enter__()
         return self
 
@@ -241,7 +259,12 @@ class Run:
         seed_all(self.config.run.seed, rank=global_rank())
         section = self.settle().engine
         updates = schedule_steps or self.total_steps
-        self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
+        self.engine_config = replace(
+            section.build(seed=self.config.run.seed, total_steps=updates),
+            router_replay=self.kind == "rl"
+            and isinstance(self.config, RLConfig)
+            and self.config.rollout.routed_experts == "replay",
+        )
         if (
             self.is_main
             and section.optimizer is not None
@@ -291,6 +314,7 @@ class Run:
         or the data no longer fit.
         """
         found = together(self.comm, self._find)[0]
+        self.id = together(self.comm, lambda: self._identify(found))[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
             for name, group in self.companions.items():
@@ -487,6 +511,7 @@ class Run:
         with self.timers.phase("save"):
             extra = {
                 "kind": self.kind,
+                "run": self.id,
                 "config": self._fingerprint(),
                 "loop": self._position,
             }
@@ -566,10 +591,17 @@ class Run:
                 log.warning("changed since the checkpoint: %s", change)
         return found
 
+    def _identify(self, found: Path | None) -> str:
+        """Return the run's id, which is that of a checkpoint in its own folder."""
+        if found is None or found.parent.resolve() != self.checkpoints.folder.resolve():
+            return uuid4().hex
+        # Checkpoints of earlier releases have no id.
+        return str(read_extra(found).get("run") or uuid4().hex)
+
     def _open(self, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints.clean()
-        write_text(self.folder / "config.yaml", to_yaml(self.config))
+        keep_config(self.folder, step, to_yaml(self.config))
         logged = last_step(self.folder / METRICS)
         if logged > step:
             from_where = f"the checkpoint is of step {step}" if step else "there is no checkpoint"

@@ -113,7 +113,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
         engine=replace(config.engine, optimizer=None),
         run=replace(config.run, save_hf=False, push_to_hub=None),
     )
-    with Run(only, kind="eval", total_steps=1) as run:
+    with Run(only, kind="eval", total_steps=1, saves=False) as run:
         run.start()
         evaluated = run.load_evaluated()
         chosen = run.config

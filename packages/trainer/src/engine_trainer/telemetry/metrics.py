@@ -116,6 +116,8 @@ MEANINGS: Mapping[str, str] = {
     "policy that is updated; 0 with a single update a step.",
     "train/ref_kl": "KL in nats a token between policy and reference model, as the loss estimates "
     "it.",
+    "train/teacher_kl": "KL in nats a token between policy and teacher, estimated from the sampled "
+    "tokens (k1).",
     "train/kl": "KL in nats a token between policy and reference model, as it lowers the rewards.",
     "train/kl_coefficient": "Coefficient of the KL in the rewards, which an adaptive controller "
     "moves.",
@@ -144,6 +146,8 @@ MEANINGS: Mapping[str, str] = {
     "synchronous step waits for.",
     "rollout/truncated": "Share of completions that were cut off before they ended by themselves.",
     "rollout/tokens": "Tokens that the model generated in the step.",
+    "rollout/replayed": "Share of tokens of prompts and completions whose experts the engine takes "
+    "from the rollout (`rollout.routed_experts`).",
     "rollout/groups": "Problems that the step learns from.",
     "rollout/rounds": "Rounds of generation; more than 1 where dynamic sampling replaced groups.",
     "rollout/dropped_groups": "Groups that were dropped because no token in them was fresh enough.",

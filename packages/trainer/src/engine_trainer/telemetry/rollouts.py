@@ -23,6 +23,10 @@ FOLDER = "rollouts"
 VERSION = 1
 """Version of the schema. A column that is added does not change it; any other change does."""
 VERSION_KEY = b"engine_trainer.rollouts.version"
+RUN_KEY = b"engine_trainer.rollouts.run"
+"""Key of the metadata with the id of the run."""
+LEARNED_KEY = b"engine_trainer.rollouts.learned"
+"""Key of the metadata with the number of completions that the step learned from, kept or not."""
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 _IDS = pa.list_(pa.int32())
@@ -45,6 +49,7 @@ SCHEMA = pa.schema(
         pa.field("question", pa.string(), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("prompt_tokens", _IDS, nullable=False),
+        pa.field("teacher_prompt_tokens", _IDS),
         pa.field("answer", pa.string()),
         pa.field("text", pa.string(), nullable=False),
         pa.field("tokens", _IDS, nullable=False),
@@ -53,6 +58,7 @@ SCHEMA = pa.schema(
         pa.field("rollout_log_probs", _FLOATS, nullable=False),
         pa.field("old_log_probs", _FLOATS),
         pa.field("ref_log_probs", _FLOATS),
+        pa.field("teacher_log_probs", _FLOATS),
         pa.field("entropy", _FLOATS),
         pa.field("advantages", _FLOATS),
         pa.field("weight_versions", _IDS, nullable=False),
@@ -149,6 +155,20 @@ def files_of(folder: Path) -> list[Path]:
         [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     )
     return sorted(found, key=lambda path: int(path.name[5:-8]))
+
+
+def describe(run: str, learned: int) -> dict[bytes, bytes]:
+    """Return the metadata of a step's file.
+
+    Args:
+        run: id of the run.
+        learned: number of completions that the step learned from, kept or not.
+    """
+    return {
+        VERSION_KEY: str(VERSION).encode(),
+        RUN_KEY: run.encode(),
+        LEARNED_KEY: str(learned).encode(),
+    }
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

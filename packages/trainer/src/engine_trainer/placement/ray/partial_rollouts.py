@@ -14,6 +14,7 @@ from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.agent.generators import ABORTS, empty_slices_error
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
+from engine_trainer.utils.experts import join_experts
 
 
 @dataclass(kw_only=True)
@@ -125,4 +126,5 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         tokens=[*first.tokens, *rest.tokens],
         log_probs=[*first.log_probs, *rest.log_probs],
         weight_versions=[*first.weight_versions, *rest.weight_versions],
+        routed_experts=join_experts(first.routed_experts, rest.routed_experts),
     )

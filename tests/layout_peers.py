@@ -1,14 +1,18 @@
-"""The program of the ranks of test_layouts: engines of several layouts in one process.
+"""Engines of several layouts in one process, for the tests of packages with layouts.
 
-Run it as ``python layout_peers.py MODEL SIZES…``, where SIZES is a JSON object of parallelism, in
-which ``compile`` asks for compiled blocks. Each engine lives until all are built, and each must
-return the log-probs of the first, and train alike.
+``python layout_peers.py BACKEND MODEL SIZES…`` is the program of a rank, where SIZES is a JSON
+object of parallelism, in which ``compile`` asks for compiled blocks. Each engine lives until all
+are built, and each must return the log-probs of the first, and train alike.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +33,21 @@ LENGTHS = (5, 17, 1, 12)
 NEAR = 1e-4
 
 
-def create(folder: str, sizes: dict[str, int], recompute: bool) -> Any:
+def run_peers(backend: str, folder: Path, ranks: int, layouts: Sequence[dict[str, int]]) -> None:
+    """Run the program on so many ranks, with an engine of each layout."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    sizes = [json.dumps(one) for one in layouts]
+    done = subprocess.run(
+        [*launcher, f"--nproc-per-node={ranks}", __file__, backend, str(folder), *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def create(backend: str, folder: str, sizes: dict[str, int], recompute: bool) -> Any:
     compiled = bool(sizes.pop("compile", 0))
     config = EngineConfig(
         model=ModelSource(path=folder),
@@ -37,7 +55,7 @@ def create(folder: str, sizes: dict[str, int], recompute: bool) -> Any:
         optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.1),
         memory=Memory(recompute="full" if recompute else "none", compile=compiled),
     )
-    engine = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
     engine.initialize()
     return engine
 
@@ -51,10 +69,10 @@ def make_batch(seed: int) -> Batch:
     return Batch.pack(rows)
 
 
-def main(folder: str, *texts: str) -> None:
+def main(backend: str, folder: str, *texts: str) -> None:
     """Compare engines of all layouts, which live at the same time."""
     engines = [
-        create(folder, json.loads(text), recompute=index % 2 == 1)
+        create(backend, folder, json.loads(text), recompute=index % 2 == 1)
         for index, text in enumerate(texts)
     ]
     found: list[tuple[torch.Tensor, float, float, torch.Tensor]] = []

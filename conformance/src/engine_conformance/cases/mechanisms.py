@@ -1,0 +1,193 @@
+"""Mechanisms of model families beyond a plain transformer, each declared as a capability.
+
+Each case makes a small model of one family that has the mechanism. An engine that does not declare
+it refuses such a model by its name (`refusal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from engine_api.capabilities import Capability
+from engine_conformance.cases._case import case
+from engine_conformance.cases._expect import (
+    asking,
+    documents,
+    oracle_of,
+    oracle_training,
+    outputs_match,
+    trained_on,
+    training_matches,
+)
+from engine_conformance.cases._ranks import InferredAndTrained, infer_and_train
+from engine_conformance.cases._target import Target
+
+SINCE = "1.4"
+
+MODELS: Mapping[Capability, Mapping[str, Any]] = MappingProxyType(
+    {
+        Capability.SOFTCAP: {
+            "family": "gemma2",
+            "keys": {
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 3.0,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 64,
+            },
+        },
+        Capability.LOGIT_SCALE: {"family": "granite"},
+        Capability.HEAD_BIAS: {"family": "phi", "tied": False},
+        Capability.SAVED_BUFFERS: {"family": "dots1", "tied": False},
+        Capability.SINKS: {"family": "granite_swa"},
+        Capability.LINEAR_ATTENTION: {"family": "lfm2"},
+        Capability.SPARSE_ATTENTION: {"family": "deepseek_v32", "tied": False},
+    }
+)
+"""Arguments of `TinyModel`, for the model of each mechanism."""
+
+
+def _families(capability: Capability) -> tuple[str, ...]:
+    return (MODELS[capability]["family"],)
+
+
+def _holds(target: Target, capability: Capability, **keys: Any) -> float:
+    """Compare outputs, a step and the weights after it with the oracle's, saved buffers too."""
+    arguments = dict(MODELS[capability])
+    arguments["keys"] = {**arguments.get("keys", {}), **keys}
+    model = target.model(**arguments)
+    oracle = oracle_of(str(model))
+    batch = trained_on(target, oracle, 41)
+    calls = [asking(target, documents(42))]
+    ranks: list[InferredAndTrained] = target.run(
+        infer_and_train, target.config(model), calls=calls, batch=batch
+    )
+    want = oracle_training(str(model), (batch,))
+    return max(
+        outputs_match(target, oracle, calls[0], [rank.outputs[0] for rank in ranks]),
+        training_matches(target, [rank.trained for rank in ranks], want, oracle),
+    )
+
+
+@case(
+    id="mechanisms.softcap",
+    since=SINCE,
+    requires=(Capability.SOFTCAP,),
+    families=_families(Capability.SOFTCAP),
+)
+def softcap(target: Target) -> float:
+    """Caps of attention's scores and of the logits MUST be applied, forward and backward.
+
+    The model is Gemma 2, with both.
+
+    If this fails: a kernel of attention without caps is used, a chunked head leaves its cap out,
+    or the cap has no derivative.
+    """
+    return _holds(target, Capability.SOFTCAP)
+
+
+@case(
+    id="mechanisms.logit_scale",
+    since=SINCE,
+    requires=(Capability.LOGIT_SCALE,),
+    families=_families(Capability.LOGIT_SCALE),
+)
+def logit_scale(target: Target) -> float:
+    """The factor of the logits MUST be applied before the temperature, forward and backward.
+
+    The model is Granite, which divides its logits, and multiplies embeddings, scores and what
+    each layer adds.
+
+    If this fails: the head multiplies where the family divides, or a chunked head computes plain
+    logits.
+    """
+    return _holds(target, Capability.LOGIT_SCALE)
+
+
+@case(
+    id="mechanisms.head_bias",
+    since=SINCE,
+    requires=(Capability.HEAD_BIAS,),
+    families=_families(Capability.HEAD_BIAS),
+)
+def head_bias(target: Target) -> float:
+    """The bias of the output head MUST be added to the logits, trained and exported.
+
+    The model is Phi.
+
+    If this fails: a head that is computed in chunks has only the weight, or the bias has a
+    gradient of the last chunk alone.
+    """
+    return _holds(target, Capability.HEAD_BIAS)
+
+
+@case(
+    id="mechanisms.saved_buffers",
+    since=SINCE,
+    requires=(Capability.SAVED_BUFFERS, Capability.MOE),
+    families=_families(Capability.SAVED_BUFFERS),
+)
+def saved_buffers(target: Target) -> float:
+    """Tensors that a model saves and does not train MUST be read, used, kept and exported.
+
+    The model is dots1, whose routers add a saved bias to select experts (as DeepSeek-V3's), and
+    whose experts' weights are without it.
+
+    If this fails: the bias is zero because no file was read into it, it enters the experts'
+    weights, is rounded to the dtype of the computation, is updated, or is not in the export.
+    """
+    return _holds(target, Capability.SAVED_BUFFERS)
+
+
+@case(
+    id="mechanisms.sinks",
+    since=SINCE,
+    requires=(Capability.SINKS,),
+    families=_families(Capability.SINKS),
+)
+def sinks(target: Target) -> float:
+    """Attention sinks MUST take their part of each head's softmax, and be trained.
+
+    The model is Granite with windows: a layer with a window and one without.
+
+    If this fails: the sinks are left out, are one for all heads, take part of a token's value, or
+    have no gradient.
+    """
+    return _holds(target, Capability.SINKS)
+
+
+@case(
+    id="mechanisms.linear_attention",
+    since=SINCE,
+    requires=(Capability.LINEAR_ATTENTION,),
+    families=_families(Capability.LINEAR_ATTENTION),
+)
+def linear_attention(target: Target) -> float:
+    """Layers that carry a state from token to token MUST begin anew at each document.
+
+    The model is LFM2, with a short convolution in one layer and attention in the other.
+
+    If this fails: the state of one document reaches the next one of its pack (transformers'
+    fallback drops the bounds; NeMo-RL #4167, prime-rl #3001), or gradients do.
+    """
+    return _holds(target, Capability.LINEAR_ATTENTION)
+
+
+@case(
+    id="mechanisms.sparse_attention",
+    since=SINCE,
+    requires=(Capability.SPARSE_ATTENTION,),
+    families=_families(Capability.SPARSE_ATTENTION),
+)
+def sparse_attention(target: Target) -> float:
+    """A token MUST attend to the tokens that its index selects, in its own document.
+
+    The model is DeepSeek-V3.2 without experts, whose index selects four tokens. The index has no
+    gradient. In 16 bits, where rounding decides about tokens of nearly the same index, it selects
+    all.
+
+    If this fails: attention is to all tokens, or the index counts tokens of other documents.
+    """
+    selected = 4 if target.dtype == "float32" else 64
+    return _holds(target, Capability.SPARSE_ATTENTION, index_topk=selected)

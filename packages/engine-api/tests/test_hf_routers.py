@@ -1,0 +1,178 @@
+"""Selections of experts in transformers models: recorded, replayed, and checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    JambaConfig,
+    MiniMaxM2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from engine_api import Batch
+from engine_api.errors import BatchError, UnsupportedCapability
+from engine_api.hf_routers import Routers, Routing, smallest_dtype
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# A softmax before the selection, one behind it, sigmoids with a bias and groups, and a router that
+# is given its bias.
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_experts=8, moe_intermediate_size=16, head_dim=16, mlp_only_layers=[1]
+    ),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=8, head_dim=16),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    ),
+    "minimax_m2": MiniMaxM2Config(**SIZES, num_local_experts=8, head_dim=16),
+}
+ROUTED = {"qwen3_moe": {0, 2}, "deepseek_v3": {1, 2}}
+IDS = torch.arange(1, 12)[None]
+
+
+def build(config):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, parameter in model.named_parameters():
+            # Some routers begin with equal scores.
+            if name.endswith(("gate.weight", "router.weight")):
+                torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_replayed_selection_is_computed_and_a_recorded_one_changes_nothing(name):
+    model = build(CONFIGS[name])
+    plain = model(input_ids=IDS, use_cache=False).logits
+    routers = Routers(model, where="engine")
+    routing = routers.routing
+    assert (routing.layers, routing.top_k, routing.experts) == (3, 2, 8)
+    assert routing.routed == ROUTED.get(name, {0, 1, 2})
+    with routers.record() as found:
+        assert torch.equal(model(input_ids=IDS, use_cache=False).logits, plain)
+    experts = torch.full((IDS.shape[1], 3, 2), -1, dtype=torch.int8)
+    routers.replay(experts)
+    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, plain)
+    for layer, indices in found.items():
+        experts[:, layer] = indices
+    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, plain)
+    # Another token's experts, at one token only: no token before it changes.
+    experts[5] = (experts[5] + 1) % 8
+    logits = model(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(logits[:, :5], plain[:, :5])
+    assert (logits[:, 5] - plain[:, 5]).abs().max() > 1e-3
+    with routers.record() as again:
+        model(input_ids=IDS, use_cache=False)
+    assert all(torch.equal(again[i][5], experts[5, i].long()) for i in routing.routed)
+
+
+def test_a_router_has_the_gradient_of_the_experts_that_are_replayed():
+    """The oracle is the family's own formula: a softmax over all, of which two are normalized."""
+    model = build(CONFIGS["qwen3_moe"]).double()
+    gate = model.model.layers[0].mlp.gate
+    hidden = torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([[0, 1], [2, 3], [7, 4], [5, 6]])
+    experts = chosen[:, None].expand(4, 3, 2)
+    factors = torch.arange(8.0, dtype=torch.float64).view(4, 2)
+    routers = Routers(model, where="engine")
+    routers.replay(experts)
+    _, weights, indices = gate(hidden)
+    assert torch.equal(indices, chosen)
+    (weights.double() * factors).sum().backward()
+    weight = gate.weight.detach().clone().requires_grad_()
+    exact = (hidden @ weight.T).softmax(-1).gather(-1, chosen)
+    if gate.norm_topk_prob:
+        exact = exact / exact.sum(-1, keepdim=True)
+    (exact * factors).sum().backward()
+    assert weight.grad.abs().max() > 0.1
+    # The family's softmax is in float32.
+    torch.testing.assert_close(gate.weight.grad, weight.grad, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Qwen3Config(**{k: v for k, v in SIZES.items() if "experts" not in k}), "no router"),
+        (JambaConfig(**SIZES, num_experts=4, use_mamba_kernels=False), "no router"),
+    ],
+)
+def test_a_model_whose_selection_is_not_known_is_refused(config, why):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedCapability, match=why) as caught:
+        Routers(model, where="an engine")
+    assert caught.value.capability == "router_replay"
+
+
+ROUTING = Routing(layers=2, top_k=2, experts=4, routed=frozenset({1}))
+
+
+def batch(experts):
+    return Batch.pack([{"input_ids": [1, 2], "routed_experts": experts}])
+
+
+def table(row):
+    """Return the experts of two tokens; the first layer has none, and is not read."""
+    return torch.tensor([[[9, 9], [0, 1]], [[9, 9], row]], dtype=torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ([3, 2], None),
+        ([-1, -1], None),
+        ([3, 3], "one expert twice"),
+        ([0, 4], "none of the model's 4"),
+        ([-2, -2], "none of the model's 4"),
+        ([0, -1], "some of a layer's experts"),
+    ],
+)
+def test_experts_are_checked_in_layers_that_have_some(row, problem):
+    given = batch(table(row))
+    if problem is None:
+        ROUTING.check(given)
+        return
+    with pytest.raises(BatchError, match=problem) as caught:
+        ROUTING.check(given)
+    assert caught.value.index == 1
+
+
+def test_experts_of_another_model_are_refused_with_both_shapes():
+    with pytest.raises(BatchError, match=r"\(2, 1, 2\), not \[2, 2, 2\]"):
+        ROUTING.check(batch(table([0, 1])[:, 1:]))
+
+
+def test_the_smallest_dtype_holds_every_number():
+    assert [smallest_dtype(n) for n in (2, 128, 129, 512)] == [
+        torch.int8,
+        torch.int8,
+        torch.int16,
+        torch.int16,
+    ]

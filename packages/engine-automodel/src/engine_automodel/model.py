@@ -1,0 +1,338 @@
+"""Automodel's model, wrapped to return per-token outputs of a packed micro-batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from engine_api.config import EngineConfig, ModelSource
+from engine_api.devices import device_of
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_config import require_memory, unbuildable
+from engine_api.hf_folder import WeightFiles, fetch
+from engine_api.hf_names import Piece
+from engine_api.hf_noise import refuse_noise
+from engine_automodel.library import FAMILIES, apply_ep, find_plan, has_experts, make_decoder
+from engine_automodel.modules import Experts, Rotary, adapt
+from engine_automodel.parallel import Layout
+from engine_torch import attention
+from engine_torch.boxes import find_box
+from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.inputs import PackedInputs
+from engine_torch.mechanisms import refuse_unserved
+from engine_torch.model import (
+    DTYPES,
+    Kind,
+    ModelClasses,
+    PackedModel,
+    make_model,
+    read_config,
+    recompute_children,
+)
+
+__all__ = ["BuiltDecoder", "PackedDecoder", "build_decoder", "place_positions", "tie"]
+
+_WRAPPER = "_checkpoint_wrapped_module."
+# Types of rotary positions whose frequencies do not depend on the length of a document.
+_ROPE = ("default", "linear", "llama3", "yarn")
+# Fields that Automodel's mixtures of experts do not read, with the one value that they compute.
+_FIXED_OF_EXPERTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+
+
+class AutomodelClasses(ModelClasses):
+    """The families of Automodel, with the saved names of transformers' own classes."""
+
+    engine = "engine-automodel"
+    # Automodel's classes of these families have none of them.
+    mechanisms: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
+        """Raise ``ConfigError`` for a family that the engine does not build."""
+        if hf_config.model_type not in FAMILIES:
+            raise ConfigError(
+                "model.path",
+                f"expected a model of type {' or '.join(FAMILIES)}, got {hf_config.model_type!r}",
+                why="this engine has compared no other family of Automodel",
+                remedy="use backend fsdp2 for this model",
+            )
+        if source.trust_remote_code and getattr(hf_config, "auto_map", None):
+            raise ConfigError(
+                "model.trust_remote_code",
+                "expected false, got true for a folder that brings its own code",
+                why=f"Automodel's own {hf_config.model_type} would be computed instead",
+                remedy="use backend fsdp2 for this model, or leave trust_remote_code out",
+            )
+
+
+CLASSES = AutomodelClasses()
+
+
+class PackedDecoder(PackedModel):
+    """The FSDP root, made of Automodel's model and the head that computes per-token outputs."""
+
+    def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
+        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=layout.cp_group)
+        self.tp_mesh = layout.tp_mesh if layout.tp > 1 else None
+
+    def _adapt(self, lm: Any) -> None:
+        """Leave Automodel's layers as they are, which are given the documents in each pass."""
+
+    def forward(
+        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
+        assert isinstance(inputs, PackedInputs)
+        outputs: Any = self.lm.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            # With a cache Automodel's classes let documents see each other.
+            use_cache=False,
+            # Automodel's classes take the default from a property that transformers warns about.
+            return_dict=True,
+            packing=inputs.packing,
+        )
+        # Mixtures of experts return the hidden states alone.
+        hidden = getattr(outputs, "last_hidden_state", outputs)
+        weight = self.lm.lm_head.weight
+        shard = None
+        if self.tp_mesh is not None:
+            first = find_box(weight).offset[0]
+            shard = VocabularyShard(group=self.tp_mesh.get_group(), first=first)
+            weight = weight.to_local()
+            # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
+            whole = DTensor.from_local(hidden, self.tp_mesh, [Replicate()], run_check=False)
+            hidden = whole.to_local(grad_placements=[Partial()])
+        log_probs, entropy = chunked_log_probs(
+            hidden[0],
+            weight,
+            inputs.targets,
+            temperature=temperature,
+            chunk=self.logit_chunk,
+            entropy="entropy" in needs,
+            coefficients=inputs.coefficients,
+            shard=shard,
+        )
+        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltDecoder:
+    """A model on the meta device, divided by tensor parallelism but not yet by ``fully_shard``."""
+
+    lm: Any
+    """Automodel's model."""
+
+    hf_config: Any
+    """Transformers' configuration of the model."""
+
+    pieces: dict[str, list[Piece]]
+    """Saved tensors of each parameter by the parameter's name, in the order of transformers."""
+
+    folder: str
+    """Folder of the model's files."""
+
+    files: WeightFiles | None
+    """The weights, or None for a model that draws them."""
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks in their order."""
+        return list(self.lm.model.layers.children())
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The modules that hold the weights of experts."""
+        return [module for module in self.lm.modules() if isinstance(module, Experts)]
+
+
+def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> BuiltDecoder:
+    """Build the model of ``config.model``, divided by tensor and expert parallelism.
+
+    Args:
+        config: the engine's configuration.
+        layout: the meshes.
+        experts: way to compute experts (``AutomodelOptions.choose_experts``).
+
+    Raises:
+        ConfigError: the folder, or a setting of the model, cannot be used.
+        UnsupportedCapability: the engine would compute this model wrongly.
+    """
+    folder = fetch(config.model)
+    hf_config = read_config(folder, config, "language_model", CLASSES)
+    _refuse_differing(hf_config)
+    _refuse_windows(hf_config, layout.cp)
+    if config.optimizer is not None:
+        refuse_noise(hf_config, where=CLASSES.engine)
+    _refuse_indivisible(hf_config, layout)
+    attention.register()
+    twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
+    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    files = None if config.model.init == "random" else WeightFiles(folder)
+    device_type = layout.mesh.device_type
+    lm = _make(hf_config, config, folder, device_type, experts)
+    if files is None:
+        ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
+        need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
+        require_memory(hf_config, folder, need, device_of(device_type).room()[1])
+    _divide(lm, layout)
+    if config.memory.recompute == "full":
+        recompute_children(lm.model.layers)
+    saved = CLASSES.list_pieces(twin, "language_model", files)
+    pieces = _map_names(lm, twin, saved)
+    if files is not None:
+        files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
+    return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
+
+
+def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, experts: str) -> Any:
+    """Make the model on the meta device, with the engine's own parts in it.
+
+    Raises:
+        ConfigError: Automodel cannot build the model from its configuration.
+    """
+    try:
+        with torch.device("meta"):
+            lm = make_decoder(
+                hf_config,
+                attention=attention.NAME,
+                dtype=DTYPES[config.precision.master],
+                experts=experts,
+            )
+            if has_experts(hf_config.model_type):
+                adapt(lm, device_type)
+    except Exception as error:
+        # Automodel's own code reads the configuration, and may raise anything for a value it does
+        # not know.
+        raise unbuildable(hf_config, folder, error) from error
+    return lm
+
+
+def _divide(lm: Any, layout: Layout) -> None:
+    """Divide a model by Automodel's plans of tensor and expert parallelism."""
+    if layout.tp > 1:
+        with warnings.catch_warnings():
+            # A plan also names the modules of other variants of a family.
+            warnings.filterwarnings("ignore", message=".*could not be resolved.*")
+            parallelize_module(lm, layout.tp_mesh, find_plan(lm))
+        tie(lm)
+    if layout.ep_mesh is not None:
+        apply_ep(lm, layout.ep_mesh)
+
+
+def _refuse_differing(hf_config: Any) -> None:
+    """Raise ``UnsupportedCapability`` for a field that Automodel reads differently, or not at all.
+
+    Other fields are read as transformers reads them, and show in the shapes of the parameters.
+    """
+    rope = dict(getattr(hf_config, "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE:
+        # Automodel computes the frequencies once.
+        _refuse("rope_parameters.rope_type", kind, f"this engine has {', '.join(_ROPE)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        value = rope["partial_rotary_factor"]
+        _refuse("rope_parameters.partial_rotary_factor", value, "Automodel rotates whole heads")
+    if has_experts(hf_config.model_type):
+        for name, value in _FIXED_OF_EXPERTS.items():
+            if (found := getattr(hf_config, name, value)) != value:
+                _refuse(name, found, f"Automodel's {hf_config.model_type} computes {value!r} alone")
+
+
+def _refuse_windows(hf_config: Any, cp: int) -> None:
+    """Raise ``UnsupportedCapability`` for layers with a window under context parallelism."""
+    if cp > 1 and "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise UnsupportedCapability(
+            "sliding_window",
+            where=f"{CLASSES.engine} with parallelism.cp {cp}",
+            why="the attention to gathered keys and values has no window",
+            remedy="set parallelism.cp: 1 for this model",
+        )
+
+
+def _refuse(name: str, value: Any, why: str) -> None:
+    raise UnsupportedCapability(
+        f"{name}: {value!r:.100} in config.json",
+        where=CLASSES.engine,
+        why=why,
+        remedy="use backend fsdp2 for this model",
+    )
+
+
+def _refuse_indivisible(hf_config: Any, layout: Layout) -> None:
+    """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        _refuse_size(hf_config, name, "tp", layout.tp)
+    if layout.ep == 1:
+        return
+    if not has_experts(hf_config.model_type):
+        raise ConfigError(
+            "parallelism.ep",
+            f"expected 1 for a model without experts, got {layout.ep}",
+            remedy="leave parallelism.ep out, or choose a mixture of experts",
+        )
+    _refuse_size(hf_config, "num_experts", "ep", layout.ep)
+
+
+def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
+    """Raise ``ConfigError`` for a size of the model that a number of ranks does not divide."""
+    size = getattr(hf_config, name)
+    if size % ranks:
+        raise ConfigError(
+            f"parallelism.{kind}",
+            f"{name} {size} cannot be divided over {ranks} ranks",
+            remedy="choose a divisor of it",
+        )
+
+
+def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
+    """Return the saved tensors of each parameter, which has transformers' name.
+
+    Raises:
+        UnsupportedCapability: the parameters are not those of transformers' class.
+    """
+    names = {name.replace(_WRAPPER, ""): name for name, _ in lm.named_parameters()}
+    own = {name.replace(_WRAPPER, ""): tuple(one.shape) for name, one in lm.named_parameters()}
+    theirs = {name: tuple(one.shape) for name, one in twin.named_parameters()}
+    if own != theirs:
+        odd = sorted({name for name, _ in own.items() ^ theirs.items()})
+        raise UnsupportedCapability(
+            f"the parameters of {type(lm).__name__}",
+            where=CLASSES.engine,
+            why=f"{odd[0]} is not as in transformers' class, whose saved names are known",
+            remedy="use backend fsdp2 for this model",
+        )
+    return {names[name]: pieces for name, pieces in saved.items()}
+
+
+def tie(lm: Any) -> None:
+    """Let embedding and head share one parameter again, where the model ties them.
+
+    Each step that replaces parameters gives every module one of its own.
+    """
+    if lm.config.tie_word_embeddings:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+
+
+def place_positions(lm: Any, hf_config: Any, device: torch.device) -> None:
+    """Compute the frequencies of rotary positions on a device.
+
+    Automodel's dense classes compute them in their first pass.
+    """
+    if has_experts(hf_config.model_type):
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+        with device:
+            theirs = Qwen3MoeRotaryEmbedding(hf_config)
+        frequencies = theirs.inv_freq.float().to(device)
+        lm.model.rotary_emb = Rotary(frequencies, float(theirs.attention_scaling))

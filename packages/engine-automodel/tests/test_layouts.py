@@ -1,0 +1,96 @@
+"""Engines of one process with different layouts live together, and compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from layout_peers import run_peers
+from transformers import AutoConfig
+
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_automodel.model import _refuse_indivisible, _refuse_windows
+from engine_automodel.parallel import _refuse_experts
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+
+DENSE: dict[int, list[dict[str, int]]] = {
+    2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}],
+    4: [{}, {"tp": 2, "cp": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2, "dp_replicate": 2}],
+}
+EXPERTS: dict[int, list[dict[str, int]]] = {
+    2: [{}, {"tp": 2}, {"ep": 2}, {"cp": 2, "ep": 2}],
+    4: [{}, {"ep": 4}, {"dp_replicate": 2, "ep": 2}, {"cp": 2, "ep": 4}, {"tp": 2}, {"ep": 2}],
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", EXPERTS)])
+def test_layouts_beside_each_other_compute_the_same(
+    tmp_path: Path, family: str, layouts: dict[int, list[dict[str, int]]], ranks: int
+) -> None:
+    model = TinyModel(family=family, tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
+    folder = write_checkpoint(tmp_path / "model", model)
+    run_peers("automodel", folder, ranks, layouts[ranks])
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 3}, {"dp_replicate": 2}])
+def test_sizes_that_do_not_make_the_world_are_refused(
+    tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3"))
+    config = EngineConfig(model=ModelSource(path=str(folder)), parallelism=Parallelism(**sizes))
+    engine = EngineRegistry.create(backend="automodel", device="cpu", config=config)
+    with pytest.raises(ConfigError, match="does not make a world of 1") as caught:
+        engine.initialize()
+    assert caught.value.field == "parallelism"
+
+
+def test_a_window_is_refused_under_context_parallelism_alone() -> None:
+    model = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
+    _refuse_windows(model, 1)
+    with pytest.raises(UnsupportedCapability, match="sliding_window") as caught:
+        _refuse_windows(model, 2)
+    assert caught.value.remedy == "set parallelism.cp: 1 for this model"
+
+
+@pytest.mark.parametrize(
+    ("ep", "ranks", "tp", "named"),
+    [
+        (2, 1, 1, "expected a divisor of dp_shard x cp = 1, got 2"),
+        (3, 4, 1, "expected a divisor of dp_shard x cp = 4, got 3"),
+        (2, 2, 2, "expected 1 with parallelism.tp 2, got 2"),
+    ],
+)
+def test_ranks_that_cannot_share_experts_are_refused(
+    ep: int, ranks: int, tp: int, named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _refuse_experts(ep, ranks, tp)
+    assert caught.value.field == "parallelism.ep"
+    assert caught.value.what == named
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "layout", "named"),
+    [
+        ("qwen3", {"num_heads": 3, "num_kv_heads": 3}, {"tp": 2}, "num_attention_heads 3"),
+        ("qwen3", {"num_kv_heads": 1}, {"tp": 2}, "num_key_value_heads 1"),
+        ("qwen3", {"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129"),
+        ("qwen3_moe", {"num_experts": 5}, {"ep": 2}, "num_experts 5"),
+        ("qwen3", {}, {"ep": 2}, "model without experts"),
+    ],
+)
+def test_sizes_of_a_model_that_a_layout_does_not_divide_are_refused_by_name(
+    tmp_path: Path, family: str, sizes: dict[str, int], layout: dict[str, int], named: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family=family, **sizes))
+    ranks: Any = SimpleNamespace(**({"tp": 1, "ep": 1} | layout))
+    with pytest.raises(ConfigError) as caught:
+        _refuse_indivisible(AutoConfig.from_pretrained(folder), ranks)
+    assert named in caught.value.what
+    assert caught.value.remedy

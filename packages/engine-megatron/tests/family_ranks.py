@@ -1,0 +1,125 @@
+"""Functions that test_families runs inside ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from layout_ranks import create
+from torch import Tensor
+
+from engine_api import Batch, OptimizerConfig, sft_loss
+from engine_api.config import Memory
+from engine_api.errors import EngineError
+from engine_api.weights import ShardSpec
+
+# One step moves a weight by its gradient.
+SGD = OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
+
+Shards = list[tuple[str, Tensor, ShardSpec]]
+Result = tuple[dict[int, Tensor], dict[str, Tensor], Shards, dict[str, Tensor]]
+
+
+def compute(
+    path: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    documents: list[list[int]],
+    **config: Any,
+) -> Result:
+    """Return log-probs by document, exported weights whole and as shards, and the moved weights."""
+    engine = create(
+        path, parallelism, options, optimizer=SGD, memory=Memory(max_tokens=128), **config
+    )
+    engine.initialize()
+    place = engine.topology
+    own = range(place.dp_rank, len(documents), place.dp_size)
+    rows = [
+        {"input_ids": documents[i], "loss_weight": [0.0] + [1.0] * (len(documents[i]) - 1)}
+        for i in own
+    ]
+    batch = Batch.pack(rows)
+    log_probs = engine.infer_batch(batch).log_probs.split([len(documents[i]) for i in own])
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    shards = [
+        (name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()
+    ]
+    engine.train_batch(batch, sft_loss)
+    after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    engine.close()
+    return dict(zip(own, log_probs, strict=True)), before, shards, after
+
+
+ADAMW = OptimizerConfig(lr=1e-2, clip_norm=None, eps=1e-4)
+
+
+def pass_on(path: str, documents: list[list[int]], scratch: str) -> dict[str, dict[str, Tensor]]:
+    """Return weights of one training that goes on in another engine, layout and format."""
+    found: dict[str, dict[str, Tensor]] = {}
+    folder = Path(scratch)
+
+    def run(name: str, work: Any, backend: str = "megatron", **config: Any) -> None:
+        engine = create(
+            path, optimizer=ADAMW, memory=Memory(max_tokens=128), backend=backend, **config
+        )
+        engine.initialize()
+        place = engine.topology
+        rows = [
+            {"input_ids": one, "loss_weight": [0.0] + [1.0] * (len(one) - 1)}
+            for one in documents[place.dp_rank :: place.dp_size]
+        ]
+        work(engine, Batch.pack(rows))
+        found[name] = {one: tensor.clone() for one, tensor in engine.get_per_tensor_param()}
+        engine.close()
+
+    def begin(engine: Any, batch: Batch) -> None:
+        engine.train_batch(batch, sft_loss)
+        engine.save_checkpoint(folder / "one").result()
+        found["one"] = {one: tensor.clone() for one, tensor in engine.get_per_tensor_param()}
+        engine.train_batch(batch, sft_loss)
+
+    def elsewhere(engine: Any, batch: Batch) -> None:
+        engine.load_checkpoint(folder / "one")
+        found["one elsewhere"] = {
+            one: tensor.clone() for one, tensor in engine.get_per_tensor_param()
+        }
+        engine.train_batch(batch, sft_loss)
+        engine.save_checkpoint(folder / "two").result()
+
+    def back(engine: Any, batch: Batch) -> None:
+        del batch
+        engine.load_checkpoint(folder / "two")
+
+    def convert(engine: Any, batch: Batch) -> None:
+        del batch
+        engine.load_checkpoint(folder / "one")
+        engine.save_checkpoint(folder / "native").result()
+
+    def go_on(engine: Any, batch: Batch) -> None:
+        engine.load_checkpoint(folder / "native")
+        engine.train_batch(batch, sft_loss)
+
+    experts = {"parallelism": {"ep": 2}}
+    native = {"checkpoint": "megatron"}
+    run("two", begin, options={}, **experts)
+    run("two elsewhere", elsewhere, backend="fsdp2", parallelism={}, options={})
+    run("two in stages", back, parallelism={"pp": 2}, options={})
+    run("one again", convert, options=native, **experts)
+    run("two again", go_on, options=native, **experts)
+    return found
+
+
+def infer(path: str, documents: list[list[int]]) -> tuple[str, Tensor | None]:
+    """Return the refusal of a model, or the log-probs of the documents in a training pass."""
+    engine = create(path, {}, {}, optimizer=SGD, memory=Memory(max_tokens=128))
+    try:
+        engine.initialize()
+    except EngineError as error:
+        return str(error), None
+    try:
+        rows = [
+            {"input_ids": one, "loss_weight": [0.0] + [1.0] * (len(one) - 1)} for one in documents
+        ]
+        return "", engine.infer_batch(Batch.pack(rows)).log_probs
+    finally:
+        engine.close()

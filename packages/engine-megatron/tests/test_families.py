@@ -1,0 +1,342 @@
+"""Every family against transformers in float64, one document at a time, whole and sharded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_ranks import infer
+from safetensors.torch import load_file
+from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config, tiny_model
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from engine_api.hf_names import saved_buffers
+from engine_api.weights import assemble
+from engine_conformance.ranks import RankPool
+from engine_megatron.shape import FAMILIES
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+# No scores are dropped in training.
+WHOLE = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+
+ALONE: dict[str, int] = {}
+SPLIT = {"sequence_parallel": True}
+DENSE = [({"tp": 2}, {}), ({"tp": 2}, SPLIT), ({"pp": 2}, {}), ({"cp": 2}, {}), (ALONE, {})]
+EXPERTS = [({"tp": 2}, SPLIT), ({"ep": 2}, {}), ({"pp": 2}, {}), ({"cp": 2}, {}), (ALONE, {})]
+# Experts with biases are whole.
+BIASED = [
+    ({"tp": 2}, SPLIT | {"expert_tensor_parallel": 1}),
+    ({"tp": 2, "ep": 2}, SPLIT | {"expert_tensor_parallel": 1}),
+    *EXPERTS[1:],
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A tiny model: its type in transformers, and the keys that differ from the tiny ones.
+
+    Attributes:
+        layouts: parallelism and options to compute it with.
+        now: number of the layout that is computed in CI, or None for `nox -s nightly` alone.
+    """
+
+    family: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = field(default_factory=lambda: DENSE)
+    now: int | None = None
+
+
+MODELS = {
+    "llama": Model(
+        family="llama",
+        keys={"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+        now=0,
+    ),
+    "llama, biased MLP": Model(
+        family="llama",
+        keys={
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0},
+        },
+    ),
+    "cwm": Model(family="cwm"),
+    "seed_oss": Model(family="seed_oss", keys=WHOLE | {"attention_out_bias": True}),
+    "ministral": Model(
+        family="ministral", keys={"layer_types": ["sliding_attention", "full_attention"] * 2}
+    ),
+    "mistral": Model(family="mistral"),
+    "qwen2": Model(
+        family="qwen2",
+        keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN}
+        | {"sliding_window": WINDOW},
+        now=3,
+    ),
+    "qwen3": Model(family="qwen3", keys={"attention_bias": True}),
+    "mixtral": Model(family="mixtral", layouts=EXPERTS),
+    "qwen2_moe": Model(
+        family="qwen2_moe",
+        keys={"use_sliding_window": True, "sliding_window": WINDOW, "mlp_only_layers": [2]},
+        layouts=EXPERTS,
+        now=0,
+    ),
+    "qwen3_moe": Model(
+        family="qwen3_moe", keys={"decoder_sparse_step": 2, "norm_topk_prob": True}, layouts=EXPERTS
+    ),
+    "gpt_oss": Model(family="gpt_oss", layouts=BIASED, now=0),
+    "dots1": Model(
+        family="dots1", keys={"norm_topk_prob": True, "max_window_layers": 2}, layouts=EXPERTS
+    ),
+    "glm4_moe": Model(
+        family="glm4_moe",
+        keys={"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        layouts=EXPERTS,
+        now=2,
+    ),
+    "deepseek_v3": Model(
+        family="deepseek_v3",
+        keys=LATENT
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_routed_experts": 8},
+        layouts=EXPERTS,
+        now=0,
+    ),
+    "moonlight": Model(
+        family="deepseek_v3",
+        keys=LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-2, "n_shared_experts": 2},
+        layouts=EXPERTS,
+    ),
+    # Without experts tensor parallelism needs no sequence parallelism.
+    "dense latent attention": Model(
+        family="deepseek_v3", keys=LATENT | {"first_k_dense_replace": 4}, layouts=DENSE[:1]
+    ),
+}
+
+
+def _runs() -> list[Any]:
+    """Return a parameter for each model and layout."""
+    return [
+        pytest.param(
+            name,
+            *layout,
+            marks=() if number == model.now else pytest.mark.nightly,
+            id=f"{name}-{'-'.join(f'{key}{value}' for key, value in layout[0].items()) or 'alone'}"
+            + ("-sp" if layout[1] else ""),
+        )
+        for name, model in MODELS.items()
+        for number, layout in enumerate(model.layouts)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The folder of a model, its tensors, and what transformers computes in float64."""
+
+    path: str
+    saved: dict[str, Tensor]
+    log_probs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def write(folder: Path, model: Model) -> str:
+    """Write a model, with saved buffers that change its results."""
+    made = tiny_model(model.family, **model.keys)
+    generator = torch.Generator().manual_seed(3)
+    for buffer in saved_buffers(made).values():
+        buffer.normal_(std=0.3, generator=generator)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def expected(folder: Path, model: Model) -> Expected:
+    """Write a model and compute it."""
+    path = write(folder, model)
+    exact = oracle(path)
+    ids = documents()
+    total = sum(len(one) - 1 for one in ids)
+    log_probs: list[Tensor] = []
+    for one in ids:
+        scores = exact(input_ids=one[None], use_cache=False).logits[0].log_softmax(-1)
+        picked = scores[:-1].gather(-1, one[1:, None])[:, 0]
+        (-picked.sum() / total).backward()
+        log_probs.append(torch.cat([picked.new_zeros(1), picked.detach()]))
+    # Gradients are named as weights are once they are saved in the place of these.
+    with torch.no_grad():
+        for tensor in exact.state_dict(keep_vars=True).values():
+            tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+    exact.save_pretrained(f"{path}-gradients")
+    return Expected(
+        path=path,
+        saved=load_file(folder / "model.safetensors"),
+        log_probs=log_probs,
+        gradients=load_file(Path(f"{path}-gradients", "model.safetensors")),
+    )
+
+
+def compare(results: list[Any], want: Expected, about: str) -> None:
+    """Compare the results of all ranks."""
+    norm = float(torch.stack([g.norm() for g in want.gradients.values()]).norm())
+    for outputs, before, _, after in results:
+        for number, got in outputs.items():
+            apart = (got.double() - want.log_probs[number]).abs().max()
+            assert float(apart) < 1e-4, f"{about}: log-probs of document {number}: {apart:.1e}"
+        assert set(before) == set(want.saved), f"{about}: {set(before) ^ set(want.saved)}"
+        for name, tensor in before.items():
+            assert torch.equal(tensor, want.saved[name]), f"{about}: {name} is exported differently"
+            gradient = want.gradients[name]
+            apart = (tensor.double() - after[name].double() - gradient).norm()
+            size = max(float(gradient.norm()), 1e-3 * norm)
+            assert float(apart) < 1e-3 * size, f"{about}: gradient of {name}: {apart / size:.1e}"
+    for parts in zip(*(shards for _, _, shards, _ in results), strict=True):
+        name = parts[0][0]
+        whole = assemble([(part, spec) for _, part, spec in parts])
+        assert torch.equal(whole, want.saved[name]), f"{about}: {name} in shards"
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[list[int]]:
+    return [one.tolist() for one in documents()]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """Return the function that writes and computes a model once."""
+    return cache(lambda name: expected(tmp_path_factory.mktemp("model") / "model", MODELS[name]))
+
+
+@pytest.mark.parametrize(("name", "parallelism", "options"), _runs())
+def test_a_family_is_computed_as_in_transformers(
+    request: pytest.FixtureRequest,
+    written: Callable[[str], Expected],
+    ids: list[list[int]],
+    name: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+) -> None:
+    want = written(name)
+    ranks: RankPool = request.getfixturevalue("pool" if parallelism else "one")
+    results = ranks.run(
+        "family_ranks:compute",
+        path=want.path,
+        parallelism=parallelism,
+        options=options,
+        documents=ids,
+    )
+    compare(results, want, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.nightly)]
+)
+def test_a_training_goes_on_in_another_engine_layout_and_format(
+    pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+) -> None:
+    """Experts that are saved as one tensor, and biases that are saved and not trained."""
+    path = write(tmp_path / "model", MODELS[name])
+    for found in pool.run(
+        "family_ranks:pass_on", path=path, documents=[*ids, ids[0]], scratch=str(tmp_path)
+    ):
+        for same in ("one elsewhere", "one again"):
+            assert_same(found[same], found["one"], same)
+        assert_same(found["two again"], found["two"], "two again")
+        assert_same(found["two in stages"], found["two elsewhere"], "two in stages")
+        for key, tensor in found["two"].items():
+            torch.testing.assert_close(
+                tensor,
+                found["two elsewhere"][key],
+                atol=2e-4,
+                rtol=1e-3,
+                msg=lambda m, k=key: k + m,
+            )
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], about: str) -> None:
+    """Compare weights bit for bit."""
+    assert set(got) == set(want)
+    changed = [name for name, tensor in got.items() if not torch.equal(tensor, want[name])]
+    assert not changed, f"{about}: {changed[:3]}"
+
+
+# Values that a key may have besides the tiny model's, by the type of its value.
+OTHERS: dict[type, Any] = {
+    bool: lambda value: [not value],
+    int: lambda value: [value + 1, 2 * value, 1],
+    float: lambda value: [1.5 * value + 0.1],
+    str: lambda value: ["gelu"] if value == "silu" else [],
+    type(None): lambda _: [True, 2, 0.5],
+    list: lambda value: [value[::-1], []],
+}
+# Keys of the vocabulary, of text, of caches and of losses that no engine has.
+NO_ARITHMETIC = (
+    "token",
+    "cache",
+    "output_",
+    "label",
+    "dtype",
+    "return_",
+    "chunk_size",
+    "pretraining",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_of_a_configuration_is_followed_or_refused(
+    tmp_path: Path, ids: list[list[int]], family: str
+) -> None:
+    base = next(model for model in MODELS.values() if model.family == family)
+    wrong: list[str] = []
+    for number, (key, value) in enumerate(_changes(family, base.keys)):
+        folder = tmp_path / str(number)
+        try:
+            path = write(folder, Model(family=family, keys=base.keys | {key: value}))
+            exact = oracle(path)
+            want = torch.cat([log_probs(exact, torch.tensor(one)) for one in ids])
+        # transformers refuses some values, each in its own way.
+        except Exception:  # noqa: BLE001
+            continue
+        try:
+            refused, got = infer(path, ids)
+        except Exception as error:  # noqa: BLE001 - it is a result
+            wrong.append(f"{key}={value!r}: {type(error).__name__}: {error}")
+            continue
+        if got is not None and not float((got.double() - want).abs().max()) < 1e-4:
+            wrong.append(f"{key}={value!r}")
+        print(family, key, value, refused or "right")
+        shutil.rmtree(folder)
+    assert not wrong
+
+
+def _changes(family: str, keys: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys of a family's configuration, and further keys of other families, with values."""
+    config = tiny_config(family, **keys).to_dict()
+    extra = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "layer_types": None,
+    }
+    extra |= {"use_sliding_window": False, "logits_scaling": 1.0, "attn_logit_softcapping": None}
+    for key, value in (extra | config).items():
+        if key not in PreTrainedConfig().to_dict() and not any(
+            part in key for part in NO_ARITHMETIC
+        ):
+            for other in OTHERS.get(type(value), lambda _: [])(value):
+                yield key, other
+    rope = config["rope_parameters"]
+    for kind in ("linear", "dynamic", "llama3", "longrope", "proportional"):
+        yield "rope_parameters", LLAMA3 | rope | {"rope_type": kind, "factor": 3.0}
+    for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "truncate"):
+        yield "rope_parameters", rope | YARN | {name: 0.0 if name == "truncate" else 1.5}

@@ -1,0 +1,1 @@
+"""``engine-train replay``: a recorded step of RL made again, and compared with the recording."""

@@ -1,0 +1,55 @@
+"""Checks of an engine that shares the processes of the policy's: a critic or a teacher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine_api.capabilities import refuse_undeclared
+from engine_api.errors import ConfigError
+from engine_trainer.config import EngineSection, RLConfig
+from engine_trainer.placement.groups import Launcher, format_sizes, model_sizes
+
+
+def check_companion(
+    engine: EngineSection, config: RLConfig, launcher: Launcher, ranks: int, key: str
+) -> None:
+    """Refuse an engine that cannot be on the policy's ``ranks``, before anything is loaded.
+
+    Args:
+        engine: the whole section of the engine.
+        config: the run's configuration.
+        launcher: the launcher of the run.
+        ranks: number of ranks of the policy's engine.
+        key: key of the engine's own section, for errors.
+
+    Raises ``ConfigError``, ``UnsupportedCapability``, ``PluginError``.
+    """
+    sizes = model_sizes(engine.parallelism)
+    each = math.prod(sizes.values())
+    shards = engine.parallelism.dp_shard
+    if ranks % each or shards not in (-1, ranks // each):
+        name = key.removeprefix("algorithm.").partition(".")[0]
+        raise ConfigError(
+            f"{key}.parallelism",
+            f"expected sizes whose product is {ranks}, "
+            f"got {format_sizes(sizes | {'dp_shard': shards})}",
+            why=f"the {name} is on the ranks of the policy's engine, on all of them",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
+            "null takes the policy's",
+        )
+    with named_below(key):
+        built = engine.build(seed=config.run.seed, total_steps=1)
+        _, capabilities = launcher.resolve(engine, config.engine)
+    refuse_undeclared(built, capabilities, engine.backend)
+
+
+@contextmanager
+def named_below(key: str) -> Iterator[None]:
+    """Name the keys below ``key`` in errors, in place of those of the policy's engine."""
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field.replace("engine.", f"{key}.", 1)
+        raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error
