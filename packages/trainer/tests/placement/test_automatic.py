@@ -257,7 +257,8 @@ def test_a_teacher_on_another_engine_has_choices_of_its_own(folder: Path) -> Non
     # It only infers.
     assert choices["algorithm.teacher.engine.memory.compile"] is False
     assert choices["algorithm.teacher.engine.memory.recompute"] == "none"
-    assert "auto" not in json.dumps(to_plain(settled)["algorithm"]["teacher"])
+    own = to_plain(settled)["algorithm"]["teacher"]["engine"]
+    assert "auto" not in json.dumps([own["precision"], own["memory"]])
     engine = settled.algorithm.teacher.engine.engine(settled.engine)
     assert engine.precision.compute == "float32"
     _, again = settle(settled, Launcher("cuda", others=others))
