@@ -158,10 +158,12 @@ def _start(folder: Path, ranks: int, backend: str) -> tuple[Any, dict[str, float
     from engine_api import EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism
     from engine_api.errors import ConfigError
 
+    options: dict[str, Any] = {}
     if backend == FSDP:
-        parallelism, options, rate = Parallelism(ulysses=ranks), {}, 0.0
+        parallelism, rate = Parallelism(ulysses=ranks), 0.0
     else:
-        parallelism, options, rate = Parallelism(tp=ranks), {"sequence_parallel": ranks > 1}, 1.0
+        parallelism, rate = Parallelism(tp=ranks), 1.0
+        options = {"sequence_parallel": ranks > 1}
         if ranks > 1 and _has_experts(folder):
             options["expert_tensor_parallel"] = 1
 

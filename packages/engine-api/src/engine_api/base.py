@@ -374,7 +374,7 @@ class BaseEngine(EngineDefaults):
             vocab_size=self.vocab_size,
             needs_weight=needs_weight,
             share_prefixes=memory.share_prefixes,
-            check=self._check_experts,
+            check=self._check_replayed,
         )
 
     routing: Routing | None = None
@@ -383,7 +383,7 @@ class BaseEngine(EngineDefaults):
     An engine that declares ``router_replay`` sets it in ``_build`` where it is configured.
     """
 
-    def _check_experts(self, batch: Batch) -> None:
+    def _check_replayed(self, batch: Batch) -> None:
         """Raise ``BatchError`` for a field ``routed_experts`` that cannot be replayed."""
         if ROUTED_EXPERTS not in batch.fields:
             return

@@ -91,6 +91,7 @@ def _choose_backend(experts: str) -> BackendConfig:
 
     Its defaults depend on the packages that are installed.
     """
+    ways: dict[str, Any] = {"loop": "torch", "grouped": "torch_mm"}
     return BackendConfig(
         attn="sdpa",
         linear="torch",
@@ -98,7 +99,7 @@ def _choose_backend(experts: str) -> BackendConfig:
         rms_norm="torch",
         rope="torch",
         rope_fusion=False,
-        experts={"loop": "torch", "grouped": "torch_mm"}[experts],
+        experts=ways[experts],
         dispatcher="torch",
         enable_hf_state_dict_adapter=False,
     )

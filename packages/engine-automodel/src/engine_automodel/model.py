@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from engine_api.hf_noise import refuse_noise
 from engine_automodel.library import FAMILIES, apply_ep, find_plan, has_experts, make_decoder
 from engine_automodel.modules import Experts, Rotary, adapt
 from engine_automodel.parallel import Layout
+from engine_automodel.plugin import PLUGIN
 from engine_torch import attention
 from engine_torch.boxes import find_box
 from engine_torch.head import VocabularyShard, chunked_log_probs
@@ -32,6 +33,7 @@ from engine_torch.model import (
     Kind,
     ModelClasses,
     PackedModel,
+    free_padding,
     make_model,
     read_config,
     recompute_children,
@@ -54,8 +56,6 @@ class AutomodelClasses(ModelClasses):
     """The families of Automodel, with the saved names of transformers' own classes."""
 
     engine = "engine-automodel"
-    # Automodel's classes of these families have none of them.
-    mechanisms: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a family that the engine does not build."""
@@ -177,7 +177,7 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
     _refuse_indivisible(hf_config, layout)
     attention.register()
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
-    refuse_unserved(hf_config, type(twin), twin, served=CLASSES.mechanisms, engine=CLASSES.engine)
+    refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
     files = None if config.model.init == "random" else WeightFiles(folder)
     device_type = layout.mesh.device_type
     lm = _make(hf_config, config, folder, device_type, experts)
@@ -211,6 +211,7 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, e
             )
             if has_experts(hf_config.model_type):
                 adapt(lm, device_type)
+        free_padding(lm)
     except Exception as error:
         # Automodel's own code reads the configuration, and may raise anything for a value it does
         # not know.
