@@ -204,9 +204,9 @@ class ReplayOfTheFirstPart(Model):
 class ReplayUnasked(LoopbackEngine):
     """A field ``routed_experts`` is left out in silence where it was not configured."""
 
-    def _check_experts(self, batch: Batch) -> None:
+    def _check_replayed(self, batch: Batch) -> None:
         if self.routing is not None:
-            super()._check_experts(batch)
+            super()._check_replayed(batch)
 
 
 @mutant("refusal.router_replay", group="router_replay", hides=(Capability.ROUTER_REPLAY,))
