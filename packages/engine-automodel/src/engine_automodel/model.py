@@ -33,7 +33,6 @@ from engine_torch.model import (
     Kind,
     ModelClasses,
     PackedModel,
-    free_padding,
     make_model,
     read_config,
     recompute_children,
@@ -211,7 +210,6 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, e
             )
             if has_experts(hf_config.model_type):
                 adapt(lm, device_type)
-        free_padding(lm)
     except Exception as error:
         # Automodel's own code reads the configuration, and may raise anything for a value it does
         # not know.
