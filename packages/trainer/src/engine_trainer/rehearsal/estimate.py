@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
+from engine_api.devices import Cuda
 from engine_api.errors import ConfigError
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.placement import memory
@@ -37,9 +38,9 @@ def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[s
     parameters = memory.count_parameters(config.engine.model)
     engine = config.engine.build(seed=0, total_steps=1)
     counts = (
-        memory.engines_bytes(config, engine, "cuda")
+        memory.engines_bytes(config, engine, Cuda.name)
         if isinstance(config, RLConfig)
-        else {"policy": memory.engine_bytes(engine, parameters, "cuda", learns=True)}
+        else {"policy": memory.engine_bytes(engine, parameters, Cuda.name, learns=True)}
     )
     copies = engine.parallelism.dp_replicate
     shards = max(1, gpus)
