@@ -58,7 +58,7 @@ class ScoredCompletion:
     It is empty without an error.
     """
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
-    """By token of the prompt and of ``tokens`` the experts of each layer (``Completion``).
+    """Experts of each layer by token of the prompt and of ``tokens`` (``Completion``).
 
     It may end before the last tokens, whose experts are not known then.
     """
