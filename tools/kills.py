@@ -284,13 +284,27 @@ class Unbroken:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in ``hf/`` and in ``checkpoints/``, ``latest`` included."""
+    """Return the SHA-256 of each file in ``hf/`` and in ``checkpoints/``, ``latest`` included.
+
+    Manifests are taken without the run's id, which is another one in each run, and without their
+    own digests.
+    """
     files = [
         path for part in ("hf", "checkpoints") for path in (out / part).rglob("*") if path.is_file()
     ]
     return {
-        str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)
+        str(p.relative_to(out)): hashlib.sha256(_content(p)).hexdigest()
+        for p in sorted(files)
+        if p.name != "manifest.sha256"
     }
+
+
+def _content(path: Path) -> bytes:
+    if path.name != "manifest.json":
+        return path.read_bytes()
+    manifest = json.loads(path.read_bytes())
+    del manifest["extra"]["run"]
+    return json.dumps(manifest).encode()
 
 
 def rows(out: Path) -> list[Any]:

@@ -104,6 +104,7 @@ ASKS = {
     Capability.FP8: {"precision": Precision(compute="float8")},
     Capability.FP16: {"precision": Precision(reduce="float16")},
     Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
+    Capability.ROUTER_REPLAY: {"router_replay": True},
 }
 
 

@@ -21,7 +21,7 @@ from engine_api import Batch, EngineConfig, ModelSource
 from engine_api.config import Precision
 from engine_api.errors import ConfigError
 from engine_megatron import te
-from engine_megatron.context import ContextShard, attend, token_order
+from engine_megatron.context import ContextShard, Scores, attend_chunks, token_order
 from engine_megatron.layers import PackedAttention, build_packing, steady_longest
 from engine_megatron.model import pack_inputs
 from engine_megatron.options import MegatronOptions
@@ -201,30 +201,34 @@ _EXPERTS = (
     *(f"mlp.experts.linear_fc{part}.weight{expert}" for part in (1, 2) for expert in range(4)),
 )
 _QK_NORM = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+_FEED_FORWARD = ("mlp.linear_fc1", "mlp.linear_fc2")
+_BIASES = tuple(f"{name}.bias" for name in ("self_attention.linear_proj", *_FEED_FORWARD))
 TE_LAYERS = {
-    "llama": (*_LAYER, *_DENSE),
+    "llama": (*_LAYER, *_DENSE, *_BIASES),
     "qwen2": (*_LAYER, "self_attention.linear_qkv.bias", *_DENSE),
     "qwen3": (*_LAYER, *_QK_NORM, *_DENSE),
-    "qwen3_moe": (*_LAYER, *_QK_NORM, *_EXPERTS),
+    "qwen3_moe": (*_LAYER, *_QK_NORM, *_DENSE, *_EXPERTS),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TE_LAYERS)
 def test_every_parameter_of_the_te_spec_is_named(family: str) -> None:
     shape = replace(shape_of(family), spec="te")
     (layout,) = layouts(1, 1, 1)
     table = weight_table(shape, layout, 1, torch.float32)
+    sparse = shape.mixture.sparse if shape.mixture else [False] * shape.layers
     want = {
         f"decoder.layers.{layer}.{name}"
         for layer in range(shape.layers)
         for name in TE_LAYERS[family]
+        if name not in (_DENSE if sparse[layer] else _EXPERTS)
     }
     want |= {
         "embedding.word_embeddings.weight",
         "decoder.final_layernorm.weight",
         "output_layer.weight",
     }
-    names = {name for weight in table for name in weight.parameters.values()}
+    names = {name for weight in table for found in weight.parameters.values() for name in found}
     # There is one chunk.
     assert names == {f"0.{name}" for name in want}
     attach(table, parameters_of(table, layout, shape, 1), layout)
@@ -287,7 +291,9 @@ def test_attention_on_shards_is_attention_on_the_whole(ranks: int) -> None:
         (torch.randn(total, heads, 8, dtype=torch.float64) * 3).requires_grad_()
         for heads in (4, 2, 2)
     ]
-    attention = PackedAttention(type("Config", (), {"kv_channels": 8})())
+    settings = {"kv_channels": 8, "softmax_type": "vanilla"}
+    settings |= dict.fromkeys(("window_size", "window_attn_skip_freq"))
+    attention = PackedAttention(type("Config", (), settings)())
     want = attention(*whole, packed_seq_params=build_packing(lengths, torch.device("cpu")))
     upstream = torch.randn_like(want)
     exact = torch.autograd.grad(want, whole, upstream)
@@ -300,7 +306,7 @@ def test_attention_on_shards_is_attention_on_the_whole(ranks: int) -> None:
         keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in whole[1:])
         parts = zip(query.split([n // ranks for n in lengths], dim=1), keys, values, strict=True)
         out = (
-            torch.cat([attend(*part, shard, None) for part in parts], dim=1)
+            torch.cat([attend_chunks(*part, shard, Scores()) for part in parts], dim=1)
             .transpose(0, 1)
             .reshape(len(own), -1)
         )

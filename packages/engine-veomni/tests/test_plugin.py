@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism, Precision
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp.plugin import PLUGIN as FSDP
 from engine_veomni import plugin
@@ -64,8 +64,9 @@ def test_without_engine_npu_an_npu_is_refused_with_the_package_to_install(
     assert (answer.ok, answer.remedy) == (False, "pip install engine-npu")
 
 
-def test_it_declares_what_engine_fsdp_has_but_compilation() -> None:
-    assert {Capability.COMPILE} == FSDP.capabilities - plugin.PLUGIN.capabilities
+def test_it_declares_what_engine_fsdp_has_but_compilation_and_mechanisms() -> None:
+    lacks = {Capability.COMPILE, Capability.ROUTER_REPLAY} | MECHANISMS
+    assert lacks == FSDP.capabilities - plugin.PLUGIN.capabilities
     assert plugin.PLUGIN.capabilities < FSDP.capabilities
     assert plugin.PLUGIN.one_layout
 

@@ -184,10 +184,6 @@ SHAPES: dict[str, ModelRequest] = {
     "a vocabulary beyond 16 bits": ModelRequest(
         words=("vocab",), model={"vocab_size": 70_001, "hidden_size": 16, "num_layers": 1}
     ),
-    # So few tokens that it is among them. transformers gives its row no gradient.
-    "a token for padding that documents hold": ModelRequest(
-        words=("pad_token_id",), model={"vocab_size": 8, "keys": {"pad_token_id": 3}}
-    ),
     **{f"activation {name}": _activation(name) for name in ACTIVATIONS if name != "silu"},
     "activation gelu of experts": _activation("gelu", family="qwen3_moe", tied=False),
     "a mixture with a dense layer": _mixture(mlp_only_layers=[0]),
@@ -482,15 +478,12 @@ def shapes(target: Target) -> float:
 
     These are biases on each projection (the output's and the MLP's too), heads whose
     width is not hidden size / heads, one head of keys, vocabularies that no two ranks
-    divide, a token for padding that stands in documents as any other, the activations gelu,
-    gelu_pytorch_tanh and relu, mixtures with dense layers, and transformers' defaults of keys that
-    are left out.
+    divide, the activations gelu, gelu_pytorch_tanh and relu, mixtures with dense layers, and
+    transformers' defaults of keys that are left out.
 
     If this fails: the MLP's activation is SiLU whatever ``hidden_act`` is, a bias is dropped,
     ``head_dim`` is derived where it is given, or rows of the vocabulary are lost where
-    ranks share it, or the embedding of ``pad_token_id`` has no gradient (``padding_idx`` of
-    ``nn.Embedding``), or a key that config.json leaves out has another default than in
-    transformers.
+    ranks share it, or a key that config.json leaves out has another default than in transformers.
     """
     margins = [_require_right_or_refused(target, SHAPES)]
     for family, (arguments, left_out) in LEFT_OUT.items():

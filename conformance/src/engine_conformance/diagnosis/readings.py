@@ -1,4 +1,4 @@
-"""What is compared: documents, readings of them, and the model that both are of."""
+"""The things that are compared: documents, readings of them, and the model that both are of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reading:
     """Name for people: ``engine`` or ``rollout``."""
 
     log_probs: Sequence[Tensor]
-    """For each document the log-prob of each token of its completion, ``[L - prompt]`` in nats.
+    """Log-probs of the tokens of each document's completion, ``[L - prompt]`` in nats.
 
     NaN where there is none.
     """
@@ -116,7 +116,7 @@ class Finding:
     """Name of the likeliest cause (a key of ``CAUSES``), "" where there is none."""
 
     detail: str = ""
-    """What the cause is in this case."""
+    """Details of the cause in this case, as text."""
 
     left: float = 0.0
     """Share of the difference (root mean square) that the cause does not explain."""

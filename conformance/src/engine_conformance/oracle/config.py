@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 Mask = Callable[[int, int | None], Tensor]
-"""From a document's length and a layer's window to ``[L, L]``, true where the row's token does not
-attend to the column's."""
+"""Function of a document's length and a layer's window that returns ``[L, L]`` bool.
+
+It is true where the row's token does not attend to the column's."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
 # Families of which a mechanism's case alone makes a model.

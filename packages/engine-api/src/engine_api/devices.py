@@ -84,6 +84,27 @@ def probe_device(name: str) -> ProbeResult:
         return ProbeResult(ok=False, reason=error.what, remedy=error.remedy)
 
 
+def find_version_problem(distribution: str, tested: str, remedy: str) -> ProbeResult | None:
+    """Return the answer of a plug-in whose library is absent or of an untested version, or None.
+
+    Args:
+        distribution: name of the library on the package index.
+        tested: the one version that the plug-in was tested with.
+        remedy: the command that installs it.
+    """
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ProbeResult(ok=False, reason=f"{distribution} is not installed", remedy=remedy)
+    if version != tested:
+        return ProbeResult(
+            ok=False,
+            reason=f"expected {distribution} {tested}, got {version}, which is not tested",
+            remedy=remedy,
+        )
+    return None
+
+
 class Device:
     """The properties of a kind of device, so that an engine's code names none.
 

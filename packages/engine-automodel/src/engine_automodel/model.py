@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -25,21 +24,20 @@ from engine_automodel.parallel import Layout
 from engine_automodel.plugin import PLUGIN
 from engine_torch import attention
 from engine_torch.boxes import find_box
-from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
+from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import refuse_unserved
 from engine_torch.model import (
     DTYPES,
     Kind,
     ModelClasses,
-    PackedModel,
-    free_padding,
     make_model,
     read_config,
     recompute_children,
 )
 
-__all__ = ["BuiltDecoder", "PackedDecoder", "build_decoder", "place_positions", "tie"]
+__all__ = ["PackedAutomodel", "build_decoder", "place_positions", "tie"]
 
 _WRAPPER = "_checkpoint_wrapped_module."
 # Types of rotary positions whose frequencies do not depend on the length of a document.
@@ -78,21 +76,15 @@ class AutomodelClasses(ModelClasses):
 CLASSES = AutomodelClasses()
 
 
-class PackedDecoder(PackedModel):
-    """The FSDP root, made of Automodel's model and the head that computes per-token outputs."""
+class PackedAutomodel(PackedDecoder):
+    """The FSDP root with Automodel's model."""
 
     def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
-        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=layout.cp_group)
+        super().__init__(lm, logit_chunk=logit_chunk, cp_group=layout.cp_group)
         self.tp_mesh = layout.tp_mesh if layout.tp > 1 else None
 
-    def _adapt(self, lm: Any) -> None:
-        """Leave Automodel's layers as they are, which are given the documents in each pass."""
-
-    def forward(
-        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
-    ) -> tuple[Tensor, ...]:
-        """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
-        assert isinstance(inputs, PackedInputs)
+    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Compute the hidden states (see ``PackedDecoder.decode``)."""
         outputs: Any = self.lm.model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -105,55 +97,13 @@ class PackedDecoder(PackedModel):
         # Mixtures of experts return the hidden states alone.
         hidden = getattr(outputs, "last_hidden_state", outputs)
         weight = self.lm.lm_head.weight
-        shard = None
-        if self.tp_mesh is not None:
-            first = find_box(weight).offset[0]
-            shard = VocabularyShard(group=self.tp_mesh.get_group(), first=first)
-            weight = weight.to_local()
-            # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
-            whole = DTensor.from_local(hidden, self.tp_mesh, [Replicate()], run_check=False)
-            hidden = whole.to_local(grad_placements=[Partial()])
-        log_probs, entropy = chunked_log_probs(
-            hidden[0],
-            weight,
-            inputs.targets,
-            temperature=temperature,
-            chunk=self.logit_chunk,
-            entropy="entropy" in needs,
-            coefficients=inputs.coefficients,
-            shard=shard,
-        )
-        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltDecoder:
-    """A model on the meta device, divided by tensor parallelism but not yet by ``fully_shard``."""
-
-    lm: Any
-    """Automodel's model."""
-
-    hf_config: Any
-    """Transformers' configuration of the model."""
-
-    pieces: dict[str, list[Piece]]
-    """Saved tensors of each parameter by the parameter's name, in the order of transformers."""
-
-    folder: str
-    """Folder of the model's files."""
-
-    files: WeightFiles | None
-    """The weights, or None for a model that draws them."""
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The repeated blocks in their order."""
-        return list(self.lm.model.layers.children())
-
-    @property
-    def experts(self) -> list[nn.Module]:
-        """The modules that hold the weights of experts."""
-        return [module for module in self.lm.modules() if isinstance(module, Experts)]
+        if self.tp_mesh is None:
+            return hidden, weight, None
+        first = find_box(weight).offset[0]
+        shard = VocabularyShard(group=self.tp_mesh.get_group(), first=first)
+        # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
+        whole = DTensor.from_local(hidden, self.tp_mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
 def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> BuiltDecoder:
@@ -192,7 +142,15 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
     pieces = _map_names(lm, twin, saved)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
+    return BuiltDecoder(
+        lm=lm,
+        hf_config=hf_config,
+        pieces=pieces,
+        folder=folder,
+        files=files,
+        blocks=list(lm.model.layers.children()),
+        experts=[module for module in lm.modules() if isinstance(module, Experts)],
+    )
 
 
 def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, experts: str) -> Any:
@@ -211,7 +169,6 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, e
             )
             if has_experts(hf_config.model_type):
                 adapt(lm, device_type)
-        free_padding(lm)
     except Exception as error:
         # Automodel's own code reads the configuration, and may raise anything for a value it does
         # not know.
@@ -273,7 +230,7 @@ def _refuse(name: str, value: Any, why: str) -> None:
 def _refuse_indivisible(hf_config: Any, layout: Layout) -> None:
     """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        _refuse_size(hf_config, name, "tp", layout.tp)
+        check_divisible(hf_config, name, "tp", layout.tp)
     if layout.ep == 1:
         return
     if not has_experts(hf_config.model_type):
@@ -282,18 +239,7 @@ def _refuse_indivisible(hf_config: Any, layout: Layout) -> None:
             f"expected 1 for a model without experts, got {layout.ep}",
             remedy="leave parallelism.ep out, or choose a mixture of experts",
         )
-    _refuse_size(hf_config, "num_experts", "ep", layout.ep)
-
-
-def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
-    """Raise ``ConfigError`` for a size of the model that a number of ranks does not divide."""
-    size = getattr(hf_config, name)
-    if size % ranks:
-        raise ConfigError(
-            f"parallelism.{kind}",
-            f"{name} {size} cannot be divided over {ranks} ranks",
-            remedy="choose a divisor of it",
-        )
+    check_divisible(hf_config, "num_experts", "ep", layout.ep)
 
 
 def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:

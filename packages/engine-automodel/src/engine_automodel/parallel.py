@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
-from engine_torch.parallel import set_timeouts
+from engine_torch.parallel import find_shard_size, set_timeouts
 
 __all__ = ["Layout", "build_layout", "limit_groups"]
 
@@ -127,7 +127,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     cp = parallelism.cp
     ep = parallelism.ep
     copies = parallelism.dp_replicate
-    shard = _find_shard_size(parallelism, dist.get_world_size())
+    shard = find_shard_size(parallelism, dist.get_world_size(), "tp", "cp")
     _refuse_experts(ep, shard * cp, tp)
     topology = Topology(
         rank=rank,
@@ -174,19 +174,3 @@ def _refuse_experts(ep: int, ranks: int, tp: int) -> None:
             why="experts are spread over the ranks that share one copy of the weights",
             remedy="choose a divisor of it",
         )
-
-
-def _find_shard_size(parallelism: Parallelism, world: int) -> int:
-    """Return the number of data-parallel ranks that share one copy of the weights."""
-    fixed = parallelism.dp_replicate * parallelism.tp * parallelism.cp
-    dp_shard = parallelism.dp_shard
-    if dp_shard == -1:
-        dp_shard = world // fixed
-    if dp_shard < 1 or dp_shard * fixed != world:
-        raise ConfigError(
-            "parallelism",
-            f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x tp "
-            f"{parallelism.tp} x cp {parallelism.cp} does not make a world of {world}",
-            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
-        )
-    return dp_shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from engine_api.capabilities import Capability
-from engine_api.devices import probe_device
+from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
 
 # Automodel replaces model classes and moves modules from release to release, so each needs a run of
@@ -27,16 +27,8 @@ def probe(device: str) -> ProbeResult:
 
 def find_problem() -> ProbeResult | None:
     """Return the answer where Automodel or transformers is absent or untested, or None."""
-    try:
-        version = importlib.metadata.version("nemo-automodel")
-    except importlib.metadata.PackageNotFoundError:
-        return ProbeResult(ok=False, reason="nemo-automodel is not installed", remedy=_INSTALL)
-    if version != TESTED_VERSION:
-        return ProbeResult(
-            ok=False,
-            reason=f"expected nemo-automodel {TESTED_VERSION}, got {version}, which is not tested",
-            remedy=_INSTALL,
-        )
+    if problem := find_version_problem("nemo-automodel", TESTED_VERSION, _INSTALL):
+        return problem
     least = ".".join(map(str, LEAST_TRANSFORMERS))
     remedy = f"pip install 'transformers>={least},<5.20'"
     try:

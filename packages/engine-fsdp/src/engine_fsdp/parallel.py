@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine_api.config import EngineConfig, Parallelism
-from engine_api.errors import ConfigError
 from engine_api.results import Topology
 from engine_torch import parallel
-from engine_torch.parallel import set_timeouts
+from engine_torch.parallel import find_shard_size, is_plain, set_timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +71,16 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     world = dist.get_world_size()
     replicate = parallelism.dp_replicate
     ulysses = parallelism.ulysses
-    shard = _shard_size(parallelism, world)
-    mesh, flat = _meshes(device_type, (replicate, shard // ulysses, ulysses))
+    dp_shard = find_shard_size(parallelism, world, "ulysses")
+    mesh, flat = _meshes(device_type, (replicate, dp_shard, ulysses))
     replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
     topology = Topology(
         rank=dist.get_rank(),
         world_size=world,
-        dp_rank=replica * (shard // ulysses) + dp,
-        dp_size=replicate * shard // ulysses,
+        dp_rank=replica * dp_shard + dp,
+        dp_size=replicate * dp_shard,
         is_primary=sp == 0,
-        sizes={"dp_replicate": replicate, "dp_shard": shard // ulysses, "ulysses": ulysses},
+        sizes={"dp_replicate": replicate, "dp_shard": dp_shard, "ulysses": ulysses},
     )
     return Layout(
         mesh=mesh["replicate", "shard"] if replicate > 1 else flat,
@@ -99,32 +98,12 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     set_timeouts(groups, device_type, timeout_s)
 
 
-def _shard_size(parallelism: Parallelism, world: int) -> int:
-    """Return the number of ranks that share one copy of the weights."""
-    fixed = parallelism.dp_replicate * parallelism.ulysses
-    dp_shard = parallelism.dp_shard
-    if dp_shard == -1:
-        dp_shard = world // fixed
-    if dp_shard < 1 or dp_shard * fixed != world:
-        raise ConfigError(
-            "parallelism",
-            f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x ulysses "
-            f"{parallelism.ulysses} does not make a world of {world}",
-            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
-        )
-    return dp_shard * parallelism.ulysses
-
-
 def shard_model(
     root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int
 ) -> None:
     """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
 
-    A single rank that uses a single dtype has nothing to shard, reduce or cast, and its model stays
-    a plain module. FSDP would still copy every weight and gradient through its buffers.
+    A model that has nothing to shard, reduce or cast stays a plain module.
     """
-    precision = config.precision
-    one_dtype = precision.master == precision.compute == precision.reduce
-    if layout.topology.world_size == 1 and one_dtype and not config.memory.offload_params:
-        return
-    parallel.shard_model(root, blocks, config, layout.mesh, prefetch)
+    if not is_plain(config, layout.topology.world_size):
+        parallel.shard_model(root, blocks, config, layout.mesh, prefetch)

@@ -324,23 +324,8 @@ def make_model(
             # The family's own code reads the configuration, and may raise anything for a value it
             # does not know.
             raise unbuildable(hf_config, folder, error) from error
-        free_padding(lm)
     keep_float32(lm)
     return lm
-
-
-def free_padding(lm: nn.Module) -> None:
-    """Let the row of ``pad_token_id`` in embeddings be as the others are.
-
-    transformers starts it at zero and gives it no gradient. Packed documents have no padding, and
-    hold that token where it has a meaning, such as the end of a turn.
-    """
-    for module in lm.modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            if not module.weight.is_meta:
-                row = module.weight.detach()[module.padding_idx]
-                nn.init.normal_(row, std=module.weight.detach().float().std().item())
-            module.padding_idx = None
 
 
 def reset_buffers(lm: Any) -> None:

@@ -1,7 +1,8 @@
-"""``fully_shard`` over a mesh of data-parallel ranks, and the timeout of a mesh's groups."""
+"""``fully_shard`` over a mesh of data-parallel ranks, sizes of a mesh, and its groups' timeout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -18,12 +19,50 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, Parallelism
 from engine_api.devices import device_of
+from engine_api.errors import ConfigError
 from engine_torch.fsdp_modules import sum_gradients
 from engine_torch.model import DTYPES
 
-__all__ = ["set_timeouts", "shard_model"]
+__all__ = ["find_shard_size", "is_plain", "set_timeouts", "shard_model"]
+
+
+def find_shard_size(parallelism: Parallelism, world: int, *others: str) -> int:
+    """Return the number of data-parallel ranks that share one copy of the weights.
+
+    Args:
+        parallelism: the sizes that were asked for.
+        world: number of ranks.
+        others: fields of ``parallelism`` that divide the ranks in addition, such as ``tp``.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of ranks.
+    """
+    sizes = {name: getattr(parallelism, name) for name in ("dp_replicate", *others)}
+    fixed = math.prod(sizes.values())
+    dp_shard = parallelism.dp_shard
+    if dp_shard == -1:
+        dp_shard = world // fixed
+    if dp_shard < 1 or dp_shard * fixed != world:
+        asked = {"dp_replicate": parallelism.dp_replicate, "dp_shard": parallelism.dp_shard}
+        product = " x ".join(f"{name} {size}" for name, size in (asked | sizes).items())
+        raise ConfigError(
+            "parallelism",
+            f"{product} does not make a world of {world}",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
+        )
+    return dp_shard
+
+
+def is_plain(config: EngineConfig, world: int) -> bool:
+    """Return whether there is nothing to shard, reduce or cast: one rank that uses one dtype.
+
+    FSDP would still copy every weight and gradient through its buffers.
+    """
+    precision = config.precision
+    one_dtype = precision.master == precision.compute == precision.reduce
+    return world == 1 and one_dtype and not config.memory.offload_params
 
 
 def set_timeouts(groups: Iterable[Any], device_type: str, timeout_s: int) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from engine_api.config import EngineConfig, ModelSource
@@ -20,14 +18,14 @@ from engine_api.hf_names import Piece
 from engine_api.hf_noise import refuse_noise
 from engine_torch import attention
 from engine_torch.boxes import find_box
-from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
+from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import refuse_unserved
 from engine_torch.model import (
     DTYPES,
     Kind,
     ModelClasses,
-    PackedModel,
     make_model,
     read_config,
     recompute_children,
@@ -38,8 +36,7 @@ from engine_torchtitan.plugin import PLUGIN
 from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
 
 __all__ = [
-    "BuiltDecoder",
-    "PackedDecoder",
+    "PackedTorchTitan",
     "build_decoder",
     "fill_buffers",
     "is_compiled",
@@ -73,75 +70,26 @@ class TorchTitanClasses(ModelClasses):
 CLASSES = TorchTitanClasses()
 
 
-class PackedDecoder(PackedModel):
-    """The FSDP root, made of torchtitan's decoder and the head that computes per-token outputs."""
+class PackedTorchTitan(PackedDecoder):
+    """The FSDP root with torchtitan's decoder."""
 
     def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
-        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=layout.cp_group)
+        super().__init__(lm, logit_chunk=logit_chunk, cp_group=layout.cp_group)
         # The head computes its logits in chunks, from the weight alone.
         lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
         self.tp_group = layout.tp_group
 
-    def _adapt(self, lm: Any) -> None:
-        """Leave torchtitan's layers as they are, which are given the documents in each pass."""
-
-    def forward(
-        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
-    ) -> tuple[Tensor, ...]:
-        """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
-        assert isinstance(inputs, PackedInputs)
+    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Compute the hidden states (see ``PackedDecoder.decode``)."""
         hidden: Any = self.lm(
             inputs.input_ids, positions=inputs.position_ids, attention_masks=inputs.packing
         )
         weight = self.lm.lm_head.weight
-        shard = None
-        if isinstance(hidden, DTensor):
-            shard = VocabularyShard(group=self.tp_group, first=find_box(weight).offset[0])
-            # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
-            hidden = hidden.to_local(grad_placements=[Partial()])
-            weight = weight.to_local()
-        log_probs, entropy = chunked_log_probs(
-            hidden[0],
-            weight,
-            inputs.targets,
-            temperature=temperature,
-            chunk=self.logit_chunk,
-            entropy="entropy" in needs,
-            coefficients=inputs.coefficients,
-            shard=shard,
-        )
-        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltDecoder:
-    """A model on the meta device, divided by tensor parallelism but not yet by ``fully_shard``."""
-
-    lm: Any
-    """torchtitan's decoder."""
-
-    hf_config: Any
-    """Transformers' configuration of the model."""
-
-    pieces: dict[str, list[Piece]]
-    """Saved tensor of each parameter by the parameter's name, in the order of transformers."""
-
-    folder: str
-    """Folder of the model's files."""
-
-    files: WeightFiles | None
-    """The weights, or None for a model that draws them."""
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The repeated blocks in their order."""
-        return list(self.lm.layers.values())
-
-    @property
-    def experts(self) -> list[nn.Module]:
-        """The modules that hold the weights of experts."""
-        routed = [module for module in self.lm.modules() if isinstance(module, RoutedExperts)]
-        return [module.inner_experts for module in routed]
+        if not isinstance(hidden, DTensor):
+            return hidden, weight, None
+        shard = VocabularyShard(group=self.tp_group, first=find_box(weight).offset[0])
+        # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
+        return hidden.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
 def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bool) -> BuiltDecoder:
@@ -180,7 +128,16 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
     pieces = _map_names(lm, hf_config, names)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltDecoder(lm=lm, hf_config=hf_config, pieces=pieces, folder=folder, files=files)
+    routed = [module for module in lm.modules() if isinstance(module, RoutedExperts)]
+    return BuiltDecoder(
+        lm=lm,
+        hf_config=hf_config,
+        pieces=pieces,
+        folder=folder,
+        files=files,
+        blocks=list(lm.layers.values()),
+        experts=[module.inner_experts for module in routed],
+    )
 
 
 def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
@@ -195,7 +152,7 @@ def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
         # Tensor-parallel ranks divide each expert, unless the experts are spread over them.
         divided.append("moe_intermediate_size")
     for name in divided:
-        _refuse_size(hf_config, name, "tp", tp)
+        check_divisible(hf_config, name, "tp", tp)
     if ep == 1:
         return
     if not has_experts(hf_config):
@@ -204,18 +161,7 @@ def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
             f"expected 1 for a model without experts, got {ep}",
             remedy="leave parallelism.ep out, or choose a mixture of experts",
         )
-    _refuse_size(hf_config, "num_experts", "ep", ep)
-
-
-def _refuse_size(hf_config: Any, name: str, kind: str, ranks: int) -> None:
-    """Raise ``ConfigError`` for a size of the model that a number of ranks does not divide."""
-    size = getattr(hf_config, name)
-    if size % ranks:
-        raise ConfigError(
-            f"parallelism.{kind}",
-            f"{name} {size} cannot be divided over {ranks} ranks",
-            remedy="choose a divisor of it",
-        )
+    check_divisible(hf_config, "num_experts", "ep", ep)
 
 
 def _list_saved(

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
-from engine_torch.parallel import set_timeouts
+from engine_torch.parallel import find_shard_size, set_timeouts
 from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
 
 __all__ = ["Layout", "build_layout", "limit_groups"]
@@ -107,7 +107,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     tp = parallelism.tp
     cp = parallelism.cp
     replicate = parallelism.dp_replicate
-    shard = _shard_size(parallelism, world)
+    shard = find_shard_size(parallelism, world, "tp", "cp")
     sizes: dict[str, Any] = {
         "dp_replicate": replicate,
         "dp_shard": shard,
@@ -145,19 +145,3 @@ def _refuse_experts(ep: int, ranks: int) -> None:
             why="experts are spread over the ranks that share one copy of the weights",
             remedy="choose a divisor of it",
         )
-
-
-def _shard_size(parallelism: Parallelism, world: int) -> int:
-    """Return the number of data-parallel ranks that share one copy of the weights."""
-    fixed = parallelism.dp_replicate * parallelism.tp * parallelism.cp
-    dp_shard = parallelism.dp_shard
-    if dp_shard == -1:
-        dp_shard = world // fixed
-    if dp_shard < 1 or dp_shard * fixed != world:
-        raise ConfigError(
-            "parallelism",
-            f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x tp "
-            f"{parallelism.tp} x cp {parallelism.cp} does not make a world of {world}",
-            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
-        )
-    return dp_shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from engine_api.capabilities import Capability
-from engine_api.devices import probe_device
+from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
 
 # torchtitan renames classes and moves modules from release to release, so each needs a run of the
@@ -27,16 +27,8 @@ def probe(device: str) -> ProbeResult:
 
 def find_problem() -> ProbeResult | None:
     """Return the answer where torchtitan or torch is absent or of another version, or None."""
-    try:
-        version = importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        return ProbeResult(ok=False, reason="torchtitan is not installed", remedy=_INSTALL)
-    if version != TESTED_VERSION:
-        return ProbeResult(
-            ok=False,
-            reason=f"expected torchtitan {TESTED_VERSION}, got {version}, which is not tested",
-            remedy=_INSTALL,
-        )
+    if problem := find_version_problem("torchtitan", TESTED_VERSION, _INSTALL):
+        return problem
     least = ".".join(map(str, LEAST_TORCH))
     try:
         torch = importlib.metadata.version("torch")

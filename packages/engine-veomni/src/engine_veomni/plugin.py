@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from engine_api.capabilities import MECHANISMS, Capability
-from engine_api.devices import probe_device
+from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row
 from engine_fsdp.plugin import PLUGIN as FSDP
 
@@ -29,17 +27,7 @@ def probe(device: str) -> ProbeResult:
 
 def find_problem() -> ProbeResult | None:
     """Return the answer where VeOmni is absent or of an untested version, or None."""
-    try:
-        version = importlib.metadata.version("veomni")
-    except importlib.metadata.PackageNotFoundError:
-        return ProbeResult(ok=False, reason="veomni is not installed", remedy=_INSTALL)
-    if version != TESTED_VERSION:
-        return ProbeResult(
-            ok=False,
-            reason=f"expected veomni {TESTED_VERSION}, got {version}, which is not tested",
-            remedy=_INSTALL,
-        )
-    return None
+    return find_version_problem("veomni", TESTED_VERSION, _INSTALL)
 
 
 PLUGIN = EnginePlugin(

@@ -508,7 +508,8 @@ RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
 def test_every_recipe_loads(path):
-    kinds = {"rl": RLConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
+    kinds = {"dpo": DPOConfig, "reward_model": RewardModelConfig}
+    kinds |= {"rl": RLConfig, "distill": RLConfig}
     kind = kinds.get(Path(path).parts[0]) or kinds.get(Path(path).stem, SFTConfig)
     given = ["engine.model.path=m", "run.output_dir=o"]
     text = (RECIPES / path).read_text() + (RECIPES / "sft" / "chat.yaml").read_text() * (

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 
 import pytest
 import yaml
@@ -92,7 +93,9 @@ def test_names_of_plugins_are_those_that_are_installed():
     for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "vllm")):
         at = lines.index(f"  {key}: {value}")
         section = "rollout" if key == "name" else "engine"
-        assert lines[at - 1] == f"  # Installed here: {', '.join(names[f'{section}.{key}'])}."
+        before = takewhile(lambda line: line.startswith("  #"), reversed(lines[:at]))
+        comment = " ".join(line.removeprefix("  # ") for line in reversed(list(before)))
+        assert comment.endswith(f"Installed here: {', '.join(names[f'{section}.{key}'])}.")
 
 
 def test_null_is_named_where_it_is_allowed_in_addition_to_a_choice():

@@ -84,6 +84,8 @@ def row(step: int, group: int, sample: int, **values) -> dict:
         "entropy": floats,
         "advantages": np.full(n, 0.5, dtype=np.float32),
         "weight_versions": [step] * n,
+        "teacher_prompt_tokens": None,
+        "teacher_log_probs": None,
         "reward": float(sample),
         "shaped_reward": float(sample),
         "reward_parts": [("exact", float(sample))],

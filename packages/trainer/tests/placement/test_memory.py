@@ -28,7 +28,7 @@ def gpus(free: float) -> dict[str, float]:
 
 @pytest.fixture
 def eight_billion(monkeypatch):
-    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 8_000_000_000)
+    monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 8_000_000_000)
 
 
 def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
@@ -129,7 +129,7 @@ def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_b
 
 
 def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
+    monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 10**15)
     monkeypatch.setattr(
         "engine_trainer.placement.spmd.EngineRegistry.create",
         lambda **_: pytest.fail("an engine was made"),

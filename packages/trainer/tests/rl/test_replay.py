@@ -178,8 +178,10 @@ def replayed(folder: Path, step: int, *overrides: str) -> dict:
 
 
 def test_a_replay_is_the_step_bit_for_bit(recorded, capsys):
-    """From a checkpoint two steps before, with tools, a KL whose coefficient adapts, and a
-    configuration that changed in between."""
+    """The checkpoint is of two steps before, and the configuration changed in between.
+
+    The run has tools and a KL whose coefficient adapts.
+    """
     folder, _ = recorded
     result = replayed(folder, 4)
     text = capsys.readouterr().out

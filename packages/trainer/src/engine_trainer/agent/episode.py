@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from engine_api.errors import EngineError
 from engine_api.rollout import Completion
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.utils.experts import join_experts
+
+if TYPE_CHECKING:
+    import torch
 
 End = Literal["done", "limit", "timeout", "failed"]
 Input = str | Sequence[int] | Sequence[Mapping[str, Any]]

@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
 from engine_trainer.utils.experts import join_experts
 from engine_trainer.utils.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    import torch
 
 TOGETHER_S = 0.02
 """Seconds to wait for conversations about to request a turn, to be in the same slice."""

@@ -29,7 +29,7 @@ States = list[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LiveReading:
-    """What the engine says now."""
+    """The log-probs and hidden states that the engine computes now."""
 
     log_probs: Sequence[torch.Tensor]
     """Log-probs of each document's tokens ``[L]``, of all documents in one batch."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
@@ -27,6 +25,9 @@ from engine_trainer.config.sections import (
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.rewards import Sample, Score, Scorer
 from engine_trainer.telemetry.logs import Timers
+
+if TYPE_CHECKING:
+    import torch
 
 
 @register
@@ -57,7 +58,7 @@ class ScoredCompletion:
     It is empty without an error.
     """
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
-    """By token of the prompt and of ``tokens`` the experts of each layer (``Completion``).
+    """Experts of each layer by token of the prompt and of ``tokens`` (``Completion``).
 
     It may end before the last tokens, whose experts are not known then.
     """

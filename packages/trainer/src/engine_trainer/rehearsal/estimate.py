@@ -7,6 +7,7 @@ from statistics import fmean
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
+from engine_api.devices import Cuda
 from engine_api.errors import ConfigError
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import Config, RLConfig
@@ -42,9 +43,9 @@ def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[s
     parameters = memory.count_parameters(config.engine.model)
     engine = _build_for_gpus(config.engine)
     counts = (
-        memory.engines_bytes(config, engine, "cuda")
+        memory.engines_bytes(config, engine, Cuda.name)
         if isinstance(config, RLConfig)
-        else {"policy": memory.engine_bytes(engine, parameters, "cuda", learns=True)}
+        else {"policy": memory.engine_bytes(engine, parameters, Cuda.name, learns=True)}
     )
     copies = engine.parallelism.dp_replicate
     shards = max(1, gpus)

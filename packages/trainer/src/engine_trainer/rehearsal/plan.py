@@ -93,7 +93,7 @@ class Plan:
     """Values that are smaller here, as text."""
 
     missing: list[str] = field(default_factory=list[str])
-    """What the rehearsal does not exercise, as text."""
+    """Parts of the configuration that the rehearsal does not exercise, as text."""
 
     @property
     def on_ray(self) -> bool:

@@ -48,7 +48,7 @@ class Replayed:
     steps: Sequence[int]
     """Steps that were made again, ``step`` the last of them."""
     surroundings: Mapping[str, tuple[str, str]]
-    """What may change bits and is no longer as it was, by name: (recorded, now)."""
+    """Things that may change bits and are no longer as they were, by name: (recorded, now)."""
     unknown: bool
     """True if the run did not record its surroundings."""
     tokens: Sequence[TokenDifference]

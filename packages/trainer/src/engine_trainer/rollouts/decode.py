@@ -41,8 +41,10 @@ class Decoded:
     stopped: torch.Tensor
     """``[R]`` bool."""
     experts: list[torch.Tensor] | None = None
-    """By row ``[P + T, L, k]``, the experts of the P tokens of its prompt and of its T tokens, -1
-    where no layer has experts and at the last token; None where they are not recorded."""
+    """Experts of each row, ``[P + T, L, k]`` for P tokens of its prompt and its T tokens.
+
+    They are -1 where no layer has experts and at the last token; None where they are not recorded.
+    """
 
 
 @torch.inference_mode()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def join_experts(earlier: torch.Tensor | None, later: torch.Tensor | None) -> torch.Tensor | None:
@@ -18,6 +21,9 @@ def join_experts(earlier: torch.Tensor | None, later: torch.Tensor | None) -> to
     """
     if earlier is None or later is None:
         return later if earlier is None else earlier
+    # Imported here, so that a wrong key is answered without loading torch.
+    import torch
+
     known = len(earlier) - 1
     return torch.cat([earlier[:known], later[known:]])
 
@@ -31,5 +37,7 @@ def pad_experts(given: torch.Tensor | None, tokens: int, like: torch.Tensor) -> 
         like: experts of any document, for layers, experts per token and dtype.
     """
     known = like[:0] if given is None else given[:tokens]
+    import torch
+
     unknown = like.new_full((tokens - len(known), *like.shape[1:]), -1)
     return torch.cat([known, unknown])
