@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -105,3 +106,14 @@ def test_null_is_named_where_it_is_allowed_in_addition_to_a_choice():
         }
     }
     assert explain({"a": None}, schema) == "# A.\n# One of: x, null.\na: null\n"
+
+
+def test_a_value_that_is_auto_is_explained_and_its_types_are_named():
+    config = load(ROOT / "recipes/rl/gsm8k_grpo.yaml")
+    text = explain(to_plain(config), json.loads(schema_text("rl")))
+    assert "# One of: true, false, auto.\n    # `auto` is true on CUDA" in text
+    assert "# One of: an integer, auto.\n    # `auto` is the largest multiple of 256" in text
+    # A value that was given has no choice to explain.
+    given = replace(config.engine, memory=replace(config.engine.memory, compile=True))
+    text = explain(to_plain(replace(config, engine=given)), json.loads(schema_text("rl")))
+    assert "# One of: true, false, auto.\n    compile: true\n" in text
