@@ -192,11 +192,12 @@ class FSDPEngine(DTensorEngine):
     ) -> TokenOutputs:
         """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
         memory = self.config.memory
+        multiple = memory.pad_to_multiple
         if memory.share_prefixes:
             inputs = pack_tree(
                 batch,
                 kernel=self.kernel,
-                multiple=memory.pad_to_multiple,
+                multiple=multiple,
                 device=self.device,
                 coefficients=coefficients,
             )
@@ -208,7 +209,7 @@ class FSDPEngine(DTensorEngine):
             part=self.layout.ulysses_rank,
             kernel=self.kernel,
             device=self.device,
-            multiple=memory.pad_to_multiple,
+            multiple=multiple,
             coefficients=coefficients,
         )
         return self.module.outputs(inputs, needs, temperature)

@@ -210,8 +210,9 @@ def _choose_compute(device: str, capabilities: Collection[Capability]) -> Choice
 
 
 def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> tuple[bool, str]:
+    where = "on a CPU" if around.device == "cpu" else f"on {around.device}"
     reasons = {
-        f"on {around.device}": not device_of(around.device).compiles_elementwise,
+        where: not device_of(around.device).compiles_elementwise,
         "the engine declares no compile": Capability.COMPILE not in around.capabilities,
         "an engine that only infers": section.optimizer is None,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
@@ -221,7 +222,7 @@ def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> 
     for why, holds in reasons.items():
         if holds:
             return False, why
-    return True, f"the engine declares it, on {around.device}"
+    return True, f"the engine declares it, {where}"
 
 
 def _has_experts(text: Any) -> bool:
