@@ -318,8 +318,9 @@ class EngineConfig:
     """
 
     def __post_init__(self) -> None:
+        declared = get_type_hints(EngineConfig)
         for section in ("model", "schedule", "precision", "memory"):
-            _check_choices(section, getattr(self, section))
+            _check_choices(section, getattr(self, section), declared[section])
         for wrong, name, what, why, remedy in _refusals(self):
             if wrong:
                 raise ConfigError(name, what, why=why, remedy=remedy)
@@ -409,8 +410,9 @@ def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
         )
 
 
-def _check_choices(section: str, part: object) -> None:
-    for name, hint in get_type_hints(type(part)).items():
+def _check_choices(section: str, part: object, declared: type) -> None:
+    # A derived section of a caller may have values that only the caller knows.
+    for name, hint in get_type_hints(declared).items():
         if get_origin(hint) is Literal:
             check_choice(f"{section}.{name}", getattr(part, name), get_args(hint))
         elif hint is bool and not isinstance(getattr(part, name), bool):

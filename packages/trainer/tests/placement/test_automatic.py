@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, ModelSource, Precision
+from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, RLConfig, SFTConfig
 from engine_trainer.config.loading import from_tree, to_plain
 from engine_trainer.placement import memory
@@ -297,6 +298,17 @@ def test_every_field_of_a_section_reaches_the_engine(folder: Path) -> None:
     built = config.engine.build(seed=0, total_steps=1)
     assert {one.name for one in fields(config.engine.memory)} == {f.name for f in fields(Memory)}
     assert (built.memory.share_prefixes, built.memory.max_tokens) == (True, 5)
+
+
+def test_an_engine_takes_no_section_that_nothing_was_chosen_for(folder: Path) -> None:
+    section = configure(SFTConfig, folder, DPO).engine
+    parts = {"precision": section.precision, "memory": section.memory}
+    for name, key in {"precision": "precision.compute", "memory": "memory.recompute"}.items():
+        with pytest.raises(ConfigError, match=key):
+            EngineConfig(model=section.model, **{name: parts[name]})
+    explicit = replace(section.memory, recompute="none", logit_chunk=4096)
+    with pytest.raises(ConfigError, match=r"memory\.compile: expected true or false, got 'auto'"):
+        EngineConfig(model=section.model, memory=explicit)
 
 
 def kept(family: str, dtype: torch.dtype, layers: int, **sizes: Any) -> tuple[int, Any]:
