@@ -214,7 +214,7 @@ class Memory:
 
     share_prefixes: bool = False
     """True computes the tokens at which several documents of a micro-batch begin alike once instead
-    of once for each document, which engine-fsdp has (since contract 1.4).
+    of once for each document, which engine-fsdp and engine-veomni have (since contract 1.4).
 
     In ``rl`` the completions of a prompt share it, so that an update on 8 completions of 512 tokens
     to a prompt of 2,048 computes 6,144 tokens instead of 20,480. ``max_tokens`` counts the tokens
