@@ -60,6 +60,7 @@ _MODULES = (
     "train",
     "objectives",
     "moe",
+    "distill",
     "mechanisms",
     "steps",
     "order",

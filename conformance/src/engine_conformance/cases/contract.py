@@ -62,6 +62,9 @@ _MEMBERS = (
     "forward_backward",
     "optimizer_step",
     "infer_batch",
+    "infer_states",
+    "output_head",
+    "set_teacher",
     "save_checkpoint",
     "load_checkpoint",
     "save_hf",
@@ -72,8 +75,16 @@ _MEMBERS = (
 )
 _PROPERTIES = ("topology", "capabilities", "weight_version")
 # Members that the protocol has had only since a later contract.
-_MEMBERS_SINCE = {"resolved": "1.3"}
+_MEMBERS_SINCE = {
+    "resolved": "1.3",
+    "infer_states": "1.4",
+    "output_head": "1.4",
+    "set_teacher": "1.4",
+}
 _BELONGS = {
+    "infer_states": Capability.DISTILLATION,
+    "output_head": Capability.DISTILLATION,
+    "set_teacher": Capability.DISTILLATION,
     "to": Capability.OFFLOAD,
     "save_hf": Capability.SAVE_HF,
     "get_per_tensor_param_shard": Capability.EXPORT_SHARDS,
@@ -142,6 +153,9 @@ def _calls(
         "forward_backward": lambda: engine.forward_backward(batch, loss),
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
+        "infer_states": lambda: engine.infer_states(batch),
+        "output_head": lambda: engine.output_head(),
+        "set_teacher": lambda: engine.set_teacher(None),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "c"),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "c"),
         "save_hf": lambda: engine.save_hf(folder / "hf"),

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.batch import Batch
 from engine_api.comm import together
 from engine_api.errors import ConfigError
 from engine_api.prepare import MicroBatches
-from engine_api.results import TokenOutputs
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
-from engine_torch.inputs import pack_inputs, pack_tree
+from engine_torch.inputs import PackedInputs, pack_inputs, pack_tree
 from engine_torch.model import (
     DTYPES,
     BuiltModel,
@@ -182,27 +179,22 @@ class FSDPEngine(DTensorEngine):
             together(self.comm, lambda: limit.check(batch.lengths))
         return super()._prepare(batch, needs_weight=needs_weight)
 
-    def forward_step(
-        self,
-        batch: Batch,
-        *,
-        needs: Sequence[str],
-        temperature: float,
-        coefficients: Tensor | None = None,
-    ) -> TokenOutputs:
-        """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
+    def pack(self, batch: Batch, **given: Any) -> PackedInputs:
+        """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
         memory = self.config.memory
         multiple = memory.pad_to_multiple
         if memory.share_prefixes:
-            inputs = pack_tree(
-                batch,
-                kernel=self.kernel,
-                multiple=multiple,
-                device=self.device,
-                coefficients=coefficients,
+            if given.pop("teaching", None) is not None:
+                raise ConfigError(
+                    "memory.share_prefixes",
+                    "expected false for a loss that needs a divergence to a teacher, got true",
+                    why="documents that begin alike may have teachers that saw other prompts",
+                    remedy="set memory.share_prefixes: false",
+                )
+            return pack_tree(
+                batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )
-            return self.module.outputs(inputs, needs, temperature)
-        inputs = pack_inputs(
+        return pack_inputs(
             batch,
             group=self.layout.ulysses_group,
             parts=self.layout.ulysses,
@@ -210,9 +202,8 @@ class FSDPEngine(DTensorEngine):
             kernel=self.kernel,
             device=self.device,
             multiple=multiple,
-            coefficients=coefficients,
+            **given,
         )
-        return self.module.outputs(inputs, needs, temperature)
 
     def _release(self) -> None:
         # A caller may hold the closed engine, and the blocks hold their weights.

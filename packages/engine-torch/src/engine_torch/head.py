@@ -18,7 +18,15 @@ from torch import Tensor
 from engine_api.devices import device_of
 from engine_api.process_groups import all_gather
 
-__all__ = ["VocabularyShard", "chunked_log_probs"]
+__all__ = [
+    "VocabularyShard",
+    "accumulate",
+    "chunked_log_probs",
+    "logits_of",
+    "scores_of",
+    "slope_of",
+    "zeros_for",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +82,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias)
+            logits = logits_of(hidden[part], weight, bias)
             log_probs[part], normalizer[part] = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer[part], scale, cap, shard)
@@ -96,10 +104,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         if need_weight:
             # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
             d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = _zeros_for(bias) if need_bias else None
+        d_bias = zeros_for(bias) if need_bias else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, bias) if kept is None else kept
+            logits = logits_of(hidden[part], weight, bias) if kept is None else kept
             entropy_grad = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
                 logits,
@@ -114,7 +122,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                _accumulate(d_weight, d_logits, hidden[part])
+                accumulate(d_weight, d_logits, hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
         if d_weight is not None:
@@ -152,10 +160,10 @@ class _KnownLogProb(torch.autograd.Function):
         )
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = None if bias is None else _zeros_for(bias)
+        d_bias = None if bias is None else zeros_for(bias)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias)
+            logits = logits_of(hidden[part], weight, bias)
             log_probs[part], normalizer = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer, scale, cap, shard)
@@ -170,7 +178,7 @@ class _KnownLogProb(torch.autograd.Function):
                 cap,
             )
             torch.mm(d_logits, weight, out=d_hidden[part])
-            _accumulate(d_weight, d_logits, hidden[part])
+            accumulate(d_weight, d_logits, hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
         if bias is not None and d_bias is not None:
@@ -224,23 +232,23 @@ def _log_prob_of_shard(
     logits: Tensor, targets: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return each row's target score, 0 where another rank has it, and its log-normalizer here."""
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     is_here = (targets >= 0) & (targets < z.shape[1])
     score = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
     return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the plain logits h W^T + b of a chunk."""
     return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
 
 
-def _zeros_for(bias: Tensor) -> Tensor:
+def zeros_for(bias: Tensor) -> Tensor:
     """Return the sum of no gradients of the bias, in float32."""
     return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
 
 
-def _scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+def scores_of(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     """Return the scores z of plain logits, in float32.
 
     Args:
@@ -253,7 +261,7 @@ def _scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     return logits.float() if scale == 1.0 else logits.float() * scale
 
 
-def _slope(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
+def slope_of(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
     """Return the derivative of the scores ``z`` by the plain logits."""
     return scale if cap is None else (1 - (z / cap).square()) * scale
 
@@ -266,14 +274,14 @@ def _log_prob(
     The entropy has a function of its own. Fused with it, log-probs would round differently in a
     loss with an entropy bonus than in inference, and an on-policy ratio would not be exactly 1.
     """
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     normalizer = z.logsumexp(-1)
     return z.gather(-1, targets[:, None]).squeeze(-1) - normalizer, normalizer
 
 
 def _entropy(logits: Tensor, normalizer: Tensor, scale: float, cap: float | None) -> Tensor:
     """Return the entropy of each row in nats, ``[T]`` float32."""
-    log_p = _scores(logits, scale, cap) - normalizer[:, None]
+    log_p = scores_of(logits, scale, cap) - normalizer[:, None]
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -288,14 +296,14 @@ def _gradient(
     cap: float | None,
 ) -> Tensor:
     """Overwrite the chunk's logits with their gradient, in their dtype, and return them."""
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     log_p = z - normalizer[:, None]
     p = log_p.exp()
     out = -grad[:, None] * p
     if entropy_grad is not None:
         out = out - entropy_grad[:, None] * p * (log_p + entropy[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
-    return logits.copy_((out + hit * grad[:, None]) * _slope(z, scale, cap))
+    return logits.copy_((out + hit * grad[:, None]) * slope_of(z, scale, cap))
 
 
 def _gradient_eager(
@@ -312,7 +320,7 @@ def _gradient_eager(
 
     A target outside of the logits, which another rank has, adds nothing.
     """
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     p = z - normalizer[:, None]
     if cap is not None:
         return _capped_gradient(z, p, targets, entropy, grad, entropy_grad, scale, cap).to(
@@ -355,7 +363,7 @@ def _add_hits(p: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     return p.scatter_add_(-1, targets.clamp(0, last)[:, None], hit[:, None])
 
 
-def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Add a chunk's gradient of the weight to ``total``, in float32 where the device can."""
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.T, hidden)
