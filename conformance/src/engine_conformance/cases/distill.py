@@ -55,7 +55,7 @@ REQUIRES = (Capability.DISTILLATION,)
 # Both models have rows of padding beyond the tokens that count, as many as they like.
 _VOCABULARY = 256
 _STUDENT: dict[str, Any] = {"vocab_size": 264, "tied": False}
-_TEACHER: dict[str, Any] = {"vocab_size": 272, "hidden_size": 48, "num_layers": 1, "seed": 5}
+_TEACHER: dict[str, Any] = {"vocab_size": 272, "hidden_size": 48, "seed": 5}
 # Confident tokens would have gradients that are differences of nearly equal numbers.
 _WARM = 1.6
 _MEMORY = Memory(max_tokens=14, logit_chunk=5)  # several micro-batches, chunks that do not fit

@@ -19,6 +19,7 @@ from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.inputs import Completions
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.data import load_tokenizer
 from engine_trainer.extensions.built_in import LOSSES
 from engine_trainer.extensions.functions import absolute_target
 from engine_trainer.placement.groups import Trained, run_together
@@ -35,7 +36,7 @@ from engine_trainer.rl.mismatch import (
     mismatch_sums,
 )
 from engine_trainer.rl.partition import Partition, TrainingDocument
-from engine_trainer.rl.teacher import create_teacher, teacher_documents
+from engine_trainer.rl.teacher import create_teacher, teacher_documents, teaching_with
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.experts import pad_experts
@@ -71,7 +72,7 @@ class Learner:
         self._comm = run.comm
         self.config = config
         self.temperature = config.rollout.temperature
-        self.loss = policy_loss(algorithm)
+        self.loss = policy_loss(algorithm, _vocabulary(config))
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
@@ -141,6 +142,8 @@ class Learner:
             figures |= self._update_critic(critic_shards, partition, credit.returns, mini_batches)
         with self.timers.phase("train"):
             figures |= corrected | self._update(mini_batches, partition.by_mini_batch(shards))
+        if self.teacher is not None:
+            self.teacher.end_updates(self.policy)
         self.offload_idle_engines()
         return figures
 
@@ -280,14 +283,15 @@ class Learner:
         mini_batches: Sequence[_MiniBatch],
         groups: Sequence[Group],
     ) -> list[Batch]:
-        """Return the shards with ``teacher_log_probs``, where there is a teacher."""
+        """Return the shards with the fields of the teacher, where there is one."""
         if self.teacher is None:
             return list(shards)
         documents = [d for mini in mini_batches for d in mini.documents]
-        found = self.teacher.log_probs(
+        found = self.teacher.fields(
             teacher_documents(documents, groups), partition, self.temperature
         )
-        return self._with_fields(shards, teacher_log_probs=found)
+        self.teacher.begin_updates(self.policy)
+        return self._with_fields(shards, **found)
 
     def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
         """Return each dp shard with its tensor of each field.
@@ -451,8 +455,20 @@ def check_own_loss(algorithm: AlgorithmSection) -> None:
         )
 
 
-def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
-    """Return the loss that the configuration describes. Raises ``ConfigError``."""
+def _vocabulary(config: RLConfig) -> int | None:
+    """Return the number of tokens that a teacher's distributions are over, None if none is read."""
+    teacher = config.algorithm.teacher
+    if teacher is None or teacher.chosen_kl == "sampled":
+        return None
+    return load_tokenizer(config.data, config.engine.model).vocabulary
+
+
+def policy_loss(algorithm: AlgorithmSection, vocabulary: int | None = None) -> PolicyLoss:
+    """Return the loss that the configuration describes. Raises ``ConfigError``.
+
+    ``vocabulary`` is the number of tokens that a teacher's distributions are over, or None where
+    its sampled tokens alone are read.
+    """
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
     teacher = algorithm.teacher
@@ -468,6 +484,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         kl_bound=kl.bound,
         policy_coef=1.0 if teacher is None else teacher.reward_weight,
         teacher_coef=0.0 if teacher is None else teacher.coefficient,
+        teaching=None if teacher is None else teaching_with(teacher, vocabulary),
         entropy_coef=algorithm.entropy_coefficient,
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",

@@ -1,17 +1,24 @@
-"""Sources of a teacher's log-probs on the policy's own completions."""
+"""Sources of a teacher's distributions, or log-probs, on the policy's own completions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from engine_api.batch import Batch
+from engine_api.batch import (
+    TEACHER_STATES,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    Batch,
+)
+from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, together
+from engine_api.distillation import Teaching
 from engine_api.errors import ConfigError
-from engine_trainer.config import DataSection, RLConfig
+from engine_trainer.config import DataSection, EngineSection, RLConfig, TeacherSection
 from engine_trainer.data import ChatTokenizer, load_tokenizer
 from engine_trainer.placement.groups import EngineGroup, Launcher, run_together
 from engine_trainer.placement.replica import Group
@@ -22,27 +29,31 @@ from engine_trainer.rl.served_teacher import TeacherClient
 from engine_trainer.run.reference import log_probs_of
 from engine_trainer.run.run import Run
 
+T = TypeVar("T")
 KEY = "algorithm.teacher"
+SAMPLED = "teacher_log_probs"
+"""Field of a batch with the log-probs of the sampled tokens."""
 
 
 class Teacher(Protocol):
-    """A source of the log-probs that a teacher gives to the tokens of completions."""
+    """A source of what a teacher says of the tokens of completions."""
 
     @property
     def engines(self) -> EngineGroup | None:
         """The teacher's own engine, None for one that has none."""
         ...
 
-    def log_probs(
+    def fields(
         self,
         documents: Sequence[TrainingDocument],
         partition: Partition,
         temperature: float,
-    ) -> list[torch.Tensor]:
-        """Return the teacher's log-probs of each local dp shard, ``[T]`` float32.
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return the fields that the loss reads, each for every local dp shard.
 
-        They are defined at the tokens of completions alone. Called on all processes of the loop
-        together.
+        They are ``teacher_log_probs`` ``[T]`` float32 of the sampled tokens, or those of
+        ``engine_api.distillation``, and defined at the tokens of completions alone. Called on all
+        processes of the loop together.
 
         Args:
             documents: the teacher's documents, which end in the same completions as those of the
@@ -50,6 +61,14 @@ class Teacher(Protocol):
             partition: the policy's partition.
             temperature: divisor of the logits.
         """
+        ...
+
+    def begin_updates(self, policy: EngineGroup) -> None:
+        """Give the policy what its updates need in addition to the fields."""
+        ...
+
+    def end_updates(self, policy: EngineGroup) -> None:
+        """Take back what ``begin_updates`` gave."""
         ...
 
     def close(self) -> None:
@@ -63,16 +82,29 @@ def create_teacher(run: Run, config: RLConfig) -> Teacher | None:
     if section is None:
         return None
     if section.url is not None:
-        return ServedTeacher(TeacherClient(section), run.comm)
+        return ServedTeacher(TeacherClient(section), run.comm, section, _read_vocabulary(config))
     if section.engine is None:
-        shares = config.engine.memory.share_prefixes
-        return EngineTeacher(run.policy, run.comm, is_policy=True, keeps_groups=shares)
+        return EngineTeacher(run.policy, run, config.engine, config)
     engine = section.engine.engine(config.engine)
     device, _ = run.launcher.resolve(engine)
     built = engine.build(seed=config.run.seed, total_steps=run.total_steps)
-    engines = run.launcher.engines(engine, built, device)
-    shares = engine.memory.share_prefixes
-    return EngineTeacher(engines, run.comm, is_policy=False, keeps_groups=shares)
+    return EngineTeacher(run.launcher.engines(engine, built, device), run, engine, config)
+
+
+def _read_vocabulary(config: RLConfig) -> int:
+    return load_tokenizer(config.data, config.engine.model).vocabulary
+
+
+def teaching_with(section: TeacherSection, vocabulary: int | None) -> Teaching | None:
+    """Return what the engine compares the policy with, or None for sampled tokens alone."""
+    if section.chosen_kl == "sampled" or vocabulary is None:
+        return None
+    return Teaching(
+        vocabulary=vocabulary,
+        divergence=section.divergence,
+        beta=section.beta,
+        top=section.chosen_kl == "top_k",
+    )
 
 
 class EngineTeacher:
@@ -80,36 +112,59 @@ class EngineTeacher:
 
     Args:
         engines: the engine.
-        comm: communicator between all processes of the loop.
-        is_policy: True for the policy's engine, which the teacher does not close.
-        keeps_groups: True if the engine computes a group's prompt once (see ``Partition``).
+        run: the run, whose policy has been built.
+        engine: the section of the teacher's engine, the policy's where that is the teacher.
+        config: the run's configuration, which has a teacher.
     """
 
     def __init__(
-        self, engines: EngineGroup, comm: Comm, *, is_policy: bool, keeps_groups: bool
+        self, engines: EngineGroup, run: Run, engine: EngineSection, config: RLConfig
     ) -> None:
+        section = config.algorithm.teacher
+        assert section is not None
         self._engines = engines
-        self._comm = comm
-        self._is_policy = is_policy
-        self._keeps_groups = keeps_groups
+        self._comm = run.comm
+        self._is_policy = section.is_policy
+        self._gives_states = section.chosen_kl == "full"
+        # True if the engine computes a group's prompt once (see ``Partition``).
+        self._keeps_groups = engine.memory.share_prefixes
+        own = list(engines.local_dp_ranks) == list(run.policy.local_dp_ranks)
+        alike = engines.dp_size == run.policy.dp_size and all(run.comm.all_gather(own))
+        alike = alike and self._keeps_groups == config.engine.memory.share_prefixes
+        # The policy's dp shards are the teacher's, so that nothing travels.
+        self._shares_partition = alike and not section.has_own_prompts
 
     @property
     def engines(self) -> EngineGroup | None:
         """The teacher's own engine, None where the policy is the teacher."""
         return None if self._is_policy else self._engines
 
-    def log_probs(
+    def fields(
         self,
         documents: Sequence[TrainingDocument],
         partition: Partition,
         temperature: float,
-    ) -> list[torch.Tensor]:
-        """Return the log-probs (see ``Teacher``)."""
-        own = Partition(self._engines, [documents], keeps_groups=self._keeps_groups)
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return hidden states, or the log-probs of the sampled tokens (see ``Teacher``)."""
+        own = partition
+        if not self._shares_partition:
+            own = Partition(self._engines, [documents], keeps_groups=self._keeps_groups)
         packed = run_together(self._comm, own.pack)
         bare = [Batch(input_ids=b.input_ids, cu_seqlens=b.cu_seqlens) for b in packed]
+        if self._gives_states:
+            return {TEACHER_STATES: own.move(self._engines.infer_states(bare), partition)}
         outputs = self._engines.infer(bare, temperature=temperature)
-        return own.move([log_probs_of(o) for o in outputs], partition)
+        return {SAMPLED: own.move([log_probs_of(o) for o in outputs], partition)}
+
+    def begin_updates(self, policy: EngineGroup) -> None:
+        """Give the policy the teacher's output head of now."""
+        if self._gives_states:
+            policy.learn_from(self._engines)
+
+    def end_updates(self, policy: EngineGroup) -> None:
+        """Take the teacher's output head from the policy."""
+        if self._gives_states:
+            policy.learn_from(None)
 
     def close(self) -> None:
         """Close the teacher's own engine."""
@@ -118,37 +173,61 @@ class EngineTeacher:
 
 
 class ServedTeacher:
-    """A teacher behind a URL, which the first process asks for all completions of the step."""
+    """A teacher behind a URL, which the first process asks for all completions of the step.
+
+    Its numbers are at temperature 1.
+    """
 
     engines: EngineGroup | None = None
 
-    def __init__(self, client: TeacherClient, comm: Comm) -> None:
+    def __init__(
+        self, client: TeacherClient, comm: Comm, section: TeacherSection, vocabulary: int
+    ) -> None:
         self._client = client
         self._comm = comm
+        self._top = section.chosen_kl == "top_k"
+        self._vocabulary = vocabulary
 
-    def log_probs(
+    def fields(
         self,
         documents: Sequence[TrainingDocument],
         partition: Partition,
         temperature: float,
-    ) -> list[torch.Tensor]:
-        """Return the log-probs (see ``Teacher``), which are at temperature 1."""
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return the best tokens, or the log-probs of the sampled ones (see ``Teacher``)."""
         del temperature
-
-        def ask() -> list[torch.Tensor] | None:
-            if self._comm.rank:
-                return None
-            return self._client.log_probs([d.tokens for d in documents])
-
-        rows = together(self._comm, ask)[0]
-        assert rows is not None
-        found: Mapping[CompletionIndex, torch.Tensor] = {
-            d.index: row for d, row in zip(documents, rows, strict=True)
+        tokens = [d.tokens for d in documents]
+        if not self._top:
+            rows = self._ask(lambda: self._client.log_probs(tokens))
+            return {SAMPLED: partition.place(_by_index(documents, rows))}
+        best = self._ask(lambda: self._client.best_tokens(tokens, self._vocabulary))
+        ids = _by_index(documents, [row[0] for row in best])
+        log_probs = _by_index(documents, [row[1] for row in best])
+        return {
+            TEACHER_TOP_IDS: partition.place(ids, missing=-1),
+            TEACHER_TOP_LOG_PROBS: partition.place(log_probs),
         }
-        return partition.place(found)
+
+    def _ask(self, question: Callable[[], list[T]]) -> list[T]:
+        """Return the first process's answer on all of them."""
+        rows = together(self._comm, lambda: None if self._comm.rank else question())[0]
+        assert rows is not None
+        return rows
+
+    def begin_updates(self, policy: EngineGroup) -> None:
+        """Give nothing (see ``Teacher``)."""
+
+    def end_updates(self, policy: EngineGroup) -> None:
+        """Take nothing (see ``Teacher``)."""
 
     def close(self) -> None:
         """Hold nothing (see ``Teacher``)."""
+
+
+def _by_index(
+    documents: Sequence[TrainingDocument], rows: Sequence[torch.Tensor]
+) -> dict[CompletionIndex, torch.Tensor]:
+    return {d.index: row for d, row in zip(documents, rows, strict=True)}
 
 
 def teacher_documents(
@@ -187,6 +266,15 @@ def check_teacher(
     section = config.algorithm.teacher
     if section is None:
         return
+    if section.chosen_kl != "sampled":
+        _check_distils(config.engine, launcher)
+        if config.engine.memory.share_prefixes:
+            raise ConfigError(
+                "engine.memory.share_prefixes",
+                f"expected false with {KEY}.kl: {section.chosen_kl}, got true",
+                why="documents that begin alike may have teachers that saw other prompts",
+                remedy=f"set it to false, or {KEY}.kl: sampled",
+            )
     if section.url is not None:
         client = TeacherClient(section)
         together(
@@ -196,6 +284,8 @@ def check_teacher(
     if section.engine is not None:
         engine = section.engine.engine(config.engine)
         check_companion(engine, config, launcher, ranks, f"{KEY}.engine")
+        if section.chosen_kl == "full":
+            _check_distils(engine, launcher)
         # Only the vocabulary is compared, so that the policy's template does not matter.
         with named_below(f"{KEY}.engine"):
             teacher = load_tokenizer(DataSection(source="-"), engine.model)
@@ -204,6 +294,18 @@ def check_teacher(
             teacher.tokenizer.get_vocab(),
             config.data.tokenizer or config.engine.model.path,
             engine.model.path,
+        )
+
+
+def _check_distils(engine: EngineSection, launcher: Launcher) -> None:
+    """Raise ``UnsupportedCapability`` for an engine that gives or takes no distributions."""
+    _, declared = launcher.resolve(engine)
+    if Capability.DISTILLATION not in declared:
+        raise unsupported(
+            Capability.DISTILLATION,
+            engine.backend,
+            declared,
+            off=f"set {KEY}.kl: sampled, which compares the sampled tokens alone",
         )
 
 
