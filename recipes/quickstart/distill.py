@@ -1,10 +1,10 @@
 """A student that SFT left weak learns from the quickstart's model by on-policy distillation.
 
 ``python recipes/quickstart/distill.py [--seed N] [--kl full|sampled] [--output FOLDER]
-[--device cpu|cuda] [KEY=VALUE …]``, where ``KEY`` is a ``section.key`` of distill.yaml. The teacher is the model that
-``run.py`` leaves in the same folder for the seed 0, which is trained first if it is not there. The
-student has its tokenizer and its shape, and begins where the quickstart's SFT ends, from random
-weights of its own seed.
+[--device cpu|cuda] [KEY=VALUE …]``, where ``KEY`` is a ``section.key`` of distill.yaml. The teacher
+is the model that ``run.py`` leaves in the same folder for the seed 0, which is trained first if it
+is not there. The student has its tokenizer and its shape, and begins where the quickstart's SFT
+ends, from random weights of its own seed.
 """
 
 from __future__ import annotations

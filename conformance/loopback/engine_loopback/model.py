@@ -368,9 +368,7 @@ class Model(Layers):
         ]
         parts = zip(hidden.split(size), *(one.split(size) for one in rows), strict=True)
         found = [
-            checkpoint(
-                self.divergence, h, weight, taught, temperature, *chunk, use_reentrant=False
-            )
+            checkpoint(self.divergence, h, weight, taught, temperature, *chunk, use_reentrant=False)
             for h, *chunk in parts
         ]
         return torch.cat(found)[:, None]

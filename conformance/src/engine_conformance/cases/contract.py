@@ -154,7 +154,7 @@ def _calls(
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
         "infer_states": lambda: engine.infer_states(batch),
-        "output_head": lambda: engine.output_head(),
+        "output_head": engine.output_head,
         "set_teacher": lambda: engine.set_teacher(None),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "c"),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "c"),

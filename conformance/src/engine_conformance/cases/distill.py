@@ -1,4 +1,4 @@
-"""Distillation: a student's divergence to a teacher over the vocabulary, or over its best tokens."""
+"""Distillation: a student's divergence to a teacher over the vocabulary, or its best tokens."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ class OracleDistil:
     teaching: Teaching
     temperature: float
 
-    def __call__(
-        self, oracle: OracleModel, batch: PackedDocuments, denominator: float
-    ) -> Tensor:
+    def __call__(self, oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
         """Return the loss."""
         return weighted_sum(self.tokens(oracle, batch), batch.loss_weight, denominator)
 

@@ -41,7 +41,6 @@ from engine_api.defaults import EngineDefaults
 from engine_api.distillation import (
     DIVERGENCE,
     OutputHead,
-    Teaching,
     check_head,
     check_taught,
     teaching_of,

@@ -540,13 +540,15 @@ def _check_same_layers(parts: Sequence[torch.Tensor | None]) -> None:
             )
 
 
-_ROWS: Mapping[str, bool] = {TEACHER_STATES: True, TEACHER_TOP_IDS: False, TEACHER_TOP_LOG_PROBS: True}
+_ROWS: Mapping[str, bool] = {
+    TEACHER_STATES: True,
+    TEACHER_TOP_IDS: False,
+    TEACHER_TOP_LOG_PROBS: True,
+}
 """Fields that have a row for each token, and whether they are floating or signed integers."""
 
 
-def _check_rows(
-    name: str, value: torch.Tensor, tokens: int, *, index: int | None = None
-) -> None:
+def _check_rows(name: str, value: torch.Tensor, tokens: int, *, index: int | None = None) -> None:
     """Raise ``BatchError`` unless ``value`` is ``[tokens, n]``, of the kind of its field."""
     if value.dim() != 2 or value.shape[0] != tokens:
         raise BatchError(

@@ -144,9 +144,9 @@ class Engine(Protocol):
         """Return the final hidden states ``[T, d]`` from which tokens are predicted.
 
         It is part of the capability ``distillation`` (since contract 1.4). Row t is about token t,
-        as a log-prob is: the state after the token before it, and 0 at first tokens. It is detached,
-        on the CPU, in the dtype of the computation. ``output_head`` turns it into logits. The call
-        changes nothing.
+        as a log-prob is: the state after the token before it, and 0 at first tokens. The result is
+        detached, on the CPU, in the dtype of the computation. ``output_head`` turns it into logits.
+        The call changes nothing.
         """
         ...
 

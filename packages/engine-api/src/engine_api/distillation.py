@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from engine_api.arguments import positive_number
 from engine_api.batch import (
+    TEACHER_STATES,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
-    TEACHER_STATES,
     Batch,
 )
 from engine_api.config import near_matches
@@ -79,7 +79,7 @@ class Teaching:
         divergence: which of the three.
         beta: β, inside (0, 1); read by ``jsd`` alone.
         top: false: q is that of the batch's ``teacher_states`` and the head of ``set_teacher``;
-            true: that of its ``teacher_top_ids`` and ``teacher_top_log_probs``, which are at the call's
+            true: that of its ``teacher_top_ids`` and ``teacher_top_log_probs``, at the call's
             temperature.
 
     Raises:

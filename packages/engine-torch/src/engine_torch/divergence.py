@@ -78,9 +78,7 @@ class _Scores:
             value, d_scores = self._measure_all(log_p, taught, gradient)
         return value, d_scores.mul_(slope_of(z, self.scale, self.cap)) if gradient else value
 
-    def _measure_all(
-        self, log_p: Tensor, taught: Taught, gradient: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _measure_all(self, log_p: Tensor, taught: Taught, gradient: bool) -> tuple[Tensor, Tensor]:
         terms, slope = _terms(taught.teaching, log_p, self._teacher(taught))
         value = self._sum(terms.sum(-1))
         if not gradient:
@@ -99,9 +97,7 @@ class _Scores:
         z = scores_of(plain, head.scale / self.temperature, cap)
         return z - self._log_sum(z)[:, None]
 
-    def _measure_top(
-        self, log_p: Tensor, taught: Taught, gradient: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _measure_top(self, log_p: Tensor, taught: Taught, gradient: bool) -> tuple[Tensor, Tensor]:
         """Return divergence and gradient over the classes of ``Teaching.top``.
 
         A token of the last class has the share p / P of that class's p f'.

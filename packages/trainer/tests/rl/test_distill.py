@@ -380,7 +380,7 @@ def test_the_policy_teaches_itself_with_the_answer_in_the_prompt(train, sums_mod
 
 
 def test_the_policy_teaches_itself_as_it_was_before_the_updates(train, sums_model, tmp_path):
-    """It sees the answer, in documents that lie elsewhere, and the first update moves no teacher."""
+    """It sees the answer, in longer documents, and the first update moves no teacher."""
     values = sections(sums_model, {"prompt_template": "#{answer}#{prompt}"})
     values["algorithm"] |= {"mini_batches": 2}
     train(configure(sums_model, tmp_path, **values))
@@ -401,7 +401,7 @@ def test_the_policy_teaches_itself_as_it_was_before_the_updates(train, sums_mode
     first.mean().backward()
     with torch.no_grad():
         for parameter in student.parameters():
-            parameter -= SGD["lr"] * parameter.grad
+            parameter.sub_(parameter.grad, alpha=SGD["lr"])
         second = divergences(1)
     (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
     want = float(torch.cat([first.detach(), second]).mean())
@@ -519,9 +519,7 @@ def test_a_step_over_the_best_tokens_is_the_oracles(
 ):
     """A server's best tokens, of which padding is none, and all others as one."""
     train(
-        configure(
-            sums_model, tmp_path, **sections(sums_model, {"url": served["url"], "top_k": 5})
-        )
+        configure(sums_model, tmp_path, **sections(sums_model, {"url": served["url"], "top_k": 5}))
     )
     assert served["requests"][-1][1]["prompt_logprobs"] == 5
     student, taught = oracle(sums_model), oracle(teacher_model)
@@ -593,9 +591,7 @@ def test_an_engine_without_distributions_is_refused(refusal, monkeypatch, teache
     monkeypatch.setattr("engine_fsdp.plugin.PLUGIN", replace(PLUGIN, capabilities=less))
     EngineRegistry.refresh()
     try:
-        text = refusal(
-            UnsupportedCapability, {"engine": {"model": {"path": str(teacher_model)}}}
-        )
+        text = refusal(UnsupportedCapability, {"engine": {"model": {"path": str(teacher_model)}}})
     finally:
         monkeypatch.undo()
         EngineRegistry.refresh()

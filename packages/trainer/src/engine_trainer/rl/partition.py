@@ -149,9 +149,7 @@ class Partition:
         """
         like = next(iter(found.values()), torch.zeros(0))
         return [
-            torch.cat(
-                [like[:0], *(_at_end(found[d.index], len(d.tokens), missing) for d in shard)]
-            )
+            torch.cat([like[:0], *(_at_end(found[d.index], len(d.tokens), missing) for d in shard)])
             for shard in self.shards
         ]
 

@@ -92,7 +92,8 @@ class TeacherClient:
                     raise TeacherError(
                         f"the server returns {len(best)} tokens, expected {k}",
                         where=f"{self._shown}/completions",
-                        remedy=f"serve it with --max-logprobs {k}, or lower algorithm.teacher.top_k",
+                        remedy=f"serve it with --max-logprobs {k}, or lower "
+                        "algorithm.teacher.top_k",
                     )
                 named = [token for token in row if row[token] >= best[-1] and token < vocabulary]
                 for column, token in enumerate(named[:k]):

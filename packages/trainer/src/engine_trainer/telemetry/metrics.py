@@ -117,7 +117,8 @@ MEANINGS: Mapping[str, str] = {
     "train/ref_kl": "KL in nats a token between policy and reference model, as the loss estimates "
     "it.",
     "train/teacher_kl": "Divergence in nats a token between policy and teacher "
-    "(algorithm.teacher.divergence); with kl: sampled the KL estimated from the sampled tokens (k1).",
+    "(algorithm.teacher.divergence); with kl: sampled the KL, estimated from the sampled tokens "
+    "(k1).",
     "train/kl": "KL in nats a token between policy and reference model, as it lowers the rewards.",
     "train/kl_coefficient": "Coefficient of the KL in the rewards, which an adaptive controller "
     "moves.",
