@@ -254,6 +254,8 @@ class Model(Layers):
 
         def last() -> Tensor:
             hidden = self.norm(x, self.weight("model.norm.weight"))
+            if packed.parents is not None:
+                hidden = hidden[packed.parents]
             return self.align(self.collectives.gather_outputs(hidden.float()), packed)
 
         # Stages exchange float32, which holds every value of the computation.
