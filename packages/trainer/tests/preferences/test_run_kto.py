@@ -42,7 +42,8 @@ def labelled(sums_model, tmp_path_factory) -> Path:
         good = number % 4 == 0
         wrong = str((a + b + dice.randint(1, 9)) % 10) * dice.randint(2, 4)
         completion = str((a + b) % 10) if good else wrong
-        rows.append({"prompt": f"{a}+{b}=", "completion": completion, "label": good})
+        row = {"prompt": f"{a}+{b}=", "completion": completion, "label": good}
+        rows.append(row | {"other": not good})
     dice.shuffle(rows)
     for name, part in {"train": rows[:80], "test": rows[80:]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -155,17 +156,24 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("loss", "reference"),
-    [("kto", "precomputed"), ("kto", "engine"), ("apo_zero_unpaired", "precomputed")],
+    ("loss", "reference", "label"),
+    [
+        ("kto", "precomputed", "other"),
+        ("kto", "engine", "label"),
+        ("apo_zero_unpaired", "precomputed", "label"),
+    ],
 )
-def test_three_steps_are_the_papers(sums_model, labelled, tmp_path, loss, reference):
+def test_three_steps_are_the_papers(sums_model, labelled, tmp_path, loss, reference, label):
     """Match plain SGD in float64 over whole rows, in micro-batches of few documents.
 
-    From the second step on the policy is not the reference, and the baseline is above 0.
+    From the second step on the policy is not the reference. The mean log-ratio of others'
+    completions, most of which are wrong, is below 0 where they are undesirable, and above 0 with
+    the other label.
     """
     kto = {
         "beta": 0.5,
         "loss": loss,
+        "label": label,
         "desirable": 2.0,
         "undesirable": 0.5,
         "reference": reference,
@@ -180,6 +188,7 @@ def test_three_steps_are_the_papers(sums_model, labelled, tmp_path, loss, refere
     baselines = []
     for step in range(3):
         part = batch[10 * step : 10 * step + 10]
+        part = [row | {"label": row[label]} for row in part]
         expected = oracle.step(part, beta=0.5, weights=(2.0, 0.5), baseline=loss == "kto")
         baselines.append(expected["baseline"])
         assert rows[step]["train/loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -188,7 +197,7 @@ def test_three_steps_are_the_papers(sums_model, labelled, tmp_path, loss, refere
         if loss == "kto":
             assert rows[step]["train/baseline"] == pytest.approx(expected["baseline"], abs=1e-5)
     assert ("train/baseline" in rows[0]) is (loss == "kto")
-    assert loss != "kto" or max(baselines) > 1e-3, "the baseline is bounded by 0 from below"
+    assert baselines[-1] > 0.1 if label == "other" else baselines[-1] < -0.1, baselines
     updated = weights_of(tmp_path / "out")
     for name, parameter in oracle.policy.named_parameters():
         torch.testing.assert_close(updated[name].double(), parameter.detach(), atol=5e-6, rtol=0)
@@ -275,7 +284,9 @@ def test_the_figures_of_an_evaluation_do_not_depend_on_its_calls(
         )
         rows.append(train(config))
     for a, b in zip(*rows, strict=True):
-        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+        # At first all margins are 0 but for rounding, whose sign is no accuracy.
+        known = [{k: v for k, v in row.items() if k != "eval/accuracy"} for row in (a, b)]
+        assert known[0] == pytest.approx(known[1], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -381,7 +392,7 @@ def test_the_commands(sums_model, labelled, tmp_path, capsys):
     assert main(["kto", str(file), "run.steps=1"]) == 0
     assert (tmp_path / "out" / "hf" / "model.safetensors").is_file()
     assert "Kahneman-Tversky" in (tmp_path / "out" / "report.html").read_text()
-    assert "kto: 1 steps" in capsys.readouterr().out
+    assert "out: 1 steps" in capsys.readouterr().out
     assert main(["data", str(file), "--rows", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("kto: 80 rows of")
