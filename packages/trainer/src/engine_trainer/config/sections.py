@@ -555,6 +555,15 @@ class RunSection:
     megabytes per step where completions have thousands of tokens. Other tasks keep none.
     """
 
+    record_experts: bool = True
+    """True keeps with ``rollouts: all`` the experts of each token, where
+    ``rollout.routed_experts`` is ``replay``, without which ``engine-train replay`` cannot make a
+    step again.
+
+    They are most of such a file: a token takes as many bits as layers × experts a token × log₂ of
+    the experts, 337 bytes with 48 layers and 8 of 128 experts. A number of ``rollouts`` keeps none.
+    """
+
     show_samples: int = 3
     """Number of completions of each evaluation that are shown in the terminal, shortened, and whole
     in TensorBoard, Weights & Biases and trackio. All evaluations show the same problems. 0 shows
