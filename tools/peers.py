@@ -458,9 +458,7 @@ def kto(
         KTOTrainer(
             model=model,
             args=KTOConfig(
-                **arguments(
-                    folder, per_device_train_batch_size=len(rows), max_length=64, **theirs
-                )
+                **arguments(folder, per_device_train_batch_size=len(rows), max_length=64, **theirs)
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
