@@ -26,6 +26,7 @@ _OFF: Mapping[Capability, str] = {
     Capability.OFFLOAD: "engine.memory.offload_params=false engine.memory.offload_optimizer=false",
     Capability.RECOMPUTE: "engine.memory.recompute=none",
     Capability.COMPILE: "engine.memory.compile=false",
+    Capability.SHARED_PREFIXES: "engine.memory.share_prefixes=false",
     Capability.ASYNC_CHECKPOINT: "engine.checkpoint.async_save=false",
 }
 """Overrides that turn a capability off, where the step stays the same one but for rounding."""
