@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine_api.plugin import is_older
 from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
-from engine_conformance.report.merge import joined_environment, joined_selection, key
+from engine_conformance.report.merge import joined_environment, joined_selection
 from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import compute_verdicts, is_complete
 
@@ -138,10 +138,11 @@ def _altered(document: Mapping[str, Any]) -> Iterator[str]:
 def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield every statement that does not follow from the rows and the selection."""
     run, stated = read_document(document)
-    complete = is_complete(document["selection"], run.rows, [part.selection for part in run.parts])
+    selections = [part.selection for part in run.parts]
+    complete = is_complete(document["selection"], run.rows, selections, run.planned)
     if document["complete"] != complete:
         yield f"complete: states {document['complete']}, its selection says {complete}"
-    yield from _joined_wrongly(document, run)
+    yield from _joined_wrongly(document, run, complete=complete)
     for status, number in counts(run.rows).items():
         if document["counts"][status] != number:
             yield f"counts.{status}: states {document['counts'][status]}, its rows give {number}"
@@ -165,15 +166,20 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]:
+def _joined_wrongly(
+    document: Mapping[str, Any], run: SuiteRun, *, complete: bool
+) -> Iterator[str]:
     """Yield what does not follow from a joined report's parts, and cases reported twice."""
-    for (case, setting), number in Counter(key(row) for row in run.rows).items():
+    for (case, setting), number in Counter(row.key for row in run.rows).items():
         if number > 1:
             yield f"rows: {case} in {setting} is there {number} times"
+    for (case, setting), number in Counter(run.planned).items():
+        if number > 1:
+            yield f"planned: {case} in {setting} is there {number} times"
     if not run.parts:
         return
     selections = [part.selection for part in run.parts]
-    if document["selection"] != joined_selection(selections):
+    if document["selection"] != joined_selection(selections, complete=complete):
         yield "selection: is not what its parts asked for"
     if document["environment"] != joined_environment([part.environment for part in run.parts]):
         yield "environment: is not that of its parts"

@@ -20,6 +20,7 @@ __all__ = [
     "absent",
     "by_case",
     "commands",
+    "coverage",
     "facts",
     "lane",
     "margin_text",
@@ -102,11 +103,23 @@ def reasons(run: SuiteRun, result: ProfileVerdict) -> list[str]:
     found = [", ".join(short)] if short else []
     if not rows:
         found.append("no case ran that counts")
-    if not run.selection["complete"]:
+    if run.is_part:
+        found.append(f"a part of a certificate, {coverage(run)}")
+    elif not run.selection["complete"]:
         found.append("not all cases were asked for")
-    if missing := untested(run.rows, run.declared):
+    missing = untested(run.rows, run.declared)
+    if missing and not run.is_part:
         found.append(f"declared, but shown by no case that passed: {', '.join(missing)}")
     return found
+
+
+def coverage(run: SuiteRun) -> str:
+    """Return what a part of a certificate covers: numbers of its rows, and how it was chosen."""
+    there = {row.key for row in run.rows}
+    rows = f"{sum(key in there for key in run.planned)} of {len(run.planned)} rows"
+    chosen = run.selection
+    by = f"part {chosen['part']}" if chosen.get("part") else f"--case {','.join(chosen['cases'])}"
+    return f"{rows} ({by})"
 
 
 def problems(rows: Iterable[Row]) -> list[Row]:
