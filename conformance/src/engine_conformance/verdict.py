@@ -84,9 +84,7 @@ def is_complete(
         return not picked
     there = {row.key for row in rows}
     whole = set(planned) if there.issuperset(planned) else set[Key]()
-    return all(
-        row.key in whole or any(_asked_for_all(part, row) for part in parts) for row in rows
-    )
+    return all(row.key in whole or any(_asked_for_all(part, row) for part in parts) for row in rows)
 
 
 def _asked_for_all(selection: Mapping[str, Any], row: Row) -> bool:

@@ -179,9 +179,10 @@ def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
         plan = frozenset(run.planned)
         for other, first in labels.items():
             if other != plan and other & plan:
+                alone = _list_keys(_sorted_keys(other ^ plan))
                 raise UsageError(
                     f"{label} and {first} are parts of two certificates, which have only some "
-                    f"rows in common; one of them alone has{_list_keys(_sorted_keys(other ^ plan))}\n"
+                    f"rows in common; one of them alone has{alone}\n"
                     "  run both parts with the same --world, --dtype, --model-type and --profile"
                 )
         plans.setdefault(plan, run.planned)
@@ -189,9 +190,10 @@ def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
         done = shown(run)
         own = [key for key in run.planned if key in done]
         if twice := [key for key in own if key in owners]:
+            owner = owners[twice[0]]
             raise UsageError(
-                f"{label} ({_name_part(run)}) has rows that {owners[twice[0]]} "
-                f"({_name_part(runs[owners[twice[0]]])}) has, too: {len(twice)}{_list_keys(twice)}\n"
+                f"{label} ({_name_part(run)}) has rows that {owner} ({_name_part(runs[owner])}) "
+                f"has, too: {len(twice)}{_list_keys(twice)}\n"
                 "  each row of a certificate is in one part: name one of these reports alone"
             )
         owners |= dict.fromkeys(own, label)
@@ -235,9 +237,7 @@ def _rank(row: Row) -> tuple[int, float]:
     return _STATUSES.index(row.outcome.status), 0.0 if margin is None else -margin
 
 
-def joined_selection(
-    selections: Sequence[Mapping[str, Any]], *, complete: bool
-) -> dict[str, Any]:
+def joined_selection(selections: Sequence[Mapping[str, Any]], *, complete: bool) -> dict[str, Any]:
     """Return what was asked for altogether.
 
     An empty list means all, and stays empty. Joined parts that are complete (`is_complete`) have

@@ -166,28 +166,18 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _joined_wrongly(
-    document: Mapping[str, Any], run: SuiteRun, *, complete: bool
-) -> Iterator[str]:
+def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun, *, complete: bool) -> Iterator[str]:
     """Yield what does not follow from a joined report's parts, and cases reported twice."""
-    for (case, setting), number in Counter(row.key for row in run.rows).items():
-        if number > 1:
-            yield f"rows: {case} in {setting} is there {number} times"
-    for (case, setting), number in Counter(run.planned).items():
-        if number > 1:
-            yield f"planned: {case} in {setting} is there {number} times"
+    for name, keys in (("rows", [row.key for row in run.rows]), ("planned", run.planned)):
+        twice = [(key, number) for key, number in Counter(keys).items() if number > 1]
+        for (case, setting), number in twice:
+            yield f"{name}: {case} in {setting} is there {number} times"
     if not run.parts:
         return
     selections = [part.selection for part in run.parts]
     if document["selection"] != joined_selection(selections, complete=complete):
         yield "selection: is not what its parts asked for"
-    if document["environment"] != joined_environment([part.environment for part in run.parts]):
-        yield "environment: is not that of its parts"
-    if document["started"] != min(part.started for part in run.parts):
-        yield "started: is not when the first of its parts did"
-    seconds = sum(part.seconds for part in run.parts)
-    if abs(document["seconds"] - seconds) > _ROUNDED:
-        yield f"seconds: states {document['seconds']}, its parts took {seconds:.3f}"
+    yield from _sums_that_differ(document, run)
     for setting in dict.fromkeys(row.setting for row in run.rows):
         asked_for = any(
             setting.world in selection["worlds"] and setting.dtype in selection["dtypes"]
@@ -195,6 +185,17 @@ def _joined_wrongly(
         )
         if not asked_for:
             yield f"rows: no part asked for {setting}"
+
+
+def _sums_that_differ(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]:
+    """Yield what a joined report states of its machine and its time, and its parts do not."""
+    if document["environment"] != joined_environment([part.environment for part in run.parts]):
+        yield "environment: is not that of its parts"
+    if document["started"] != min(part.started for part in run.parts):
+        yield "started: is not when the first of its parts did"
+    seconds = sum(part.seconds for part in run.parts)
+    if abs(document["seconds"] - seconds) > _ROUNDED:
+        yield f"seconds: states {document['seconds']}, its parts took {seconds:.3f}"
 
 
 def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str, str]) -> str:
