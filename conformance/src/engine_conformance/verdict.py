@@ -15,6 +15,7 @@ __all__ = [
     "compute_verdicts",
     "exit_code",
     "is_complete",
+    "unavailable",
     "untested",
     "verdict_of",
 ]
@@ -118,15 +119,26 @@ def _compute_verdict(
 def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
     """Return declared capabilities that no case showed.
 
-    Any case on several ranks shows ``dp``.
+    Any case on several ranks shows ``dp``. A capability that was refused for want of a package is
+    shown as far as it can be (`unavailable`).
     """
     if not any(row.profile == "engine" for row in rows):
         return []
     passed = [row for row in rows if row.outcome.status == "passed"]
-    shown = {row.group for row in passed}
+    shown = {row.group for row in passed} | set(unavailable(rows, declared))
     if any(row.setting.world > 1 and not row.setting.variant for row in passed):
         shown.add("dp")
     return sorted(set(map(str, declared)) - shown)
+
+
+def unavailable(rows: Sequence[Row], declared: Sequence[str]) -> dict[str, str]:
+    """Return declared capabilities that were refused for want of a package, with the reasons."""
+    names = set(map(str, declared))
+    return {
+        row.group: row.outcome.message
+        for row in rows
+        if row.outcome.status == "refused" and row.group in names
+    }
 
 
 def exit_code(

@@ -12,7 +12,7 @@ from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Setting, SuiteRun
 from engine_conformance.variants import name_variant
-from engine_conformance.verdict import ProfileVerdict, Verdict, untested
+from engine_conformance.verdict import ProfileVerdict, Verdict, unavailable, untested
 
 __all__ = [
     "GroupView",
@@ -237,6 +237,10 @@ def facts(run: SuiteRun, digest: str) -> Sequence[tuple[str, str]]:
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
+        *(
+            (f"Declared, and refused here: {name}", reason)
+            for name, reason in unavailable(run.rows, run.declared).items()
+        ),
         *([("Model families", f"{', '.join(run.families)} alone")] if run.families else []),
         ("Devices", ", ".join(dict.fromkeys(devices))),
         (
