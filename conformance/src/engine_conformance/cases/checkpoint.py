@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -647,7 +647,7 @@ class _HeldDisk:
         self._caller = threading.get_ident()
         self._fsync = os.fsync
 
-    def __enter__(self) -> _HeldDisk:
+    def __enter__(self) -> Self:
         os.fsync = self._wait_and_sync
         return self
 

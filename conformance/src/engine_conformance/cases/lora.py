@@ -421,7 +421,7 @@ def step_with_dropout(setup: Setup, batch: PackedDocuments) -> tuple[list[RankOu
     requires=(*LORA, Capability.TP),
     world=(2, 4),
 )
-def dropout_tp(target: Target) -> float:
+def dropout_tp(target: Target) -> float | None:
     """Dropout of an adapter under tensor parallelism MUST be right, or be refused by its name.
 
     Where it is accepted, inference has the trained adapter and no dropout, on all ranks alike.
@@ -439,7 +439,7 @@ def dropout_tp(target: Target) -> float:
             where = f"rank {rank}"
             refused = isinstance(error, (ConfigError, UnsupportedCapability))
             must(refused and "dropout" in str(error), "lora.dropout", f"{error!r}", where=where)
-        return 0.0
+        return None
     rows = target.run(step_with_dropout, dropping, batch=batch)
     without = target.run(step_with_dropout, plain, batch=batch)
     for rank, (_, trained) in enumerate(rows):

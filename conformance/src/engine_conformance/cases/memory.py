@@ -409,7 +409,7 @@ def call_while_away(setup: Setup, batches: Sequence[PackedDocuments]) -> Away:
 
 
 @case(id="memory.away", since="1.4", requires=(Capability.OFFLOAD,), model_types=TYPES)
-def away(target: Target) -> float:
+def away(target: Target) -> float | None:
     """A call that needs a part that ``to`` moved away MUST raise ``EngineStateError``.
 
     It changes nothing: the waiting gradient is there when the part is back. Inference needs the
@@ -425,7 +425,7 @@ def away(target: Target) -> float:
     if target.device == "cpu":
         for rank, (needing, _, _) in enumerate(ranks):
             must(needing == [None] * len(needing), "error", f"{needing}", where=f"rank {rank}")
-        return 0.0
+        return None
     for rank, (needing, others, _) in enumerate(ranks):
         where = f"rank {rank}"
         typed = all(isinstance(error, EngineStateError) for error in needing)
