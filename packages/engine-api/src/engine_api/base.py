@@ -207,6 +207,7 @@ class BaseEngine(EngineDefaults):
             raise EngineStateError(
                 "optimizer_step", "without a gradient", "past a forward_backward"
             )
+        self._expect_loaded("optimizer_step", "model", "optimizer")
         with watched(self._call_name("optimizer_step")), plain_defaults():
             return self._apply_clipped_step(self._clip())
 
@@ -233,6 +234,7 @@ class BaseEngine(EngineDefaults):
         See ``Engine.infer_batch``.
         """
         self._expect("infer_batch", "ready")
+        self._expect_loaded("infer_batch", "model")
         with watched(self._call_name("infer_batch")), plain_defaults():
             together(
                 self.comm,
@@ -463,12 +465,12 @@ class BaseEngine(EngineDefaults):
         else:
             self._offloaded.discard(part)
 
-    def _expect_loaded(self, called: str) -> None:
-        """Raise ``EngineStateError`` if a part that ``called`` needs is on the host."""
-        if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
+    def _expect_loaded(self, called: str, *parts: str) -> None:
+        """Raise ``EngineStateError`` if one of the parts that ``called`` needs is on the host."""
+        if away := self._offloaded.intersection(parts):
             raise EngineStateError(
                 called,
-                f"offloaded ({', '.join(sorted(self._offloaded))})",
+                f"offloaded ({', '.join(sorted(away))})",
                 f"back on its device: call to({self.device_type!r})",
             )
 
@@ -487,6 +489,7 @@ class BaseEngine(EngineDefaults):
         ``fresh`` drops earlier gradients, once the arguments of the call are checked.
         """
         self._require_optimizer(called)
+        self._expect_loaded(called, "model", "optimizer")
         together(self.comm, lambda: self._check_training(batch, loss, denominator, temperature))
         denominator = denominator_of(denominator)
         temperature = temperature_of(temperature)
