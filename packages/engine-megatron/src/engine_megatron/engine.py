@@ -37,7 +37,7 @@ te.share_cudnn()
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from engine_megatron import checkpoint, export, native, pipeline
+from engine_megatron import checkpoint, export, lora, native, pipeline
 from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.mechanisms import find_local_mechanism
 from engine_megatron.model import (
@@ -55,7 +55,16 @@ from engine_megatron.parallel import (
     build_layout,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.weights import Reader, attach, check_layout, fill, weight_table
+from engine_megatron.weights import (
+    Reader,
+    Weight,
+    attach,
+    check_layout,
+    check_stages,
+    fill,
+    merges_of,
+    weight_table,
+)
 
 
 class MegatronEngine(BaseEngine):
@@ -117,12 +126,18 @@ class MegatronEngine(BaseEngine):
         check_layout(self.shape, self.layout, multiple)
         te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
+        if config.lora is not None:
+            lora.check_targets(self.shape, config.lora)
         self.table = weight_table(
-            self.shape, self.layout, multiple, DTYPES[config.precision.master]
+            self.shape, self.layout, multiple, DTYPES[config.precision.master], config.lora
         )
+        if config.lora is not None:
+            check_stages(self.table, self.layout)
         files = None if config.model.init == "random" else WeightFiles(self.folder)
         if files is not None:
-            files.check({weight.name: weight.shape for weight in self.table})
+            files.check(
+                {weight.name: weight.shape for weight in self.table if not weight.adapter}
+            )
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
         settings = transformer_config(
             self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
@@ -175,7 +190,7 @@ class MegatronEngine(BaseEngine):
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        chunks = build_model(self.shape, settings, options, self.layout)
+        chunks = build_model(self.shape, settings, options, self.layout, config.lora)
         attach(self.table, chunks, self.layout)
         chunks.eval()
         self.forward = Forward(
@@ -220,6 +235,14 @@ class MegatronEngine(BaseEngine):
         return self.forward.outputs(
             self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature
         )
+
+    @contextmanager
+    def _inference(self, adapter: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super()._inference(adapter))
+            if not adapter:
+                stack.enter_context(lora.disabled(self.forward.chunks))
+            yield
 
     @property
     def _chunks(self) -> Sequence[Any]:
@@ -290,7 +313,11 @@ class MegatronEngine(BaseEngine):
         check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
         tensors = export.export_whole(
-            self.table, self.layout, self._reader(dtype), bucket_bytes, self.device
+            self._exported(adapter),
+            self.layout,
+            self._reader(dtype, adapter),
+            bucket_bytes,
+            self.device,
         )
         return watched_each(self._call_name("get_per_tensor_param"), tensors)
 
@@ -301,10 +328,15 @@ class MegatronEngine(BaseEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self._check_adapter(adapter)
-        return export.export_shards(self.table, self._reader(dtype))
+        return export.export_shards(self._exported(adapter), self._reader(dtype, adapter))
 
-    def _reader(self, dtype: torch.dtype | None) -> Reader:
-        return Reader(self.masters, dtype)
+    def _exported(self, adapter: Adapter) -> list[Weight]:
+        return [weight for weight in self.table if weight.adapter == (adapter == "only")]
+
+    def _reader(self, dtype: torch.dtype | None, adapter: Adapter) -> Reader:
+        merged = self.config.lora is not None and adapter == "merged"
+        merges = merges_of(self.table, self.config.lora) if merged else None
+        return Reader(self.masters, dtype, merges)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""

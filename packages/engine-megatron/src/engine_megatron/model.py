@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, LoraConfig
 from engine_api.results import TokenOutputs
 from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
@@ -42,12 +42,14 @@ from engine_megatron.layers import (
     BiasedColumns,
     BiasedRows,
     ExpertRows,
+    GatedSharedExperts,
     Norm,
     PackedAttention,
     Packing,
     build_packing,
     steady_longest,
 )
+from engine_megatron.lora import add_adapters, freeze_base, require_embedding_gradient
 from engine_megatron.options import MegatronOptions
 from engine_megatron.parallel import DTYPES, Layout, context_group, tensor_group
 from engine_megatron.shape import Mixture, Shape
@@ -249,14 +251,35 @@ def _expert_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
 
 
 def build_model(
-    shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout
+    shape: Shape,
+    config: TransformerConfig,
+    options: MegatronOptions,
+    layout: Layout,
+    lora: LoraConfig | None = None,
 ) -> nn.ModuleList:
-    """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled."""
+    """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled.
+
+    With ``lora`` they have adapters, and all other weights but a value head are frozen.
+    """
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
-    return nn.ModuleList(
+    chunks = nn.ModuleList(
         _build_chunk(shape, config, options, layout, number) for number in range(layout.virtual)
     )
+    if lora is not None:
+        for number, chunk in enumerate(chunks):
+            first = _first_layer(shape, layout, number)
+            add_adapters(dict(enumerate(chunk.decoder.layers, first)), shape, lora, config)
+            freeze_base(chunk)
+            if chunk.pre_process:
+                require_embedding_gradient(chunk.embedding)
+    return chunks
+
+
+def _first_layer(shape: Shape, layout: Layout, number: int) -> int:
+    """Return the number in the model of the first layer of chunk ``number`` on this rank."""
+    count = shape.layers // (layout.stages * layout.virtual)
+    return (number * layout.stages + layout.here.stage) * count
 
 
 def _build_chunk(
@@ -334,7 +357,7 @@ def _chunk_spec(shape: Shape, layout: Layout, number: int) -> Any:
     """Return the spec of the layers of chunk ``number``, and of the last norm."""
     block: Any = TransformerBlockSubmodules
     count = shape.layers // (layout.stages * layout.virtual)
-    first = (number * layout.stages + layout.here.stage) * count
+    first = _first_layer(shape, layout, number)
     build = _te_layer if shape.spec == "te" else _local_layer
     # Equal layers share a spec.
     kinds = {sparse: build(shape, sparse=sparse) for sparse in (True, False) if _has(shape, sparse)}
@@ -393,6 +416,8 @@ def _local_layer(shape: Shape, *, sparse: bool) -> Any:
         attention.linear_proj = BiasedRows
     if sparse and shape.mixture is not None and shape.mixture.biased:
         parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRows
+    if sparse and shape.mixture is not None and shape.mixture.gated:
+        parts.mlp.submodules.shared_experts.module = GatedSharedExperts
     if shape.mlp_bias:
         parts.mlp.submodules.linear_fc1 = BiasedColumns
         parts.mlp.submodules.linear_fc2 = BiasedRows

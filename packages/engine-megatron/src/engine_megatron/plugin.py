@@ -57,7 +57,7 @@ def missing() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-megatron",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=("language_model",),
@@ -79,6 +79,7 @@ PLUGIN = EnginePlugin(
             Capability.PP,
             Capability.CP,
             Capability.EP,
+            Capability.LORA,
             Capability.RECOMPUTE,
             Capability.BF16,
             Capability.MOE,
@@ -86,6 +87,8 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.SAVED_BUFFERS,
+            Capability.SINKS,
             *([Capability.FP8] if te.is_installed() else []),
         }
     ),
