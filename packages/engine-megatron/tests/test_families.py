@@ -29,6 +29,7 @@ YARN |= {"original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
 # No scores are dropped in training.
 WHOLE = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
@@ -78,6 +79,14 @@ MODELS = {
         family="ministral", keys={"layer_types": ["sliding_attention", "full_attention"] * 2}
     ),
     "mistral": Model(family="mistral"),
+    "granite": Model(
+        family="granite", keys=FACTORS | {"attention_bias": True, "mlp_bias": True}
+    ),
+    "granite_swa": Model(
+        family="granite_swa",
+        keys=FACTORS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        now=1,
+    ),
     "qwen2": Model(
         family="qwen2",
         keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN}

@@ -186,9 +186,12 @@ def _attention_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
             "original_max_position_embeddings": 2 * layout.context,
             "rotary_scaling_factor": 1.0,
         }
-    if shape.rope.factor != 1.0:
-        # Queries and keys both have the factor. Megatron applies it in its unfused RoPE alone.
-        settings["softmax_scale"] = shape.rope.factor**2 / math.sqrt(shape.head_dim)
+    if shape.rope.factor != 1.0 or shape.factors.scores is not None:
+        scale = shape.factors.scores
+        if scale is None:
+            scale = 1.0 / math.sqrt(shape.head_dim)
+        # Queries and keys both have RoPE's factor. Megatron applies it in its unfused RoPE alone.
+        settings["softmax_scale"] = shape.rope.factor**2 * scale
     if shape.window is not None:
         settings["window_size"] = (shape.window - 1, 0)
         settings["window_attn_skip_freq"] = [int(one is not None) for one in shape.windows]
@@ -300,7 +303,12 @@ def _build_chunk(
     )
     if shape.latent is None:
         model.rotary_pos_emb.inv_freq = torch.tensor(shape.rope.frequencies)
+    if is_first and shape.factors.embeddings != 1.0:
+        model.embedding.register_forward_hook(partial(_scale, shape.factors.embeddings))
     for layer in model.decoder.layers:
+        if shape.factors.layers != 1.0:
+            for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                linear.register_forward_hook(partial(_scale_linear, shape.factors.layers))
         if shape.mixture is not None and shape.mixture.sigmoid:
             _add_router_bias(layer.mlp)
     if is_last and shape.kind == "value_model":
@@ -315,6 +323,17 @@ def _build_chunk(
             device=device,
         )
     return model
+
+
+def _scale(factor: float, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+    return out * factor
+
+
+def _scale_linear(
+    factor: float, _: nn.Module, __: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    out, bias = outputs
+    return out * factor, None if bias is None else bias * factor
 
 
 def release_model(chunks: nn.ModuleList) -> None:
@@ -594,7 +613,7 @@ class Forward:
             hidden[:, 0],
             weight,
             targets,
-            temperature=temperature,
+            temperature=temperature * self.shape.factors.logits,
             chunk=self.logit_chunk,
             vocabulary=self._vocabulary(weight.shape[0]),
         )

@@ -87,6 +87,7 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.LOGIT_SCALE,
             Capability.SAVED_BUFFERS,
             Capability.SINKS,
             *([Capability.FP8] if te.is_installed() else []),
