@@ -54,6 +54,7 @@ from engine_megatron.parallel import (
     ModelParallel,
     build_layout,
 )
+from engine_megatron.replay import routing_of
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
 from engine_megatron.weights import (
     Reader,
@@ -126,6 +127,8 @@ class MegatronEngine(BaseEngine):
         check_layout(self.shape, self.layout, multiple)
         te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
+        if config.router_replay:
+            self.routing = routing_of(self.shape)
         if config.lora is not None:
             lora.check_targets(self.shape, config.lora)
         self.table = weight_table(
@@ -190,7 +193,7 @@ class MegatronEngine(BaseEngine):
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        chunks = build_model(self.shape, settings, options, self.layout, config.lora)
+        chunks = build_model(self.shape, settings, options, self.layout, lora=config.lora, replays=config.router_replay)
         attach(self.table, chunks, self.layout)
         chunks.eval()
         self.forward = Forward(
@@ -199,6 +202,7 @@ class MegatronEngine(BaseEngine):
             layout=self.layout,
             device=self.device,
             multiple=token_multiple(config, options, self.layout),
+            splits_tokens=options.sequence_parallel,
             logit_chunk=config.memory.logit_chunk,
         )
 

@@ -36,6 +36,9 @@ class Packing(PackedSeqParams):
     shard: ContextShard | None = None
     """This rank's tokens under context parallelism. None means that all tokens are on this rank."""
 
+    experts: Tensor | None = None
+    """``[n, L, k]`` int64: the experts to replay for the tokens that this rank's routers see."""
+
 
 def build_packing(
     lengths: Sequence[int],
@@ -43,6 +46,7 @@ def build_packing(
     shard: ContextShard | None = None,
     *,
     longest: int = 0,
+    experts: Tensor | None = None,
 ) -> Packing:
     """Build the packing of successive documents of these lengths, which Megatron's RoPE reads too.
 
@@ -63,6 +67,7 @@ def build_packing(
         max_seqlen_kv=longest,
         lengths=tuple(lengths),
         shard=shard,
+        experts=experts,
         **padded,
     )
 

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import EngineConfig, LoraConfig
 from engine_api.results import TokenOutputs
 from engine_megatron.context import ContextShard, gather_outputs, token_order
@@ -52,6 +52,7 @@ from engine_megatron.layers import (
 from engine_megatron.lora import add_adapters, freeze_base, require_embedding_gradient
 from engine_megatron.options import MegatronOptions
 from engine_megatron.parallel import DTYPES, Layout, context_group, tensor_group
+from engine_megatron.replay import add_replay
 from engine_megatron.shape import Mixture, Shape
 from engine_megatron.te import FP8_TOKENS
 from engine_megatron.weights import padded_vocabulary
@@ -258,21 +259,26 @@ def build_model(
     config: TransformerConfig,
     options: MegatronOptions,
     layout: Layout,
+    *,
     lora: LoraConfig | None = None,
+    replays: bool = False,
 ) -> nn.ModuleList:
     """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled.
 
-    With ``lora`` they have adapters, and all other weights but a value head are frozen.
+    With ``lora`` they have adapters, and all other weights but a value head are frozen. With
+    ``replays`` their routers take the experts that a packing brings along.
     """
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
     chunks = nn.ModuleList(
         _build_chunk(shape, config, options, layout, number) for number in range(layout.virtual)
     )
-    if lora is not None:
-        for number, chunk in enumerate(chunks):
-            first = _first_layer(shape, layout, number)
-            add_adapters(dict(enumerate(chunk.decoder.layers, first)), shape, lora, config)
+    for number, chunk in enumerate(chunks):
+        layers = dict(enumerate(chunk.decoder.layers, _first_layer(shape, layout, number)))
+        if replays:
+            add_replay(layers)
+        if lora is not None:
+            add_adapters(layers, shape, lora, config)
             freeze_base(chunk)
             if chunk.pre_process:
                 require_embedding_gradient(chunk.embedding)
@@ -467,14 +473,21 @@ class PackedInputs:
 
 
 def pack_inputs(
-    batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False
+    batch: Batch,
+    *,
+    multiple: int,
+    layout: Layout,
+    device: torch.device,
+    steady: bool = False,
+    splits_tokens: bool = False,
 ) -> PackedInputs:
     """Pad a micro-batch and move this rank's tokens to the device.
 
     The micro-batch is padded to a multiple of ``multiple`` with a separate document at its end; an
     empty one is all padding. Under context parallelism each document is padded to a multiple of
     twice the ranks. With ``steady`` the stated length of the longest document is rounded up
-    (`steady_longest`).
+    (`steady_longest`). With ``splits_tokens``, sequence parallelism, a router sees the tokens of
+    one tensor-parallel rank.
     """
     step = 2 * layout.context if layout.context > 1 else 1
     lengths, real = _pad_lengths(batch.lengths, multiple, step)
@@ -493,6 +506,15 @@ def pack_inputs(
             place=place.to(device),
             group=context_group(),
         )
+    experts: Tensor | None = None
+    if ROUTED_EXPERTS in batch.fields:
+        given = batch[ROUTED_EXPERTS].cpu().long()
+        # Padding is left to the router.
+        whole = given.new_full((len(ids), *given.shape[1:]), -1)
+        whole[real] = given
+        experts = whole[own].to(device)
+        if splits_tokens:
+            experts = experts.chunk(layout.tensor)[layout.here.tensor]
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return PackedInputs(
         ids=ids[own][None].to(device),
@@ -500,7 +522,7 @@ def pack_inputs(
         targets=ids.roll(-1)[own].to(device),
         source=place[(real - 1).clamp(min=0)].to(device),
         first=(positions[real] == 0).to(device),
-        packing=build_packing(lengths, device, shard, longest=longest),
+        packing=build_packing(lengths, device, shard, longest=longest, experts=experts),
     )
 
 
@@ -536,6 +558,7 @@ class Forward:
 
     Attributes:
         multiple: the tokens of a micro-batch are padded to a multiple of it.
+        splits_tokens: whether sequence parallelism divides them over tensor-parallel ranks.
         logit_chunk: number of tokens whose logits exist at the same time.
     """
 
@@ -543,6 +566,7 @@ class Forward:
     shape: Shape
     layout: Layout
     multiple: int
+    splits_tokens: bool
     logit_chunk: int
     device: torch.device
 
@@ -551,7 +575,12 @@ class Forward:
         # Transformer Engine's attention is built again for each longest length.
         steady = self.shape.spec == "te"
         return pack_inputs(
-            batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady
+            batch,
+            multiple=self.multiple,
+            layout=self.layout,
+            device=self.device,
+            steady=steady,
+            splits_tokens=self.splits_tokens,
         )
 
     @property

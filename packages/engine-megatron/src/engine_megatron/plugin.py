@@ -83,6 +83,7 @@ PLUGIN = EnginePlugin(
             Capability.RECOMPUTE,
             Capability.BF16,
             Capability.MOE,
+            Capability.ROUTER_REPLAY,
             Capability.VALUE_HEAD,
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
