@@ -138,9 +138,7 @@ class MegatronEngine(BaseEngine):
             check_stages(self.table, self.layout)
         files = None if config.model.init == "random" else WeightFiles(self.folder)
         if files is not None:
-            files.check(
-                {weight.name: weight.shape for weight in self.table if not weight.adapter}
-            )
+            files.check({weight.name: weight.shape for weight in self.table if not weight.adapter})
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
         settings = transformer_config(
             self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
@@ -193,7 +191,14 @@ class MegatronEngine(BaseEngine):
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        chunks = build_model(self.shape, settings, options, self.layout, lora=config.lora, replays=config.router_replay)
+        chunks = build_model(
+            self.shape,
+            settings,
+            options,
+            self.layout,
+            lora=config.lora,
+            replays=config.router_replay,
+        )
         attach(self.table, chunks, self.layout)
         chunks.eval()
         self.forward = Forward(

@@ -84,7 +84,10 @@ def check_targets(shape: Shape, lora: LoraConfig) -> None:
         if experts:
             why = f"{experts[0]} is an expert's matrix, and all experts are one module in PEFT"
         raise ConfigError(
-            "lora.target_modules", f"{targets!r} matches no layer of the model", why=why, remedy=remedy
+            "lora.target_modules",
+            f"{targets!r} matches no layer of the model",
+            why=why,
+            remedy=remedy,
         )
     if experts and targets != ALL_LINEAR:
         log.warning(

@@ -72,9 +72,7 @@ def add_replay(layers: Mapping[int, Any]) -> None:
     for number, layer in layers.items():
         if (router := getattr(layer.mlp, "router", None)) is not None:
             router.router_replay = Selection()
-            layer.register_forward_pre_hook(
-                _choose(number, router.router_replay), with_kwargs=True
-            )
+            layer.register_forward_pre_hook(_choose(number, router.router_replay), with_kwargs=True)
 
 
 def _choose(number: int, selection: Selection) -> Callable[..., None]:
