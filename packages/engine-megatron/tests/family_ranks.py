@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from layout_ranks import create
 from torch import Tensor
 
@@ -25,9 +26,13 @@ def compute(
     parallelism: dict[str, int],
     options: dict[str, Any],
     documents: list[list[int]],
+    experts: list[Tensor] | None = None,
     **config: Any,
 ) -> Result:
-    """Return log-probs by document, exported weights whole and as shards, and the moved weights."""
+    """Return log-probs by document, exported weights whole and as shards, and the moved weights.
+
+    ``experts`` are replayed, by document.
+    """
     engine = create(
         path, parallelism, options, optimizer=SGD, memory=Memory(max_tokens=128), **config
     )
@@ -39,6 +44,8 @@ def compute(
         for i in own
     ]
     batch = Batch.pack(rows)
+    if experts is not None:
+        batch = batch.with_fields(routed_experts=torch.cat([experts[i] for i in own]))
     log_probs = engine.infer_batch(batch).log_probs.split([len(documents[i]) for i in own])
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     shards = [

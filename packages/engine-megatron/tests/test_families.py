@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from engine_api.config import LoraConfig
 from engine_api.hf_names import saved_buffers
+from engine_api.hf_routers import Routers
 from engine_api.weights import assemble
 from engine_conformance.ranks import RankPool
 from engine_megatron.shape import FAMILIES
@@ -184,13 +185,32 @@ def score(model: Any, ids: Tensor, total: int) -> Tensor:
     return torch.cat([picked.new_zeros(1), picked.detach()])
 
 
-def expected(folder: Path, model: Model) -> Expected:
-    """Write a model and compute it."""
+def drawn_experts(path: str) -> list[Tensor]:
+    """Return experts for each token and layer by document, and for some tokens none."""
+    routing = Routers(oracle(path), where="transformers").routing
+    generator = torch.Generator().manual_seed(5)
+    found: list[Tensor] = []
+    for one in documents():
+        scores = torch.rand(len(one), routing.layers, routing.experts, generator=generator)
+        experts = scores.argsort(-1)[..., : routing.top_k]
+        experts[::5] = -1
+        found.append(experts)
+    return found
+
+
+def expected(folder: Path, model: Model, *, replays: bool = False) -> Expected:
+    """Write a model and compute it, with the experts of `drawn_experts` if ``replays``."""
     path = write(folder, model)
     exact = oracle(path)
     ids = documents()
+    routers = Routers(exact, where="transformers") if replays else None
+    experts = drawn_experts(path) if replays else [None] * len(ids)
     total = sum(len(one) - 1 for one in ids)
-    log_probs = [score(exact, one, total) for one in ids]
+    log_probs: list[Tensor] = []
+    for one, selected in zip(ids, experts, strict=True):
+        if routers is not None:
+            routers.replay(selected)
+        log_probs.append(score(exact, one, total))
     # Gradients are named as weights are once they are saved in the place of these.
     with torch.no_grad():
         for tensor in exact.state_dict(keep_vars=True).values():
@@ -252,6 +272,33 @@ def test_a_family_is_computed_as_in_transformers(
         parallelism=parallelism,
         options=options,
         documents=ids,
+    )
+    compare(results, want, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "deepseek_v3" else pytest.mark.nightly)
+        for name, model in MODELS.items()
+        if model.layouts in (EXPERTS, BIASED)
+    ],
+)
+def test_replayed_experts_are_computed_as_in_transformers(
+    pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+) -> None:
+    """The router's gradient is among those that are compared."""
+    model = MODELS[name]
+    want = expected(tmp_path / "model", model, replays=True)
+    parallelism, options = model.layouts[0]
+    results = pool.run(
+        "family_ranks:compute",
+        path=want.path,
+        parallelism=parallelism,
+        options=options,
+        documents=ids,
+        experts=drawn_experts(want.path),
+        router_replay=True,
     )
     compare(results, want, name)
 

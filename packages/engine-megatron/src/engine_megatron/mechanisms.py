@@ -36,6 +36,8 @@ _CAPS = (
     "logits_soft_cap",
     "output_logit_soft_cap",
 )
+# Families whose output head has a bias in transformers, which no key of theirs says.
+_BIASED_HEADS = ("codegen", "ctrl", "gptj", "phi")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 # Families whose projections never have a bias, whatever attention_bias says in transformers.
 _UNBIASED = ("cwm", "ministral", "mistral", "mixtral", "qwen2", "qwen2_moe")
@@ -196,6 +198,9 @@ def _latent_heads(config: Any) -> str:
 _MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", *SIGMOIDS)
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    Mechanism(
+        name="head_bias", find=lambda _: "an output head with a bias", families=_BIASED_HEADS
+    ),
     Mechanism(name="softcap", find=lambda config: _set(config, _CAPS)),
     Mechanism(name="logit_scale", find=_logit_scale),
     *(Mechanism(name=name, find=_layers(name)) for name in dict.fromkeys(_OTHER_LAYERS.values())),
