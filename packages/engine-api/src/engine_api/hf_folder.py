@@ -293,9 +293,9 @@ def read_predictors(source: str, hf_config: Any) -> Iterator[tuple[str, torch.Te
     ``ConfigError`` for files that cannot be read.
     """
     file = Path(source) / "config.json"
-    keys = json.loads(file.read_text()) if file.is_file() else {}
-    count = keys.get("num_nextn_predict_layers") or 0
-    first = keys.get("num_hidden_layers")
+    keys: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    count = keys.get("num_nextn_predict_layers")
+    first: Any = keys.get("num_hidden_layers")
     if not count or first != getattr(hf_config, "num_hidden_layers", None):
         return
     files = read_saved_tensors(source)

@@ -343,9 +343,10 @@ class MegatronEngine(BaseEngine):
         return [weight for weight in self.table if weight.adapter == (adapter == "only")]
 
     def _reader(self, dtype: torch.dtype | None, adapter: Adapter) -> Reader:
-        merged = self.config.lora is not None and adapter == "merged"
-        merges = merges_of(self.table, self.config.lora) if merged else None
-        return Reader(self.masters, dtype, merges)
+        lora_config = self.config.lora
+        if lora_config is None or adapter != "merged":
+            return Reader(self.masters, dtype)
+        return Reader(self.masters, dtype, merges_of(self.table, lora_config))
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""

@@ -238,7 +238,7 @@ def add_adapters(
         for split in _SPLITS
     }
     for number, rule in rules_of(shape):
-        if number in layers and any(True for _ in adapters_of(rule, lora)):
+        if number is not None and number in layers and any(True for _ in adapters_of(rule, lora)):
             layer = layers[number].get_submodule(_layer_of(rule))
             _adapt(layer, rule, shape, lora, config, division[rule.split])
 

@@ -273,7 +273,9 @@ def build_model(
     chunks = nn.ModuleList(
         _build_chunk(shape, config, options, layout, number) for number in range(layout.virtual)
     )
-    for number, chunk in enumerate(chunks):
+    # Megatron is not annotated.
+    built: list[Any] = list(chunks)
+    for number, chunk in enumerate(built):
         layers = dict(enumerate(chunk.decoder.layers, _first_layer(shape, layout, number)))
         if replays:
             add_replay(layers)
@@ -311,7 +313,8 @@ def _build_chunk(
         model.rotary_pos_emb.inv_freq = torch.tensor(shape.rope.frequencies)
     if is_first and shape.factors.embeddings != 1.0:
         model.embedding.register_forward_hook(partial(_scale, shape.factors.embeddings))
-    for layer in model.decoder.layers:
+    layers: Any = model.decoder.layers
+    for layer in layers:
         if shape.factors.layers != 1.0:
             for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
                 linear.register_forward_hook(partial(_scale_linear, shape.factors.layers))
