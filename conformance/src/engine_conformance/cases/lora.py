@@ -339,7 +339,8 @@ Draws = tuple[int, list[Tensor], list[float]]
 def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
     """Train on the same documents on all ranks, and return what each call's loss has seen.
 
-    In addition, return the number of the data-parallel rank and the norms of the gradients.
+    In addition, return the number of the data-parallel rank and the norms of the gradients. Nothing
+    was seen on a rank without a loss, as in a pipeline's first stages.
     """
     # An engine may leave the process's generators as they are, and all ranks may have equal ones.
     torch.manual_seed(50)
@@ -352,7 +353,8 @@ def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
         for _ in range(2):
             recorder = _Recorder()
             engine.forward_backward(own, recorder)
-            seen.append(torch.cat(recorder.seen))
+            if recorder.seen:
+                seen.append(torch.cat(recorder.seen))
         norms.append(engine.optimizer_step().grad_norm)
         return engine.topology.dp_rank, seen, norms
 
@@ -368,11 +370,13 @@ def _drops_anew(target: Target, config: EngineConfig, batch: PackedDocuments) ->
         asked = replace(config, memory=Memory(recompute=recompute))
         ranks: list[Draws] = target.run(draw_dropout, asked, batch=batch)
         by_memory.append(ranks)
-        for rank, (data, seen, _) in enumerate(ranks):
+        lossy = [(rank, data, seen) for rank, (data, seen, _) in enumerate(ranks) if seen]
+        must(bool(lossy), "lora.dropout", "no rank has called the loss")
+        for index, (rank, data, seen) in enumerate(lossy):
             where = f"rank {rank}, recompute: {recompute}"
             same = torch.equal(seen[0], seen[1])
             must(not same, "lora.dropout", "drops the same inputs in each pass", where=where)
-            for other, (other_data, other_seen, _) in enumerate(ranks[:rank]):
+            for other, other_data, other_seen in lossy[:index]:
                 same = data != other_data and torch.equal(seen[0], other_seen[0])
                 problem = f"drops the same inputs as on rank {other}"
                 must(not same, "lora.dropout", problem, where=where)
