@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 __all__ = ["plain_defaults"]
 
 
 @contextmanager
-def plain_defaults() -> Iterator[None]:
+def plain_defaults() -> Generator[None]:
     """Let torch make float32 tensors on the CPU inside the block, unless it is told otherwise.
 
     The process may have set other defaults, which models and optimizers are not written for: a
