@@ -175,13 +175,6 @@ class LoopbackEngine(ExportEngine):
         self, batch: Batch, *, needs: Sequence[str], temperature: float, teaching: Teaching
     ) -> TokenOutputs:
         """Implement ``EngineDefaults.taught_step``."""
-        if self.config.memory.share_prefixes:
-            raise ConfigError(
-                "memory.share_prefixes",
-                "not with a loss that needs a divergence to a teacher",
-                why="documents that begin alike may have teachers that saw other prompts",
-                remedy="set false",
-            )
         taught = Taught.of(batch, teaching, self._teacher_head)
         return self.model.outputs(batch, needs, temperature, taught)
 

@@ -71,7 +71,7 @@ class Distil:
     needs: tuple[str, ...] = ("log_probs", "divergence")
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """Return the loss, which is shown no field of the teacher."""
+        """Return the loss. Raise unless the batch has no field of the teacher."""
         shown = [name for name in batch.fields if name.startswith("teacher")]
         must(not shown, "loss", f"is given the fields {shown}, which it does not need")
         given = outputs.divergence
@@ -443,13 +443,23 @@ def misuse(
         return errors, summary(engine, [step(engine, setup, batch)])
 
 
+def share(setup: Setup, batch: PackedDocuments, width: int) -> EngineError | None:
+    """Return the error of a divergence on this rank, whose documents share prefixes."""
+    with opened(setup) as engine:
+        own = shard_of(engine, batch, setup.device, {})
+        states = {TEACHER_STATES: torch.zeros(own.num_tokens, width, device=setup.device)}
+        engine.set_teacher(OutputHead(weight=torch.zeros(_VOCABULARY, width)))
+        loss = Distil(teaching=Teaching(vocabulary=_VOCABULARY))
+        return caught(lambda: engine.train_batch(own.with_fields(**states), loss))
+
+
 @case(id="distill.refused", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2))
 def refused(target: Target) -> float:
     """A teacher that does not fit MUST be refused on all ranks, and the engine stays usable.
 
     A head that was not given or is none, fields that are absent or of another size, tokens that do
     not count, a vocabulary larger than that of either model, a loss that does not say what it
-    compares with.
+    compares with, documents that share prefixes.
 
     If this fails: an index out of range ends the process on an accelerator, or the student learns
     from zeros.
@@ -459,5 +469,9 @@ def refused(target: Target) -> float:
     ranks = target.run(misuse, target.config(model), batch=batch, width=48)
     for name, kind in _WRONG.items():
         raised_everywhere(name, [errors[name] for errors, _ in ranks], kind)
+    if Capability.SHARED_PREFIXES in target.capabilities:
+        shared = target.config(model, memory=Memory(share_prefixes=True))
+        raised = target.run(share, shared, batch=batch, width=48)
+        raised_everywhere("shared prefixes", raised, ConfigError)
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))

@@ -50,7 +50,7 @@ def denominator_of(value: object) -> float | None:
     """
     if value is None:
         return None
-    return positive_number("denominator", value, "leave it out for Σ loss_weight")
+    return _positive("denominator", value, "leave it out for Σ loss_weight")
 
 
 def temperature_of(value: object) -> float:
@@ -58,7 +58,7 @@ def temperature_of(value: object) -> float:
 
     Raises ``ConfigError`` if it is not a number of at least ``LEAST_TEMPERATURE``.
     """
-    temperature = positive_number("temperature", value, "use 1.0")
+    temperature = _positive("temperature", value, "use 1.0")
     if temperature < LEAST_TEMPERATURE:
         raise ConfigError(
             "temperature", f"expected at least {LEAST_TEMPERATURE}, got {value}", remedy="use 1.0"
@@ -215,8 +215,7 @@ def check_coefficients(value: object, like: torch.Tensor) -> None:
         )
 
 
-def positive_number(name: str, value: object, remedy: str) -> float:
-    """Return a number as a float. Raises ``ConfigError`` if it is not positive and finite."""
+def _positive(name: str, value: object, remedy: str) -> float:
     number = math.nan
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:

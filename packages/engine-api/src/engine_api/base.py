@@ -464,8 +464,16 @@ class BaseEngine(EngineDefaults):
         check_loss(loss)
         denominator_of(denominator)
         temperature_of(temperature)
-        if DIVERGENCE in needs_of(loss):
-            check_taught(batch, teaching_of(loss), self._teacher_head, self.vocab_size)
+        if DIVERGENCE not in needs_of(loss):
+            return
+        if self.config.memory.share_prefixes:
+            raise ConfigError(
+                "memory.share_prefixes",
+                "expected false for a loss that needs a divergence to a teacher, got true",
+                why="documents that begin alike may have teachers that saw different prompts",
+                remedy="set memory.share_prefixes: false",
+            )
+        check_taught(batch, teaching_of(loss), self._teacher_head, self.vocab_size)
 
     def _check_inference(
         self, batch: Batch, temperature: float, *, entropy: bool, adapter: bool

@@ -553,7 +553,7 @@ def _check_rows(name: str, value: torch.Tensor, tokens: int, *, index: int | Non
     if value.dim() != 2 or value.shape[0] != tokens:
         raise BatchError(
             name,
-            f"shape {tuple(value.shape)}, not [{tokens}, n]",
+            f"expected the shape [{tokens}, n], got {tuple(value.shape)}",
             index=index,
             remedy="give a row for each token, of zeros (or -1 for ids) where there is none",
         )
@@ -562,7 +562,7 @@ def _check_rows(name: str, value: torch.Tensor, tokens: int, *, index: int | Non
     if floating != value.is_floating_point() or not (floating or signed):
         raise BatchError(
             name,
-            f"dtype {value.dtype} is no {'floating dtype' if floating else 'signed integer'}",
+            f"expected a {'floating' if floating else 'signed integer'} dtype, got {value.dtype}",
             index=index,
             remedy=f"convert with {'.float()' if floating else '.to(torch.int32)'}",
         )
@@ -576,9 +576,9 @@ def _check_same_widths(parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
             if width != widths[0][1]:
                 raise BatchError(
                     name,
-                    f"a row has {width} numbers, and {widths[0][1]} before",
+                    f"expected rows of {widths[0][1]} numbers as before, got {width}",
                     index=index,
-                    remedy="give all of them for the same teacher",
+                    remedy="give all documents the rows of the same teacher",
                 )
 
 
@@ -593,11 +593,11 @@ def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
             name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token"
         )
     if value.is_floating_point() and not bool(value.isfinite().all()):
-        at = int((~value.isfinite()).nonzero()[0])
+        at = tuple((~value.isfinite()).nonzero()[0].tolist())
         raise BatchError(
             name,
             f"{float(value[at])} is not finite",
-            index=at,
+            index=at[0],
             remedy="look where this field is computed",
         )
 

@@ -1,9 +1,10 @@
-"""What a student's engine is told of its teacher: an output head, or the best tokens, by position.
+"""Arguments of distillation: a teacher's output head, and the divergence that a loss needs.
 
-Three members of an engine make the distributions of a teacher and a student meet without either
-engine's logits of a whole batch. The teacher's ``infer_states`` and ``output_head`` are what its
-logits are made of. The student's ``set_teacher`` and two kinds of fields of a batch bring them to a
-loss that needs ``divergence`` and has an attribute ``teaching``.
+A student is compared with a teacher over the vocabulary without either model's logits of a whole
+batch. The teacher's engine gives the two factors of its logits, ``infer_states`` and
+``output_head``. The student's engine receives them as a field of the batch and by ``set_teacher``,
+and computes the output ``divergence`` for a loss with an attribute ``teaching``. A teacher behind a
+server gives its most likely tokens instead, as two fields of the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from engine_api.arguments import positive_number
 from engine_api.batch import (
     TEACHER_STATES,
     TEACHER_TOP_IDS,
@@ -71,12 +71,12 @@ class Teaching:
         jsd           β Σ q log(q / m) + (1 - β) Σ p log(p / m),   m = β q + (1 - β) p
 
     ``jsd`` is the generalized Jensen-Shannon divergence of arXiv:2306.13649, eq. 1. With ``top``
-    the sums are over k + 1 classes: the k tokens that the batch names, and all other ones together.
-    By the data processing inequality that is at most the divergence over the vocabulary.
+    the sums are over k + 1 classes: the k tokens that the batch names, and all other tokens
+    together. By the data processing inequality that is at most the divergence over the vocabulary.
 
     Attributes:
         vocabulary: number of token ids that count. Rows of an output head beyond are padding.
-        divergence: which of the three.
+        divergence: name of the divergence.
         beta: β, inside (0, 1); read by ``jsd`` alone.
         top: false: q is that of the batch's ``teacher_states`` and the head of ``set_teacher``;
             true: that of its ``teacher_top_ids`` and ``teacher_top_log_probs``, at the call's
@@ -92,7 +92,13 @@ class Teaching:
     top: bool = False
 
     def __post_init__(self) -> None:
-        positive_number("loss.teaching.vocabulary", self.vocabulary, "give the tokenizer's size")
+        given: object = self.vocabulary
+        if not isinstance(given, int) or given < 1:
+            raise ConfigError(
+                "loss.teaching.vocabulary",
+                f"expected an integer of at least 1, got {given!r:.100}",
+                remedy="give the number of tokens of the tokenizer",
+            )
         if self.divergence not in DIVERGENCES:
             raise ConfigError(
                 "loss.teaching.divergence",
@@ -113,16 +119,16 @@ class Teaching:
 
 
 def teaching_of(loss: LossFn) -> Teaching:
-    """Return what a loss that needs ``divergence`` says about its teacher.
+    """Return the attribute ``teaching`` of a loss that needs ``divergence``.
 
-    Raises ``ConfigError`` if it has no attribute ``teaching`` of that type.
+    Raises ``ConfigError`` if there is none of that type.
     """
     teaching: object = getattr(loss, "teaching", None)
     if not isinstance(teaching, Teaching):
         raise ConfigError(
             "loss.teaching",
             f"expected a Teaching, got {kind_of(teaching)}",
-            why="the loss needs 'divergence', which is that of the student to a teacher",
+            why="the loss needs 'divergence', which is a student's to a teacher",
             remedy="give the loss an attribute teaching = Teaching(vocabulary=...)",
         )
     return teaching
@@ -190,7 +196,8 @@ def check_taught(
         if width != head.weight.shape[1]:
             raise BatchError(
                 TEACHER_STATES,
-                f"states of {width} numbers, and a head for {head.weight.shape[1]}",
+                f"expected states of {head.weight.shape[1]} numbers, as the teacher's head takes, "
+                f"got {width}",
                 remedy="take infer_states and output_head of the same engine",
             )
 
@@ -200,24 +207,25 @@ def _check_top(batch: Batch, vocabulary: int) -> None:
     if log_probs.shape[1] != ids.shape[1] + 1:
         raise BatchError(
             TEACHER_TOP_LOG_PROBS,
-            f"{log_probs.shape[1]} log-probs for {ids.shape[1]} tokens",
+            f"expected {ids.shape[1] + 1} log-probs for {ids.shape[1]} tokens, "
+            f"got {log_probs.shape[1]}",
             remedy="give one for each token, and one for all other tokens together",
         )
     bad = ((ids < -1) | (ids >= vocabulary)).any(1).nonzero()
     if bad.numel():
         raise BatchError(
             TEACHER_TOP_IDS,
-            f"token ids {ids[int(bad[0])].tolist()} are not all in the vocabulary of {vocabulary}",
+            f"expected ids below {vocabulary}, or -1, got {ids[int(bad[0])].tolist()}",
             index=int(bad[0]),
-            remedy="write -1 in place of a token that is not in it, and add its probability to "
-            "that of all other tokens",
+            remedy="write -1 in place of a token that is not in the vocabulary, and add its "
+            "probability to that of all other tokens",
         )
 
 
 def without_teacher(batch: Batch) -> Batch:
     """Return the batch without a teacher's states and tokens, which no loss reads."""
-    taken = (TEACHER_STATES, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)
-    if not any(name in batch.fields for name in taken):
+    dropped = {TEACHER_STATES, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS}
+    if dropped.isdisjoint(batch.fields):
         return batch
-    kept = {name: value for name, value in batch.fields.items() if name not in taken}
+    kept = {name: value for name, value in batch.fields.items() if name not in dropped}
     return Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, fields=kept)

@@ -184,13 +184,6 @@ class FSDPEngine(DTensorEngine):
         memory = self.config.memory
         multiple = memory.pad_to_multiple
         if memory.share_prefixes:
-            if given.pop("teaching", None) is not None:
-                raise ConfigError(
-                    "memory.share_prefixes",
-                    "expected false for a loss that needs a divergence to a teacher, got true",
-                    why="documents that begin alike may have teachers that saw other prompts",
-                    remedy="set memory.share_prefixes: false",
-                )
             return pack_tree(
                 batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )

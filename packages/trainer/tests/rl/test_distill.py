@@ -641,6 +641,17 @@ def test_a_teacher_that_makes_no_sense_is_refused(tmp_path, teacher, more, text)
         configure(tmp_path, tmp_path, algorithm={"prompts_per_step": 8, "teacher": teacher} | more)
 
 
+def test_shared_prefixes_are_for_sampled_tokens_alone(sums_model, tmp_path):
+    """Also where the policy teaches itself, with documents that begin differently."""
+    for teacher, kl in (({"url": "http://h"}, "top_k"), ({"prompt_template": "{prompt}?"}, "full")):
+        values = sections(sums_model, teacher)
+        values["engine"] |= {"memory": {"share_prefixes": True}}
+        with pytest.raises(ConfigError, match=f"expected false with algorithm.teacher.kl: {kl}"):
+            configure(sums_model, tmp_path, **values)
+        values["algorithm"]["teacher"] |= {"kl": "sampled"}
+        configure(sums_model, tmp_path, **values)
+
+
 def test_one_completion_of_a_prompt_is_enough_without_rewards(tmp_path):
     teacher = {"url": "http://h"}
     rollout = {"n": 1, "max_new_tokens": 4}

@@ -3,8 +3,8 @@
 Fields of the batch, all ``[T]``: ``loss_weight`` (0 on prompts; see
 ``engine_api.losses.token_weights``), ``advantages``, ``old_log_probs`` (of the policy that the
 ratio is taken against), when there is a KL term ``ref_log_probs``, and with a rollout correction
-``correction`` (see ``engine_trainer.algorithms.correction``), and with a teacher whose sampled
-tokens alone are compared ``teacher_log_probs``.
+``correction`` (see ``engine_trainer.algorithms.correction``), and where the KL to a teacher is
+estimated from sampled tokens ``teacher_log_probs``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PolicyLoss:
         kl_bound: nats; see ``kl_penalty``.
         policy_coef: weight of the loss ``kind``; 0: it is not computed.
         teacher_coef: weight of the KL to the teacher; 0: nothing of the teacher is read.
-        teaching: what the engine compares the policy with (``engine_api.distillation``); None: the
+        teaching: the divergence that the engine computes (``engine_api.distillation``); None: the
             KL is estimated from the field ``teacher_log_probs``.
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.

@@ -86,9 +86,9 @@ class EngineGroup(Protocol):
         ...
 
     def learn_from(self, teacher: EngineGroup | None) -> None:
-        """Give the engine the current output head of a teacher on the same ranks, or take it away.
+        """Give the engine the current output head of a teacher on the same ranks, or drop it.
 
-        The teacher may be this engine itself, as it is now.
+        The teacher may be this engine itself. Later steps do not change the head that was given.
         """
         ...
 

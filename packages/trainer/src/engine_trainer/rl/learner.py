@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
+from engine_api.distillation import Teaching
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
@@ -19,7 +20,6 @@ from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.inputs import Completions
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
-from engine_trainer.data import load_tokenizer
 from engine_trainer.extensions.built_in import LOSSES
 from engine_trainer.extensions.functions import absolute_target
 from engine_trainer.placement.groups import Trained, run_together
@@ -36,7 +36,7 @@ from engine_trainer.rl.mismatch import (
     mismatch_sums,
 )
 from engine_trainer.rl.partition import Partition, TrainingDocument
-from engine_trainer.rl.teacher import create_teacher, teacher_documents, teaching_with
+from engine_trainer.rl.teacher import create_teacher, teacher_documents, teaching_of_run
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.experts import pad_experts
@@ -72,11 +72,11 @@ class Learner:
         self._comm = run.comm
         self.config = config
         self.temperature = config.rollout.temperature
-        self.loss = policy_loss(algorithm, _vocabulary(config))
+        self.loss = policy_loss(algorithm, teaching_of_run(config))
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
-        self.teacher = create_teacher(run, config)
+        self.teacher = create_teacher(run, config, self.loss.teaching)
         self.kept = KeptTokens([], [], ())
 
     @property
@@ -455,19 +455,11 @@ def check_own_loss(algorithm: AlgorithmSection) -> None:
         )
 
 
-def _vocabulary(config: RLConfig) -> int | None:
-    """Return the number of tokens that a teacher's distributions are over, None if none is read."""
-    teacher = config.algorithm.teacher
-    if teacher is None or teacher.chosen_kl == "sampled":
-        return None
-    return load_tokenizer(config.data, config.engine.model).vocabulary
-
-
-def policy_loss(algorithm: AlgorithmSection, vocabulary: int | None = None) -> PolicyLoss:
+def policy_loss(algorithm: AlgorithmSection, teaching: Teaching | None = None) -> PolicyLoss:
     """Return the loss that the configuration describes. Raises ``ConfigError``.
 
-    ``vocabulary`` is the number of tokens that a teacher's distributions are over, or None where
-    its sampled tokens alone are read.
+    ``teaching`` is the divergence to the teacher, or None without a teacher or for the log-probs of
+    its sampled tokens.
     """
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
@@ -484,7 +476,7 @@ def policy_loss(algorithm: AlgorithmSection, vocabulary: int | None = None) -> P
         kl_bound=kl.bound,
         policy_coef=1.0 if teacher is None else teacher.reward_weight,
         teacher_coef=0.0 if teacher is None else teacher.coefficient,
-        teaching=None if teacher is None else teaching_with(teacher, vocabulary),
+        teaching=teaching,
         entropy_coef=algorithm.entropy_coefficient,
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",

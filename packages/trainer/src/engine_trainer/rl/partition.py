@@ -145,7 +145,7 @@ class Partition:
         """Return the values of each local dp shard, ``[T, …]``, from those of each document.
 
         Values and document end at the same token. Values before the document's first token are left
-        out, and those that there are none of are ``missing``.
+        out, and absent values are ``missing``.
         """
         like = next(iter(found.values()), torch.zeros(0))
         return [
@@ -157,8 +157,10 @@ class Partition:
 def _at_end(values: torch.Tensor, length: int, missing: int) -> torch.Tensor:
     """Return the last ``length`` values, with ``missing`` in front of fewer."""
     kept = values[max(len(values) - length, 0) :]
-    lack = length - len(kept)
-    return torch.cat([kept.new_full((lack, *kept.shape[1:]), missing), kept]) if lack else kept
+    absent = length - len(kept)
+    if not absent:
+        return kept
+    return torch.cat([kept.new_full((absent, *kept.shape[1:]), missing), kept])
 
 
 def _divide_documents(documents: Sequence[TrainingDocument], ranks: int) -> Bins:

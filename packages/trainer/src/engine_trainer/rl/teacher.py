@@ -1,4 +1,4 @@
-"""Sources of a teacher's distributions, or log-probs, on the policy's own completions."""
+"""Sources of a teacher's log-probs or distributions on the policy's own completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, together
 from engine_api.distillation import Teaching
 from engine_api.errors import ConfigError
-from engine_trainer.config import DataSection, EngineSection, RLConfig, TeacherSection
+from engine_trainer.config import DataSection, EngineSection, RLConfig
 from engine_trainer.data import ChatTokenizer, load_tokenizer
 from engine_trainer.placement.groups import EngineGroup, Launcher, run_together
 from engine_trainer.placement.replica import Group
@@ -36,7 +36,7 @@ SAMPLED = "teacher_log_probs"
 
 
 class Teacher(Protocol):
-    """A source of what a teacher says of the tokens of completions."""
+    """A source of a teacher's log-probs or distributions at the tokens of completions."""
 
     @property
     def engines(self) -> EngineGroup | None:
@@ -68,7 +68,7 @@ class Teacher(Protocol):
         ...
 
     def end_updates(self, policy: EngineGroup) -> None:
-        """Take back what ``begin_updates`` gave."""
+        """Drop what ``begin_updates`` gave."""
         ...
 
     def close(self) -> None:
@@ -76,13 +76,16 @@ class Teacher(Protocol):
         ...
 
 
-def create_teacher(run: Run, config: RLConfig) -> Teacher | None:
-    """Build the teacher that the configuration names, or return None without one."""
+def create_teacher(run: Run, config: RLConfig, teaching: Teaching | None) -> Teacher | None:
+    """Build the teacher that the configuration names, or return None without one.
+
+    ``teaching`` is that of ``teaching_of_run``.
+    """
     section = config.algorithm.teacher
     if section is None:
         return None
     if section.url is not None:
-        return ServedTeacher(TeacherClient(section), run.comm, section, _read_vocabulary(config))
+        return ServedTeacher(TeacherClient(section), run.comm, teaching)
     if section.engine is None:
         return EngineTeacher(run.policy, run, config.engine, config)
     engine = section.engine.engine(config.engine)
@@ -91,16 +94,16 @@ def create_teacher(run: Run, config: RLConfig) -> Teacher | None:
     return EngineTeacher(run.launcher.engines(engine, built, device), run, engine, config)
 
 
-def _read_vocabulary(config: RLConfig) -> int:
-    return load_tokenizer(config.data, config.engine.model).vocabulary
+def teaching_of_run(config: RLConfig) -> Teaching | None:
+    """Return the divergence that the engine computes, or None without or for sampled tokens.
 
-
-def teaching_with(section: TeacherSection, vocabulary: int | None) -> Teaching | None:
-    """Return what the engine compares the policy with, or None for sampled tokens alone."""
-    if section.chosen_kl == "sampled" or vocabulary is None:
+    It is over the tokens of the policy's tokenizer.
+    """
+    section = config.algorithm.teacher
+    if section is None or section.chosen_kl == "sampled":
         return None
     return Teaching(
-        vocabulary=vocabulary,
+        vocabulary=load_tokenizer(config.data, config.engine.model).vocabulary,
         divergence=section.divergence,
         beta=section.beta,
         top=section.chosen_kl == "top_k",
@@ -157,12 +160,12 @@ class EngineTeacher:
         return {SAMPLED: own.move([log_probs_of(o) for o in outputs], partition)}
 
     def begin_updates(self, policy: EngineGroup) -> None:
-        """Give the policy the teacher's output head of now."""
+        """Give the policy the teacher's current output head."""
         if self._gives_states:
             policy.learn_from(self._engines)
 
     def end_updates(self, policy: EngineGroup) -> None:
-        """Take the teacher's output head from the policy."""
+        """Drop the teacher's output head from the policy's engine."""
         if self._gives_states:
             policy.learn_from(None)
 
@@ -180,13 +183,10 @@ class ServedTeacher:
 
     engines: EngineGroup | None = None
 
-    def __init__(
-        self, client: TeacherClient, comm: Comm, section: TeacherSection, vocabulary: int
-    ) -> None:
+    def __init__(self, client: TeacherClient, comm: Comm, teaching: Teaching | None) -> None:
         self._client = client
         self._comm = comm
-        self._top = section.chosen_kl == "top_k"
-        self._vocabulary = vocabulary
+        self._teaching = teaching
 
     def fields(
         self,
@@ -197,10 +197,11 @@ class ServedTeacher:
         """Return the best tokens, or the log-probs of the sampled ones (see ``Teacher``)."""
         del temperature
         tokens = [d.tokens for d in documents]
-        if not self._top:
+        teaching = self._teaching
+        if teaching is None:
             rows = self._ask(lambda: self._client.log_probs(tokens))
             return {SAMPLED: partition.place(_by_index(documents, rows))}
-        best = self._ask(lambda: self._client.best_tokens(tokens, self._vocabulary))
+        best = self._ask(lambda: self._client.best_tokens(tokens, teaching.vocabulary))
         ids = _by_index(documents, [row[0] for row in best])
         log_probs = _by_index(documents, [row[1] for row in best])
         return {
@@ -218,7 +219,7 @@ class ServedTeacher:
         """Give nothing (see ``Teacher``)."""
 
     def end_updates(self, policy: EngineGroup) -> None:
-        """Take nothing (see ``Teacher``)."""
+        """Drop nothing (see ``Teacher``)."""
 
     def close(self) -> None:
         """Hold nothing (see ``Teacher``)."""
@@ -268,13 +269,6 @@ def check_teacher(
         return
     if section.chosen_kl != "sampled":
         _check_distils(config.engine, launcher)
-        if config.engine.memory.share_prefixes:
-            raise ConfigError(
-                "engine.memory.share_prefixes",
-                f"expected false with {KEY}.kl: {section.chosen_kl}, got true",
-                why="documents that begin alike may have teachers that saw other prompts",
-                remedy=f"set it to false, or {KEY}.kl: sampled",
-            )
     if section.url is not None:
         client = TeacherClient(section)
         together(
