@@ -13,7 +13,6 @@ from engine_api.distillation import (
     check_head,
     check_taught,
     teaching_of,
-    without_teacher,
 )
 from engine_api.errors import (
     BatchError,
@@ -160,9 +159,7 @@ def test_rows_follow_their_tokens_and_no_loss_reads_them():
     assert both["teacher_states"].dtype == torch.bfloat16
     assert torch.equal(both["teacher_states"][:, 1].long(), both.input_ids)
     assert torch.equal(both["teacher_top_ids"][:, 0].long(), both.input_ids)
-    assert set(without_teacher(both).fields) == {"loss_weight"}
-    plain = without_teacher(both)
-    assert without_teacher(plain) is plain
+    assert set(both.without_teacher().fields) == {"loss_weight"}
 
 
 @pytest.mark.parametrize(

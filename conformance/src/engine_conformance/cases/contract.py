@@ -28,6 +28,7 @@ from engine_api.config import (
     flatten_config,
 )
 from engine_api.contract import Engine
+from engine_api.distillation import OutputHead
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
 from engine_api.plugin import is_older
@@ -146,6 +147,11 @@ def signatures(target: Target) -> None:
     must(not problems, "members", "; ".join(problems))
 
 
+def _head(engine: Engine) -> OutputHead:
+    """Return the output head. An engine of an older contract lacks the member."""
+    return engine.output_head()
+
+
 def _calls(
     engine: Engine, batch: Batch, loss: LossFn, folder: Path
 ) -> Mapping[str, Callable[[], Any]]:
@@ -156,7 +162,7 @@ def _calls(
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
         "infer_states": lambda: engine.infer_states(batch),
-        "output_head": engine.output_head,
+        "output_head": lambda: _head(engine),
         "set_teacher": lambda: engine.set_teacher(None),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "c"),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "c"),

@@ -44,7 +44,6 @@ from engine_api.distillation import (
     check_head,
     check_taught,
     teaching_of,
-    without_teacher,
 )
 from engine_api.errors import BatchError, CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
@@ -645,7 +644,7 @@ class BaseEngine(EngineDefaults):
         if self._loss_error is not None or not part.num_tokens:
             return zero_loss(outputs)
         try:
-            given = without_teacher(part)
+            given = part.without_teacher()
             return evaluate(loss, outputs, given.to(outputs.tensors()[0].device))
         # A caller's function may raise anything; `_local_sums` raises it again.
         except Exception as error:

@@ -193,6 +193,13 @@ class Batch:
         copy.__dict__["boundaries"] = self.boundaries
         return copy
 
+    def without_teacher(self) -> Batch:
+        """Return the same documents without the fields of a teacher, which no loss reads."""
+        copy = self.with_computed()
+        kept = {name: value for name, value in self.fields.items() if name not in _ROWS}
+        object.__setattr__(copy, "fields", MappingProxyType(kept))
+        return copy
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``BatchError`` for a token id outside ``[0, vocab_size)``."""
         bad = ((self.input_ids < 0) | (self.input_ids >= vocab_size)).nonzero()
@@ -545,7 +552,7 @@ _ROWS: Mapping[str, bool] = {
     TEACHER_TOP_IDS: False,
     TEACHER_TOP_LOG_PROBS: True,
 }
-"""Fields that have a row for each token, and whether they are floating or signed integers."""
+"""Fields of a teacher, by name true for floating numbers and false for signed integers."""
 
 
 def _check_rows(name: str, value: torch.Tensor, tokens: int, *, index: int | None = None) -> None:

@@ -220,12 +220,3 @@ def _check_top(batch: Batch, vocabulary: int) -> None:
             remedy="write -1 in place of a token that is not in the vocabulary, and add its "
             "probability to that of all other tokens",
         )
-
-
-def without_teacher(batch: Batch) -> Batch:
-    """Return the batch without a teacher's states and tokens, which no loss reads."""
-    dropped = {TEACHER_STATES, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS}
-    if dropped.isdisjoint(batch.fields):
-        return batch
-    kept = {name: value for name, value in batch.fields.items() if name not in dropped}
-    return Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, fields=kept)
