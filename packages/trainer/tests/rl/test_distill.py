@@ -27,6 +27,7 @@ from engine_trainer.config import TeacherSection
 from engine_trainer.data import Example, TeacherPrompts
 from engine_trainer.errors import DataError
 from engine_trainer.rl import served_teacher
+from engine_trainer.rl.partition import TrainingDocument
 from engine_trainer.rl.served_teacher import TeacherClient, TeacherError
 from engine_trainer.rl.teacher import check_same_vocabulary
 
@@ -406,6 +407,14 @@ def test_the_policy_teaches_itself_as_it_was_before_the_updates(train, sums_mode
     (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
     want = float(torch.cat([first.detach(), second]).mean())
     assert figures["train/teacher_kl"] == pytest.approx(want, abs=NEAR)
+
+
+def test_a_step_of_which_nothing_is_left_asks_no_teacher(train, sums_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingDocument, "counted", property(lambda document: 0))
+    values = sections(sums_model, {"prompt_template": "#{answer}#{prompt}"})
+    assert train(configure(sums_model, tmp_path, **values)) == []
+    (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
+    assert figures["train/updates"] == 0
 
 
 @pytest.mark.slow

@@ -283,10 +283,13 @@ class Learner:
         mini_batches: Sequence[_MiniBatch],
         groups: Sequence[Group],
     ) -> list[Batch]:
-        """Return the shards with the fields of the teacher, where there is one."""
-        if self.teacher is None:
-            return list(shards)
+        """Return the shards with the fields of the teacher, where there is one.
+
+        Without documents there is no update, and the teacher is asked nothing.
+        """
         documents = [d for mini in mini_batches for d in mini.documents]
+        if self.teacher is None or not documents:
+            return list(shards)
         found = self.teacher.fields(
             teacher_documents(documents, groups), partition, self.temperature
         )
