@@ -251,6 +251,7 @@ def teacher_documents(
                 mask=[*before, *document.mask[begin:]],
                 rollout_log_probs=[0.0] * len(tokens),
                 weight_versions=None,
+                routed_experts=None,
             )
         )
     return found
