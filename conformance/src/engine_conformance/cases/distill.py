@@ -407,7 +407,8 @@ def _attempts(
         return caught(lambda: engine.train_batch(batch.with_fields(**extra), loss))
 
     def asking(**given: Any) -> Distil:
-        return Distil(teaching=Teaching(**({"vocabulary": _VOCABULARY} | given)))
+        settings: dict[str, Any] = {"vocabulary": _VOCABULARY} | given
+        return Distil(teaching=Teaching(**settings))
 
     states = {TEACHER_STATES: torch.zeros(size, width, device=device)}
     best = {

@@ -600,11 +600,11 @@ def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
             name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token"
         )
     if value.is_floating_point() and not bool(value.isfinite().all()):
-        at = tuple((~value.isfinite()).nonzero()[0].tolist())
+        at = (~value.isfinite()).nonzero()[0]
         raise BatchError(
             name,
-            f"{float(value[at])} is not finite",
-            index=at[0],
+            f"{float(value[tuple(at)])} is not finite",
+            index=int(at[0]),
             remedy="look where this field is computed",
         )
 

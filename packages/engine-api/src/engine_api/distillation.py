@@ -7,6 +7,9 @@ and computes the output ``divergence`` for a loss with an attribute ``teaching``
 server gives its most likely tokens instead, as two fields of the batch.
 """
 
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -92,7 +95,7 @@ class Teaching:
     top: bool = False
 
     def __post_init__(self) -> None:
-        given: object = self.vocabulary
+        given = cast("object", self.vocabulary)
         if not isinstance(given, int) or given < 1:
             raise ConfigError(
                 "loss.teaching.vocabulary",
