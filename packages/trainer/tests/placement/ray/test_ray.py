@@ -83,7 +83,7 @@ def test_a_teachers_states_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path
     sections = {"algorithm": {"teacher": teacher}, "run": {"steps": 2}}
     train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
     result = result_of(tmp_path / "out")
-    assert result == torchrun(sums_model, tmp_path / "alone" / "out", **sections)
+    assert result == torchrun(sums_model, tmp_path / "alone", **sections)
     assert all(row["train/teacher_kl"] > 0 for row in result[1] if "train/teacher_kl" in row)
 
 
