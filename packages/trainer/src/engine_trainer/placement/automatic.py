@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, Memory, Precision
+from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
@@ -260,7 +260,7 @@ def _choose_recompute(
         return "none", f"no estimate of the memory of a {text.model_type}"
     built = section.build(seed=0, total_steps=1)
     room = min(_rooms(around.free)) * _USABLE
-    state = _state_bytes(config, section, built, around) / len(around.free)
+    state = _state_bytes(config, around) / len(around.free)
     if rollout is not None and rollout.name == "local" and not rollout.sleep:
         state += memory.rollout_bytes(rollout, built)
     need = state + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
@@ -283,14 +283,9 @@ def _rooms(free: Sequence[FreeMemory]) -> list[float]:
     return [one.free / names.count(one.device) for one in free]
 
 
-def _state_bytes(
-    config: Config, section: EngineSection, built: EngineConfig, around: Surroundings
-) -> float:
+def _state_bytes(config: Config, around: Surroundings) -> float:
     """Return the bytes of weights, gradients and moments of all engines, over all ranks."""
-    if isinstance(config, RLConfig):
-        policy = config.engine.build(seed=0, total_steps=1)
-        counts = memory.engines_bytes(config, policy, around.device)
-        return float(sum(kept + gradient for kept, gradient in counts.values()))
-    trunk = section.model_type == "value_model"
-    parameters = memory.count_parameters(built.model, trunk=trunk)
-    return float(sum(memory.engine_bytes(built, parameters, around.device, learns=True)))
+    # Nothing that can be auto changes the count.
+    policy = config.engine.build(seed=0, total_steps=1)
+    counts = memory.engines_bytes(config, policy, around.device)
+    return float(sum(kept + gradient for kept, gradient in counts.values()))
