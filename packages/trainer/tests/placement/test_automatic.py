@@ -18,7 +18,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, SFTConfig
 from engine_trainer.config.loading import from_tree, to_plain
 from engine_trainer.placement import memory
-from engine_trainer.placement.activations import Decoder
+from engine_trainer.placement.activations import EXPERT_KEYS, Decoder
 from engine_trainer.placement.automatic import settle
 from engine_trainer.placement.memory import GIB, FreeMemory
 
@@ -408,6 +408,17 @@ def test_the_estimate_of_a_run_is_above_its_measured_peak_and_near_it(
     )
     need = 16 * parameters + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
     assert peak <= need / GIB <= 1.4 * peak
+
+
+def test_experts_count_whichever_key_a_family_has_for_their_number() -> None:
+    rest = {key: value for key, value in MIXTURE.items() if key != "num_experts"}
+    shapes = set()
+    for key in EXPERT_KEYS:
+        sizes = rest | {key: 8}
+        decoder = Decoder.of(SimpleNamespace(**sizes, to_dict=lambda sizes=sizes: sizes))
+        assert decoder is not None
+        shapes.add(decoder.shape)
+    assert [shape.experts for shape in shapes] == [8]
 
 
 def test_a_model_of_other_sizes_has_no_estimate() -> None:

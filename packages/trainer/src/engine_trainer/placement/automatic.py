@@ -18,7 +18,7 @@ from engine_api.devices import device_of
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
-from engine_trainer.placement.activations import WIDTH, Decoder
+from engine_trainer.placement.activations import EXPERT_KEYS, WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import records_experts, rollout_device
@@ -226,8 +226,7 @@ def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> 
 
 
 def _has_experts(text: Any) -> bool:
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return text is not None and any((getattr(text, key, None) or 0) > 1 for key in keys)
+    return text is not None and any((getattr(text, key, None) or 0) > 1 for key in EXPERT_KEYS)
 
 
 def _choose_chunk(section: EngineSection, text: Any) -> tuple[int, str]:
