@@ -252,22 +252,22 @@ def _choose_recompute(
         return "none", "an engine that only infers"
     if Capability.RECOMPUTE not in around.capabilities:
         return "none", "the engine declares no recompute"
-    if rollout is not None and _is_awake_beside(config, rollout):
+    if rollout is not None and _stays_awake_colocated(config, rollout):
         return "full", "a server that stays awake takes the rest of the device's memory"
     decoder = Decoder.of(text)
     if decoder is None:
         return "none", f"no estimate of the memory of a {text.model_type}"
     built = section.build(seed=0, total_steps=1)
-    room = min(_rooms(around.free)) * _USABLE
+    usable = min(_free_of_ranks(around.free)) * _USABLE
     state = _state_bytes(config, around) / len(around.free)
     if rollout is not None and rollout.name == "local" and not rollout.sleep:
         state += memory.rollout_bytes(rollout, built)
     need = state + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
-    what = f"needs {need / GIB:.1f} GiB without it, {room / GIB:.1f} GiB are usable"
-    return ("none" if need <= room else "full"), what
+    what = f"needs {need / GIB:.1f} GiB without it, {usable / GIB:.1f} GiB are usable"
+    return ("none" if need <= usable else "full"), what
 
 
-def _is_awake_beside(config: Config, rollout: RolloutSection) -> bool:
+def _stays_awake_colocated(config: Config, rollout: RolloutSection) -> bool:
     """Return whether a server keeps memory of the engine's devices while the engine trains."""
     apart = isinstance(config, RLConfig) and (
         config.launcher == "ray" and config.ray.rollouts is not None
@@ -276,7 +276,7 @@ def _is_awake_beside(config: Config, rollout: RolloutSection) -> bool:
     return rollout.name != "local" and not rollout.sleep and not apart and not elsewhere
 
 
-def _rooms(free: Sequence[FreeMemory]) -> list[float]:
+def _free_of_ranks(free: Sequence[FreeMemory]) -> list[float]:
     """Return the free bytes of each rank, where ranks on one device share them."""
     names = [one.device for one in free]
     return [one.free / names.count(one.device) for one in free]
