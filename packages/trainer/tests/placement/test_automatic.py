@@ -18,9 +18,10 @@ from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, SFTConfig
 from engine_trainer.config.loading import from_tree, to_plain
 from engine_trainer.placement import memory
-from engine_trainer.placement.activations import EXPERT_KEYS, Decoder
+from engine_trainer.placement.activations import Decoder
 from engine_trainer.placement.automatic import settle
 from engine_trainer.placement.memory import GIB, FreeMemory
+from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 # Qwen3-0.6B.
 SMALL = {

@@ -12,12 +12,10 @@ from typing import Any
 
 from engine_api.config import EngineConfig
 from engine_trainer.scaling.shapes import Shape
+from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number by the dtype of the computation (float8 keeps bfloat16)."""
-
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a model's configuration with the number of its experts, of which a family has one."""
 
 # Share of an eager block's bytes that a compiled one keeps. From 8,192 to 32,768 tokens the peaks
 # of docs/benchmarks.md grow by 0.60 (0.6B) and 0.62 (1.7B) of the count below.

@@ -18,11 +18,11 @@ from engine_api.devices import device_of
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
-from engine_trainer.placement.activations import EXPERT_KEYS, WIDTH, Decoder
+from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import records_experts, rollout_device
-from engine_trainer.utils.hf_models import text_config
+from engine_trainer.utils.hf_models import has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local``, in order."""
@@ -217,16 +217,12 @@ def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> 
         "an engine that only infers": section.optimizer is None,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
         "weights on the host": section.memory.offload_params,
-        "a model with experts": _has_experts(text),
+        "a model with experts": text is not None and has_experts(text),
     }
     for why, holds in reasons.items():
         if holds:
             return False, why
     return True, f"the engine declares it, {where}"
-
-
-def _has_experts(text: Any) -> bool:
-    return text is not None and any((getattr(text, key, None) or 0) > 1 for key in EXPERT_KEYS)
 
 
 def _choose_chunk(section: EngineSection, text: Any) -> tuple[int, str]:
