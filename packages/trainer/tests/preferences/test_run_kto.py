@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from preference_runs import first_rows, rows_of, tree, weights_of, write_parts
 from waiting import DEADLINE_S
 
 from engine_api.errors import ConfigError
@@ -45,60 +45,13 @@ def labelled(sums_model, tmp_path_factory) -> Path:
         row = {"prompt": f"{a}+{b}=", "completion": completion, "label": good}
         rows.append(row | {"other": not good})
     dice.shuffle(rows)
-    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_parts(folder, rows)
     return folder
-
-
-def tree(model: Path, rows: Path, out: Path, **sections) -> dict:
-    base = {
-        "engine": {
-            "model": {"path": str(model)},
-            "device": "cpu",
-            "optimizer": {"lr": 0.003},
-        },
-        "data": {"source": str(rows / "train.jsonl")},
-        "batch_size": 10,
-        "run": {
-            "output_dir": str(out),
-            "steps": 4,
-            "seed": 3,
-            "progress": False,
-            "report": False,
-            "tensorboard": False,
-        },
-    }
-    for name, value in sections.items():
-        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
-    return base
 
 
 def train(config: dict) -> list[dict]:
     train_kto(from_tree(KTOConfig, config))
     return rows_of(Path(config["run"]["output_dir"]))
-
-
-def rows_of(out: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    clocks = re.compile(r"time$|time/|perf/")
-    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
-
-
-def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {
-        k: v
-        for path in sorted((out / "hf").glob("*.safetensors"))
-        for k, v in load_file(path).items()
-    }
-
-
-def first_rows(folder: Path, count: int) -> list[dict]:
-    from engine_trainer.data import SampleOrder
-
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    return [rows[i] for i in SampleOrder(len(rows), seed=3).take(0, count)]
 
 
 class Oracle:
