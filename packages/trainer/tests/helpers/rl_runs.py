@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from waiting import DEADLINE_S
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
@@ -105,25 +104,3 @@ def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def run_on_two_ranks(folder: Path, commands: list[list[str]], *, before: str = "") -> str:
-    """Run commands of ``engine-train`` one after another under torchrun, and return their output.
-
-    ``before`` is code that each rank runs first.
-    """
-    script = f"{before}import json, sys; from engine_trainer.cli import main\n"
-    script += "sys.exit(any(main(argv) for argv in json.loads(sys.argv[1])))"
-    (folder / "main.py").write_text(script)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(folder / "main.py"), json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=DEADLINE_S,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from preference_runs import first_rows, rows_of, tree, weights_of, write_parts
-from waiting import DEADLINE_S
+from rank_runs import run_on_ranks
 
 from engine_api.errors import ConfigError
 from engine_trainer.cli import main
@@ -259,20 +256,7 @@ def test_two_ranks_agree_with_one_whichever_labels_they_have(sums_model, labelle
         )
         config["engine"]["optimizer"] = SGD
         file.write_text(yaml.safe_dump(config))
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            if ranks > 1
-            else []
-        )
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "engine_trainer", "kto", str(file)],
-            timeout=DEADLINE_S,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_on_ranks(ranks, "-m", "engine_trainer", "kto", str(file))
     one, two = rows_of(tmp_path / "1"), rows_of(tmp_path / "2")
     shares = {row["train/desirable_share"] for row in one if "train/loss" in row}
     assert len(shares) > 1, "steps of one label and of both"

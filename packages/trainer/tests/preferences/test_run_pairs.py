@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import preference_runs
@@ -19,7 +16,7 @@ import pytest
 import torch
 import yaml
 from preference_runs import first_rows, rows_of, weights_of, write_parts
-from waiting import DEADLINE_S
+from rank_runs import run_on_ranks
 
 from engine_api.errors import ConfigError
 from engine_trainer.cli import main
@@ -380,20 +377,7 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
             eval={"source": str(pairs / "test.jsonl"), "max_pairs": 1},
         )
         file.write_text(yaml.safe_dump(config))
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            if ranks > 1
-            else []
-        )
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)],
-            timeout=DEADLINE_S,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_on_ranks(ranks, "-m", "engine_trainer", kind, str(file))
     for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):
         apart = {"train/micro_batches"}
         if kind == "rm":

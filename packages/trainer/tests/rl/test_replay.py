@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from rl_runs import configure, rows_of, run_on_two_ranks, tree
+from rank_runs import run_on_two_ranks
+from rl_runs import configure, rows_of, tree
 
 from engine_api.errors import CheckpointMissing, ConfigError, EngineError
 from engine_trainer.cli import main

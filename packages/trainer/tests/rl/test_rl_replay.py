@@ -10,6 +10,7 @@ import pytest
 import rl_runs
 import torch
 import yaml
+from rank_runs import run_on_two_ranks
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine_api.batch import ROUTED_EXPERTS
@@ -218,7 +219,7 @@ def test_on_two_ranks_the_step_with_its_experts_is_that_of_two_ranks(mixture, tm
     )
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
     commands = [["rl", str(tmp_path / "rl.yaml")], ["replay", str(tmp_path / "run"), "--step", "2"]]
-    said = rl_runs.run_on_two_ranks(tmp_path, commands, before=rl_runs.SEVENS)
+    said = run_on_two_ranks(tmp_path, commands, before=rl_runs.SEVENS)
     result = result_of(tmp_path / "run", 2)
     assert (result["same_bits"], result["surroundings"]) == (True, {}), said
     assert main(["replay", str(tmp_path / "run"), "--step", "2"]) in (0, 1)
