@@ -598,12 +598,10 @@ class BaseEngine(EngineDefaults):
 
     @contextmanager
     def _whole_gradient(self) -> Generator[None]:
-        """Drop the gradient if the block fails: the loss of some rank, or a half-done clipping.
-
-        Ctrl-C is such a failure too, because half a gradient must not reach the next step.
-        """
+        """Drop the gradient if the block fails: the loss of some rank, or a half-done clipping."""
         try:
             yield
+        # Ctrl-C is caught as well, because half a gradient must not reach the next step.
         except BaseException:
             self._drop_gradients()
             raise
