@@ -148,7 +148,6 @@ class AnyHeadTaken(LoopbackEngine):
 class StatesUndeclared(LoopbackEngine):
     """Distillation is not declared, and hidden states are returned all the same."""
 
-    def infer_states(self, batch: Batch, *, adapter: bool = True) -> Tensor:
-        del adapter
+    def infer_states(self, batch: Batch) -> Tensor:
         with torch.no_grad():
             return self.model.states(batch)

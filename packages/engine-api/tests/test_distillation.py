@@ -125,6 +125,13 @@ IDS = torch.tensor([[-1, -1], [7, 0], [3, -1]])
             BatchError,
             r"got \[-2, -2\]",
         ),
+        (
+            {"teacher_top_ids": IDS.clamp(min=3), "teacher_top_log_probs": rows(3, 3)},
+            TOP,
+            None,
+            BatchError,
+            r"expected each token once, got \[3, 3\]",
+        ),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(fields, teaching, head, error, text):
@@ -287,6 +294,16 @@ def test_wrong_calls_are_refused_and_leave_the_engine_usable(make_distilling, ma
     engine.set_teacher(None)
     with pytest.raises(EngineStateError, match="output head of a teacher"):
         engine.train_batch(taught, Distils())
+
+
+def test_states_and_head_need_the_weights_on_the_device(make_distilling, make_batch):
+    engine = make_distilling()
+    engine._mark("model", True)
+    for call in (lambda: engine.infer_states(make_batch([4])), engine.output_head):
+        with pytest.raises(EngineStateError, match=r"offloaded \(model\)"):
+            call()
+    engine._mark("model", False)
+    assert engine.output_head().weight.shape == (VOCABULARY, VOCABULARY)
 
 
 def test_documents_that_share_prefixes_are_not_taught(make_distilling, make_batch):

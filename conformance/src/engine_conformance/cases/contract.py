@@ -542,8 +542,10 @@ def compute_under_defaults(
             engine = stack.enter_context(opened(setup))
         own = local_batch(engine, batch, setup.device)
         loss = default_loss(setup.model_type)
+        distils = Capability.DISTILLATION in engine.capabilities and setup.model_type == LM
         with _torch_defaults(dtype, device):
             outputs = engine.infer_batch(own)
+            states = engine.infer_states(own) if distils else None
             trained = engine.train_batch(own, loss)
             weights = {
                 name: tensor.to("cpu", copy=True) for name, tensor in engine.get_per_tensor_param()
@@ -553,6 +555,8 @@ def compute_under_defaults(
             for name in ("log_probs", "values")
             if getattr(outputs, name) is not None
         }
+        if states is not None:
+            fields["states"] = states
         return fields, trained, weights
 
 

@@ -393,6 +393,7 @@ _WRONG: Mapping[str, type[EngineError]] = {
     "no states in the batch": BatchError,
     "states of another width": BatchError,
     "a token that does not count": BatchError,
+    "a token that is named twice": BatchError,
     "a log-prob too few": BatchError,
 }
 
@@ -427,6 +428,7 @@ def _attempts(
     errors["states of another width"] = trained(narrow, asking())
     beyond = best | {TEACHER_TOP_IDS: best[TEACHER_TOP_IDS] + _VOCABULARY}
     errors["a token that does not count"] = trained(beyond, asking(top=True))
+    errors["a token that is named twice"] = trained(best, asking(top=True))
     few = best | {TEACHER_TOP_LOG_PROBS: torch.zeros(size, 2, device=device)}
     errors["a log-prob too few"] = trained(few, asking(top=True))
     engine.set_teacher(None)
@@ -459,8 +461,8 @@ def refused(target: Target) -> float:
     """A teacher that does not fit MUST be refused on all ranks, and the engine stays usable.
 
     A head that was not given or is none, fields that are absent or of another size, tokens that do
-    not count, a vocabulary larger than that of either model, a loss that does not say what it
-    compares with, documents that share prefixes.
+    not count or stand twice in a row, a vocabulary larger than that of either model, a loss that
+    does not say what it compares with, documents that share prefixes.
 
     If this fails: an index out of range ends the process on an accelerator, or the student learns
     from zeros.

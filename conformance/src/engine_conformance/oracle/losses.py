@@ -15,7 +15,16 @@ from torch import Tensor
 
 from engine_api.distillation import Teaching
 
-__all__ = ["kl_loss", "kl_terms", "ppo_loss", "ppo_terms", "sft_loss", "value_loss", "weighted_sum"]
+__all__ = [
+    "divergence_of",
+    "kl_loss",
+    "kl_terms",
+    "ppo_loss",
+    "ppo_terms",
+    "sft_loss",
+    "value_loss",
+    "weighted_sum",
+]
 
 KLKind = Literal["k1", "k2", "k3"]
 

@@ -257,19 +257,17 @@ class BaseEngine(EngineDefaults):
                 ]
             return micro_batches.merge(parts)
 
-    def infer_states(self, batch: Batch, *, adapter: bool = True) -> torch.Tensor:
+    def infer_states(self, batch: Batch) -> torch.Tensor:
         """Return the final hidden states.
 
         See ``Engine.infer_states``.
         """
         self._expect_distillation("infer_states")
-        with watched(self._call_name("infer_states")):
-            together(
-                self.comm,
-                lambda: self._check_inference(batch, 1.0, entropy=False, adapter=adapter),
-            )
+        self._expect_loaded("infer_states", "model")
+        with watched(self._call_name("infer_states")), plain_defaults():
+            together(self.comm, lambda: check_batch(batch))
             micro_batches = self._prepare(batch, needs_weight=False)
-            with self._inference(adapter):
+            with self._inference(adapter=True):
                 parts = [self.states_step(part).cpu() for part in micro_batches.parts]
             return micro_batches.merge_states(parts)
 
@@ -279,8 +277,8 @@ class BaseEngine(EngineDefaults):
         See ``Engine.output_head``.
         """
         self._expect_distillation("output_head")
-        self._expect_loaded("infer")
-        with watched(self._call_name("output_head")):
+        self._expect_loaded("output_head", "model")
+        with watched(self._call_name("output_head")), plain_defaults():
             return self._whole_head()
 
     def set_teacher(self, head: OutputHead | None) -> None:

@@ -140,7 +140,7 @@ class Engine(Protocol):
         """
         ...
 
-    def infer_states(self, batch: Batch, *, adapter: bool = True) -> torch.Tensor:
+    def infer_states(self, batch: Batch) -> torch.Tensor:
         """Return the final hidden states ``[T, d]`` from which tokens are predicted.
 
         It is part of the capability ``distillation`` (since contract 1.4). Row t is about token t,

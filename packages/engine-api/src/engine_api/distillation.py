@@ -223,3 +223,12 @@ def _check_top(batch: Batch, vocabulary: int) -> None:
             remedy="write -1 in place of a token that is not in the vocabulary, and add its "
             "probability to that of all other tokens",
         )
+    ordered = ids.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1).nonzero()
+    if twice.numel():
+        raise BatchError(
+            TEACHER_TOP_IDS,
+            f"expected each token once, got {ids[int(twice[0])].tolist()}",
+            index=int(twice[0]),
+            remedy="write -1 in place of the second",
+        )

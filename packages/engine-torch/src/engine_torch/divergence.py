@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine_api.distillation import OutputHead, Teaching
-from engine_torch.head import VocabularyShard, accumulate, logits_of, scores_of, slope_of, zeros_for
+from engine_torch.head import HeadGradients, VocabularyShard, logits_of, scores_of, slope_of
 
 __all__ = ["Taught", "chunked_divergence"]
 
@@ -169,12 +169,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight: Tensor | None = None
-        if need_weight:
-            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = zeros_for(bias) if need_bias else None
+        found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, bias)
@@ -182,17 +177,8 @@ class _ChunkedDivergence(torch.autograd.Function):
             # Padding of the vocabulary has no gradient.
             d_logits = logits.zero_()
             d_logits[:, : own.shape[1]] = own.mul_(grads[0][part, None])
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                accumulate(d_weight, d_logits, hidden[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        if d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, *(None,) * 3
+            found.add(part, d_logits)
+        return *found.result(), *(None,) * 3
 
 
 def _terms(teaching: Teaching, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,7 @@ def _gather(
 
 
 def gather_parameter(entry: ShardedParam, device: torch.device) -> Tensor:
-    """Return a whole parameter in the dtype in which it is stored, as all ranks of it together."""
+    """Return a whole parameter in its stored dtype, which all ranks that share it call together."""
     return _gather_alone(entry, entry.local.detach().to(device))
 
 

@@ -6,7 +6,7 @@ chunk's logits a dozen times, which costs more than the matrix products (docs/be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,13 +19,12 @@ from engine_api.devices import device_of
 from engine_api.process_groups import all_gather
 
 __all__ = [
+    "HeadGradients",
     "VocabularyShard",
-    "accumulate",
     "chunked_log_probs",
     "logits_of",
     "scores_of",
     "slope_of",
-    "zeros_for",
 ]
 
 
@@ -45,6 +44,47 @@ class VocabularyShard:
         received = values.new_empty(ranks * values.numel())
         all_gather(received, values.contiguous().view(-1), self.group)
         return received.view(ranks, *values.shape)
+
+
+class HeadGradients:
+    """The gradients of hidden states, output embedding and bias, from those of chunks of logits.
+
+    Args:
+        hidden: hidden states ``[T, d]``.
+        weight: output embedding ``[V, d]``, the same dtype.
+        bias: bias of the logits ``[V]``, the same dtype, or None.
+        needed: for each of the three, whether its gradient is computed.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> None:
+        of_hidden, of_weight, of_bias = needed
+        self._hidden = hidden
+        self._weight = weight
+        self._d_hidden = torch.empty_like(hidden) if of_hidden else None
+        # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
+        self._d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        self._d_bias: Tensor | None = None
+        if of_bias and bias is not None:
+            self._d_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, part: slice, d_logits: Tensor) -> None:
+        """Add those of one chunk, the gradient of whose logits ``[t, V]`` is in their dtype."""
+        if self._d_hidden is not None:
+            torch.mm(d_logits, self._weight, out=self._d_hidden[part])
+        if self._d_weight is not None:
+            _accumulate(self._d_weight, d_logits, self._hidden[part])
+        if self._d_bias is not None:
+            self._d_bias += d_logits.sum(0, dtype=torch.float32)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the three in the dtype of the computation, each None where it is not needed."""
+        d_weight, d_bias = (
+            None if total is None else total.to(self._weight.dtype)
+            for total in (self._d_weight, self._d_bias)
+        )
+        return self._d_hidden, d_weight, d_bias
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -97,14 +137,8 @@ class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy, kept = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         gradient = _fused(_gradient, hidden)
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight: Tensor | None = None
-        if need_weight:
-            # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
-            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = zeros_for(bias) if need_bias else None
+        found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, bias) if kept is None else kept
@@ -119,17 +153,8 @@ class _ChunkedLogProb(torch.autograd.Function):
                 ctx.scale,
                 ctx.cap,
             )
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                accumulate(d_weight, d_logits, hidden[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        if d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, *(None,) * 6
+            found.add(part, d_logits)
+        return *found.result(), *(None,) * 6
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -158,9 +183,7 @@ class _KnownLogProb(torch.autograd.Function):
         log_probs, entropy = (
             torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
         )
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = None if bias is None else zeros_for(bias)
+        found = HeadGradients(hidden, weight, bias, (True, True, bias is not None))
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = logits_of(hidden[part], weight, bias)
@@ -177,13 +200,8 @@ class _KnownLogProb(torch.autograd.Function):
                 scale,
                 cap,
             )
-            torch.mm(d_logits, weight, out=d_hidden[part])
-            accumulate(d_weight, d_logits, hidden[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if bias is not None and d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype), d_bias)
+            found.add(part, d_logits)
+        ctx.save_for_backward(coefficients, *found.result())
         # A loss with known coefficients promises not to train on the entropy.
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -241,11 +259,6 @@ def _log_prob_of_shard(
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the plain logits h W^T + b of a chunk."""
     return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
-
-
-def zeros_for(bias: Tensor) -> Tensor:
-    """Return the sum of no gradients of the bias, in float32."""
-    return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
 
 
 def scores_of(logits: Tensor, scale: float, cap: float | None) -> Tensor:
@@ -363,7 +376,7 @@ def _add_hits(p: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     return p.scatter_add_(-1, targets.clamp(0, last)[:, None], hit[:, None])
 
 
-def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Add a chunk's gradient of the weight to ``total``, in float32 where the device can."""
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.T, hidden)

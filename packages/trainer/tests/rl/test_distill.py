@@ -478,7 +478,10 @@ def served(teacher_model):
                 shown = dict.fromkeys([*best.indices.tolist(), token])
                 rows.append(
                     {
-                        str(one): {"logprob": float(log[place, one]), "decoded_token": text}
+                        f"{answer.get('prefix', '')}{one}": {
+                            "logprob": float(log[place, one]),
+                            "decoded_token": text,
+                        }
                         for one in shown
                     }
                 )
@@ -581,6 +584,11 @@ def test_a_server_that_cannot_teach_is_refused(refusal, served, monkeypatch):
     assert "with the tokenizer of the policy" in text
     assert "token 2 is '+' here and '=' at" in text
     monkeypatch.setitem(served, "shift", 0)
+    with monkeypatch.context() as patch:
+        patch.setitem(served, "prefix", "token_id:")
+        text = refusal(TeacherError, {"url": served["url"]})
+    assert "does not return the log-probs of a prompt" in text
+    assert "has {'token_id:" in text
     monkeypatch.setitem(served, "most", 3)
     with pytest.raises(TeacherError, match=r"(?s)returns 4 tokens, expected 5.*--max-logprobs 5"):
         TeacherClient(TeacherSection(url=served["url"], top_k=5)).best_tokens([[2, 3]], TOKENS)

@@ -191,7 +191,7 @@ class TeacherClient:
             raise self._without_log_probs(f"expected {len(tokens)} entries, got {rows!r:.200}")
         given: list[Any] = rows[1:]
         for token, row in zip(tokens[1:], given, strict=True):
-            if not isinstance(row, Mapping):
+            if not _is_by_id(row):
                 raise self._without_log_probs(f"token {token} has {row!r:.200}")
         return given
 
@@ -245,6 +245,11 @@ class TeacherClient:
 def _list_of(answer: Any, name: str) -> list[Mapping[str, Any]]:
     rows = answer.get(name) if isinstance(answer, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_by_id(row: object) -> bool:
+    """Return whether an entry of ``prompt_logprobs`` maps token ids, as JSON's texts."""
+    return isinstance(row, Mapping) and all(str(name).isdecimal() for name in row)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _log_of_rest(log_probs: Sequence[float]) -> float:

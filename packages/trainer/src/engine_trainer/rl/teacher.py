@@ -131,10 +131,11 @@ class EngineTeacher:
         self._gives_states = section.chosen_kl == "full"
         # True if the engine computes a group's prompt once (see ``Partition``).
         self._keeps_groups = engine.memory.share_prefixes
-        own = list(engines.local_dp_ranks) == list(run.policy.local_dp_ranks)
-        alike = engines.dp_size == run.policy.dp_size and all(run.comm.all_gather(own))
-        alike = alike and self._keeps_groups == config.engine.memory.share_prefixes
-        # The policy's dp shards are the teacher's, so that nothing travels.
+        shares = config.engine.memory.share_prefixes
+        own = (engines.dp_size, list(engines.local_dp_ranks), self._keeps_groups)
+        policy = (run.policy.dp_size, list(run.policy.local_dp_ranks), shares)
+        alike = all(run.comm.all_gather(own == policy))
+        # The policy's dp shards are then the teacher's, so that nothing travels.
         self._shares_partition = alike and not section.has_own_prompts
 
     @property
