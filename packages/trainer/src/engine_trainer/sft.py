@@ -161,7 +161,12 @@ class _Heldout:
                 log.info("the rows of %s have no responses: their loss is not measured", key)
                 continue
             documents[name] = SFTDataset.build(
-                examples, tokenizer, section, positions_of(model), key
+                examples,
+                tokenizer,
+                section,
+                positions_of(model),
+                key,
+                budget=config.engine.memory.max_tokens,
             )
             texts[name] = questions(examples)
         return _Heldout(documents=documents, problems=problems, questions=texts)
@@ -178,7 +183,11 @@ class _Data:
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
         examples = read_examples(config.data, "response")
         train = SFTDataset.build(
-            examples, tokenizer, config.data, positions_of(config.engine.model)
+            examples,
+            tokenizer,
+            config.data,
+            positions_of(config.engine.model),
+            budget=config.engine.memory.max_tokens,
         )
         heldout = _Heldout.load(config, tokenizer)
         seen = questions(examples)

@@ -274,7 +274,9 @@ def test_a_document_longer_than_the_models_context_is_named_or_cut(tokenizer, ca
     ) as caught:
         SFTDataset.build(rows, chat, section(max_length=1000), context=20)
     assert caught.value.row == 3
-    data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), context=20)
+    with pytest.raises(DataError, match=r"(?s)engine\.memory\.max_tokens is 19.*raise engine\.mem"):
+        SFTDataset.build(rows, chat, section(max_length=20), context=20, budget=19)
+    data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), context=20, budget=20)
     assert [len(document) for document in data.documents] == [len(data[0]), 20]
     assert "1 of 2 rows are too long and were cut: the context has 20" in caplog.text
 

@@ -119,6 +119,22 @@ def test_a_prompt_with_the_completion_of_another_row(tmp_path, tokenizer):
     assert (len(short), short.loss_weight.sum()) == (7, 2)
 
 
+def test_the_partner_of_a_row_has_a_different_prompt_and_a_different_completion(
+    tmp_path, tokenizer
+):
+    texts = [("a", "yes"), ("a", "no"), ("b", "yes"), ("c", "yes"), ("c", "no"), ("d", "no")]
+    rows = [{"prompt": p, "completion": c, "label": c == "yes"} for p, c in texts]
+    dataset = read(write(tmp_path / "a.jsonl", *rows), tokenizer)
+    dataset.check_mismatches()
+    whole = dataset.mismatched(range(6))
+    assert whole == [5, 3, 1, 1, 2, 3]
+    # Neighbours in the step, and in the data where the step has no such row.
+    assert dataset.mismatched([0, 5]) == [5, 0]
+    assert dataset.mismatched([2, 3, 2]) == [1, 1, 1]
+    for row, other in enumerate(whole):
+        assert all(x != y for x, y in zip(texts[row], texts[other], strict=True))
+
+
 def test_rows_that_are_too_long(tmp_path, tokenizer, caplog):
     good = {"prompt": "hi", "completion": "yes", "label": True}
     source = write(tmp_path / "a.jsonl", good, good | {"completion": "yes" * 9}, good)

@@ -333,8 +333,8 @@ def test_rows_become_tokens_or_are_refused_by_row(
             assert found[index].tokens
             assert found[index].number == index + 1
             continue
-        judged = task in ("pairs", "labelled")
-        documents = list(found[index].documents) if judged else [found[index]]
+        whole = task in ("pairs", "labelled")
+        documents = list(found[index].documents) if whole else [found[index]]
         if task == "labelled":
             mixed = found[index].with_completion_of(found[index - 1], None)
             own = found[index].with_completion_of(found[index], None)

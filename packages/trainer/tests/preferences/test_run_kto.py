@@ -51,6 +51,20 @@ def train(config: dict) -> list[dict]:
     return rows_of(Path(config["run"]["output_dir"]))
 
 
+def mismatched(rows: list[dict]) -> list[tuple[dict, str]]:
+    """Return each row with the completion of the nearest row before it that differs in both."""
+    found = []
+    for k, row in enumerate(rows):
+        before = [*rows[:k][::-1], *rows[k + 1 :][::-1]]
+        others = [
+            other["completion"]
+            for other in before
+            if other["prompt"] != row["prompt"] and other["completion"] != row["completion"]
+        ]
+        found.append((row, others[0]))
+    return found
+
+
 class Oracle:
     """KTO's steps over whole documents in float64, with plain SGD."""
 
@@ -84,10 +98,7 @@ class Oracle:
     ) -> dict[str, float]:
         """Update the policy by eq. 7 of the paper, and return the loss and the baseline."""
         with torch.no_grad():
-            others = [
-                self.log_ratio(row["prompt"], rows[k - 1]["completion"])
-                for k, row in enumerate(rows)
-            ]
+            others = [self.log_ratio(row["prompt"], other) for row, other in mismatched(rows)]
         mean = float(torch.stack(others).mean())
         z = max(0.0, mean) if baseline else 0.0
         total = torch.zeros((), dtype=torch.float64)
@@ -299,11 +310,33 @@ def test_what_makes_no_sense_is_refused_by_name(
     from_tree(KTOConfig, tree(sums_model, labelled, tmp_path, **one_row))
 
 
-def test_a_single_row_has_no_baseline(sums_model, tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "completion": "2", "label": true}')
+def test_rows_that_no_other_row_mismatches_are_refused(sums_model, tmp_path):
+    row = {"prompt": "1+1=", "completion": "2", "label": True}
+    for rows in ([row], [row, row], [row, row | {"prompt": "2+0="}], [row, row | {"label": False}]):
+        write_parts(tmp_path, rows)
+        config = tree(sums_model, tmp_path, tmp_path / "out", batch_size=2)
+        said = rf"none of the other {len(rows) - 1} rows has both(?s:.)*apo_zero_unpaired"
+        with pytest.raises(DataError, match=said) as caught:
+            train(config)
+        assert (caught.value.file, caught.value.row) == (str(tmp_path / "train.jsonl"), 1)
+
+
+def test_rows_that_no_micro_batch_takes_are_found_as_they_are_read(sums_model, tmp_path):
+    """The rows fit, and a prompt with another row's completion is cut until it fits, too."""
+    rows = [
+        {"prompt": "1+1=", "completion": "2" * 9, "label": True},
+        {"prompt": "1+1+1+1+1=", "completion": "5", "label": True},
+    ]
+    write_parts(tmp_path, rows)
     config = tree(sums_model, tmp_path, tmp_path / "out", batch_size=2)
-    with pytest.raises(DataError, match=r"at least 2 rows in data.source(?s:.)*apo_zero_unpaired"):
+    config["kto"] = {"reference": "engine"}
+    config["engine"]["memory"] = {"max_tokens": 14}
+    assert train(config)[-1]["step"] == 4
+    config["engine"]["memory"] = {"max_tokens": 13}
+    said = r"14 tokens(?s:.)*raise engine\.memory\.max_tokens"
+    with pytest.raises(DataError, match=said) as caught:
         train(config)
+    assert (caught.value.file, caught.value.row) == (str(tmp_path / "train.jsonl"), 1)
 
 
 def test_weights_that_do_not_fit_the_labels_are_named(sums_model, labelled, tmp_path, caplog):

@@ -169,7 +169,7 @@ def _nothing_held_out(key: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _JudgedSection:
+class _PreferenceEvalSection:
     """Held-out pairs or labelled rows, and the steps after which they are measured."""
 
     source: str | Sequence[str]
@@ -188,7 +188,7 @@ class _JudgedSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldoutSection(_JudgedSection):
+class HeldoutSection(_PreferenceEvalSection):
     """Held-out pairs, measured before the first step, every ``every`` steps and after the last."""
 
     max_pairs: int | None = None
@@ -200,7 +200,7 @@ class HeldoutSection(_JudgedSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledEvalSection(_JudgedSection):
+class LabelledEvalSection(_PreferenceEvalSection):
     """Held-out labelled rows, measured at the start, every ``every`` steps and at the end."""
 
     max_rows: int | None = None

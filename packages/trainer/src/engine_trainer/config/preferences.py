@@ -339,7 +339,7 @@ def _wrong_data(
         data.reasoning_gym is not None,
         "data.reasoning_gym",
         f"expected null with {noun}, got a section",
-        "generated problems have no responses that were judged",
+        "generated problems have no responses with a label or a rank",
         f"name a file with {needed}",
     )
     for name in unread:

@@ -378,7 +378,8 @@ class DataSection:
     document of a pair (``dpo``, ``rm``).
 
     Null leaves the limit to the model's context, of which a prompt must leave
-    ``rollout.max_new_tokens``. The lower limit counts.
+    ``rollout.max_new_tokens``, and of documents to ``engine.memory.max_tokens``. The lowest limit
+    counts.
     """
 
     on_too_long: Literal["error", "drop", "truncate"] = "error"

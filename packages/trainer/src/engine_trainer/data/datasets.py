@@ -92,6 +92,8 @@ class SFTDataset:
         section: DataSection,
         context: int | None = None,
         name: str = "",
+        *,
+        budget: int | None = None,
     ) -> SFTDataset:
         """Tokenize the examples.
 
@@ -101,6 +103,7 @@ class SFTDataset:
             section: the ``data`` section.
             context: tokens of the model's context (``context.positions_of``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
+            budget: tokens of a micro-batch (``engine.memory.max_tokens``); None: any number.
 
         Raises:
             DataError: a row has nothing to learn, or is too long.
@@ -108,7 +111,8 @@ class SFTDataset:
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
             documents += tokenize_documents(examples[start : start + CHUNK], tokenizer)
-        dataset = SFTDataset(*_fit(examples, documents, section, Bound.of(section, context), name))
+        bound = Bound.of(section, context, budget=budget)
+        dataset = SFTDataset(*_fit(examples, documents, section, bound, name))
         if not name:
             _warn_of_endless_turns(dataset.documents, tokenizer)
         return dataset
@@ -369,32 +373,44 @@ class Bound:
 
     @staticmethod
     def of(
-        section: DataSection, context: int | None, *, prompts: bool = False, spare: int = 0
+        section: DataSection,
+        context: int | None,
+        *,
+        prompts: bool = False,
+        spare: int = 0,
+        budget: int | None = None,
     ) -> Bound:
-        """Return the lower of ``data.max_length`` and the tokens that the context allows.
+        """Return the lowest of ``data.max_length``, what the context allows, and the budget.
 
-        ``spare`` tokens of the context stay free.
+        ``budget`` is the micro-batch's, into which a document must fit whole. ``spare`` tokens of
+        the context and of the budget stay free.
         """
+        spared = f", of which {spare} is for the score" if spare else ""
         own = section.max_length
-        if context is not None:
-            context -= spare
-        if own is not None and (context is None or own <= context):
-            return Bound(
-                tokens=own, reason=f"data.max_length is {own}", remedy="raise data.max_length"
+        found: dict[int, tuple[str, str]] = {}
+        # Of equal limits the last one counts, which is the easiest to raise.
+        if budget is not None:
+            found[budget - spare] = (
+                f"engine.memory.max_tokens is {budget}{spared}",
+                "shorten it, or raise engine.memory.max_tokens",
             )
-        if prompts:
-            return Bound(
-                tokens=context,
-                reason=f"the context minus rollout.max_new_tokens is {context}",
-                remedy="shorten it, or lower rollout.max_new_tokens",
+        if context is not None and prompts:
+            found[context] = (
+                f"the context minus rollout.max_new_tokens is {context}",
+                "shorten it, or lower rollout.max_new_tokens",
             )
-        return Bound(
-            tokens=context,
-            reason=f"the context has {context}"
-            if not spare or context is None
-            else f"the context has {context + spare}, of which {spare} is for the score",
-            remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings",
-        )
+        elif context is not None:
+            found[context - spare] = (
+                f"the context has {context}{spared}",
+                "shorten it, or raise engine.model.config_overrides.max_position_embeddings",
+            )
+        if own is not None:
+            found[own] = (f"data.max_length is {own}", "raise data.max_length")
+        if not found:
+            return Bound(tokens=None, reason="nothing limits it", remedy="")
+        tokens = min(found)
+        reason, remedy = found[tokens]
+        return Bound(tokens=tokens, reason=reason, remedy=remedy)
 
 
 def _fit(

@@ -13,8 +13,10 @@ conversation, the document from the first token that carries loss on. The label 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from engine_trainer.data.datasets import Bound, Document
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.preferences import keep_fitting
 from engine_trainer.data.readers import Row, read_rows
+from engine_trainer.errors import DataError
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -34,6 +37,8 @@ class Labelled:
 
     document: Document
     desirable: bool
+    file: str = ""
+    number: int = 0
 
     def __len__(self) -> int:
         return len(self.document)
@@ -74,6 +79,10 @@ class LabelledDataset:
         self, rows: Sequence[Labelled], dropped: int = 0, limit: int | None = None
     ) -> None:
         self.rows, self.dropped, self.limit = list(rows), dropped, limit
+        self._parts = [
+            (ids[:split].tobytes(), ids[split:].tobytes())
+            for ids, split in ((row.document.input_ids, row.split) for row in self.rows)
+        ]
 
     @staticmethod
     def read(
@@ -85,6 +94,7 @@ class LabelledDataset:
         label: str,
         limit: int | None = None,
         context: int | None = None,
+        budget: int | None = None,
         name: str = "",
     ) -> LabelledDataset:
         """Read and tokenize the rows of ``source``.
@@ -97,12 +107,13 @@ class LabelledDataset:
             label: column with the label of each row.
             limit: largest number of rows; None: all.
             context: tokens of the model's context (``context.positions_of``); None: unknown.
+            budget: tokens of a micro-batch (``engine.memory.max_tokens``); None: any number.
             name: name of the held-out set in messages; empty for training rows.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
         """
-        bound = Bound.of(section, context)
+        bound = Bound.of(section, context, budget=budget)
         rows = read_rows(source, split)[:limit]
         found = tokenize_labelled(rows, tokenizer, section.columns, label)
         noun = "rows" + (f" of {name}" if name else "")
@@ -114,6 +125,45 @@ class LabelledDataset:
 
     def __getitem__(self, index: int) -> Labelled:
         return self.rows[index]
+
+    def mismatched(self, indices: Sequence[int]) -> list[int]:
+        """Return for each row of a step the row whose completion goes with its prompt.
+
+        It is the nearest row before it in the step, before the first of which is the last, that
+        has a different prompt and a different completion. Where the step has none, it is the
+        nearest such row before it in the data.
+        """
+        count = len(indices)
+        size = len(self.rows)
+        found: list[int] = []
+        for at, row in enumerate(indices):
+            near = (indices[at - back] for back in range(1, count))
+            far = ((row - back) % size for back in range(1, size))
+            found.append(next(one for one in chain(near, far) if self._differ(row, one)))
+        return found
+
+    def check_mismatches(self) -> None:
+        """Raise ``DataError`` for a row that ``mismatched`` can find no other row for."""
+        prompts = Counter(prompt for prompt, _ in self._parts)
+        completions = Counter(completion for _, completion in self._parts)
+        equal = Counter(self._parts)
+        for row, part in zip(self.rows, self._parts, strict=True):
+            alike = prompts[part[0]] + completions[part[1]] - equal[part]
+            if alike == len(self.rows):
+                raise DataError(
+                    f"none of the other {alike - 1} rows has both a different prompt and a "
+                    "different completion",
+                    file=row.file,
+                    row=row.number or None,
+                    why="the baseline of KTO is measured on prompts with completions that answer "
+                    "others",
+                    remedy="give more different rows, or set kto.loss: apo_zero_unpaired, which "
+                    "has no baseline",
+                )
+
+    def _differ(self, row: int, other: int) -> bool:
+        """Return whether both the prompts and the completions of two rows differ."""
+        return all(a != b for a, b in zip(self._parts[row], self._parts[other], strict=True))
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -147,7 +197,11 @@ def tokenize_labelled(
             input_ids=np.asarray(ids, dtype=np.int64),
             loss_weight=np.asarray(weights, dtype=np.float32),
         )
-        found.append(Labelled(document=document, desirable=desirable))
+        found.append(
+            Labelled(
+                document=document, desirable=desirable, file=example.file, number=example.number
+            )
+        )
     return found
 
 

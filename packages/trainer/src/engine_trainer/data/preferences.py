@@ -42,8 +42,8 @@ log = logging.getLogger("engine_trainer")
 ANSWER_COLUMNS = ("chosen", "rejected")
 
 
-class Judged(Protocol):
-    """An item with one or several documents, whose responses are judged as a whole."""
+class Preference(Protocol):
+    """A pair or a labelled row, whose documents are kept whole."""
 
     @property
     def documents(self) -> Sequence[Document]:
@@ -51,7 +51,7 @@ class Judged(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Judged)
+T = TypeVar("T", bound=Preference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,7 @@ class PairDataset:
         *,
         limit: int | None = None,
         context: int | None = None,
+        budget: int | None = None,
         spare: int = 0,
         name: str = "",
         margin: str | None = None,
@@ -103,14 +104,15 @@ class PairDataset:
             section: the ``data`` section.
             limit: largest number of rows; None: all.
             context: tokens of the model's context (``context.positions_of``); None: unknown.
-            spare: tokens of the context that no document may take.
+            budget: tokens of a micro-batch (``engine.memory.max_tokens``); None: any number.
+            spare: tokens of the context and of the budget that no document may take.
             name: name of the held-out set in messages; empty for training rows.
             margin: column with the margin of each pair; None: all are 0.
 
         Raises:
             DataError: a row cannot be read; the error names file, row and column.
         """
-        bound = Bound.of(section, context, spare=spare)
+        bound = Bound.of(section, context, spare=spare, budget=budget)
         rows = read_rows(source, split)[:limit]
         pairs = tokenize_pairs(rows, tokenizer, section.columns)
         if margin is not None:
@@ -257,7 +259,8 @@ def keep_fitting(
 ) -> list[T]:
     """Return the items of which all documents fit.
 
-    Documents are never cut, because a response without its end is not the one that was judged.
+    Documents are never cut, because a response without its end is not the one that was labelled
+    or ranked.
 
     Args:
         rows: the rows of the items.

@@ -1,1 +1,1 @@
-"""Training on judged documents: pairs for DPO and reward models, labelled ones for KTO."""
+"""Training on preferences: pairs for DPO and reward models, labelled rows for KTO."""

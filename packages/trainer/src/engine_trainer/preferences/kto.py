@@ -19,18 +19,17 @@ from engine_trainer.config.preferences import KTOSection
 from engine_trainer.data import ChatTokenizer, positions_of
 from engine_trainer.data.datasets import Document as Tokens
 from engine_trainer.data.labelled import LabelledDataset
-from engine_trainer.errors import DataError
 from engine_trainer.preferences.loop import (
     EVAL_ROWS,
     Data,
-    JudgedTrainer,
     Metrics,
     Plan,
+    PreferenceTrainer,
     counted_tokens,
     document_sums,
     pack,
     share,
-    train_judged,
+    train_on_preferences,
 )
 from engine_trainer.run.reference import Reference
 from engine_trainer.run.run import Outcome, Run
@@ -52,11 +51,11 @@ def train_kto(config: KTOConfig) -> Outcome:
     KTO is of Ethayarajh et al. 2024, arXiv:2402.01306 (``engine_trainer.algorithms.unpaired``). A
     row counts by ``log π(completion | prompt) - log ref(completion | prompt)``; the reference is
     the model as the run began. The baseline is the mean of the same over the step's prompts, each
-    with the completion of the row before it in the step (the first one with that of the last).
+    with the completion of another row (``LabelledDataset.mismatched``).
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
-    return train_judged(
+    return train_on_preferences(
         config,
         kind="kto",
         load=lambda tokenizer: _load(config, tokenizer),
@@ -64,10 +63,11 @@ def train_kto(config: KTOConfig) -> Outcome:
     )
 
 
-class KTOTrainer(JudgedTrainer[Document, LabelledRows]):
+class KTOTrainer(PreferenceTrainer[Document, LabelledRows]):
     """Steps and evaluations over labelled rows.
 
-    An item is a row with the row before it, whose completion goes with its prompt for the baseline.
+    An item is a row with the row whose completion goes with its prompt for the baseline, which is
+    the row itself where the loss reads no baseline.
     """
 
     show = ("train/loss", "train/accuracy", "train/baseline", "train/grad_norm", "eval/accuracy")
@@ -92,15 +92,19 @@ class KTOTrainer(JudgedTrainer[Document, LabelledRows]):
             return
         # Before a checkpoint is loaded the policy is the reference.
         with run.timers.phase("reference"):
-            taken = (self.items(plan.step(step)) for step in range(1, plan.steps + 1))
-            items = [item for step in taken for item in step]
+            steps = (plan.step(step) for step in range(1, plan.steps + 1))
+            items = [item for step in steps for item in self.items(step, heldout=False)]
             self._known[False] = self._precompute(items, heldout=False)
             if self.heldout:
-                self._known[True] = self._precompute(self.items(range(self.heldout)), heldout=True)
+                items = self.items(range(self.heldout), heldout=True)
+                self._known[True] = self._precompute(items, heldout=True)
 
-    def items(self, indices: Sequence[int]) -> list[Document]:
-        """Return each row with the row before it; the first row with the last one."""
-        return [(row, indices[k - 1]) for k, row in enumerate(indices)]
+    def items(self, indices: Sequence[int], *, heldout: bool) -> list[Document]:
+        """Return each row with its partner for the baseline."""
+        if not self._baseline:
+            return [(row, row) for row in indices]
+        partners = self.data.select(heldout).mismatched(indices)
+        return list(zip(indices, partners, strict=True))
 
     def measure(self, items: Sequence[Document], *, heldout: bool) -> tuple[Batch, LabelledRows]:
         """Return the documents of this rank's rows, and their sums.
@@ -128,7 +132,7 @@ class KTOTrainer(JudgedTrainer[Document, LabelledRows]):
             kl=(sums - reference)[count:] if self._baseline else torch.zeros_like(sums),
         )
 
-    def judge(self, sums: LabelledRows) -> tuple[torch.Tensor, Metrics]:
+    def score(self, sums: LabelledRows) -> tuple[torch.Tensor, Metrics]:
         """Return the slopes of the documents, and the figures of the rows."""
         total, count = self.add([float(sums.kl.sum()), len(sums.kl)])
         kl = total / max(count, 1.0)
@@ -230,6 +234,7 @@ def _load(config: KTOConfig, tokenizer: ChatTokenizer) -> LabelledData:
     section = config.data
     assert section.source is not None  # the configuration checks it
     context = positions_of(config.engine.model)
+    budget = config.engine.memory.max_tokens
     train = LabelledDataset.read(
         section.source,
         section.split,
@@ -237,6 +242,7 @@ def _load(config: KTOConfig, tokenizer: ChatTokenizer) -> LabelledData:
         section,
         label=config.kto.label,
         context=context,
+        budget=budget,
     )
     heldout = None
     if config.eval is not None:
@@ -248,13 +254,11 @@ def _load(config: KTOConfig, tokenizer: ChatTokenizer) -> LabelledData:
             label=config.kto.label,
             limit=config.eval.max_rows,
             context=context,
+            budget=budget,
             name="eval",
         )
-    for key, data in (("data.source", train), ("eval.source", heldout)):
-        if data is not None and len(data) < 2 and config.kto.reads_baseline:
-            raise DataError(
-                f"expected at least 2 rows in {key} with loss {config.kto.loss}, got {len(data)}",
-                why="the baseline is measured on prompts with the completions of other rows",
-                remedy="give more rows, or set kto.loss: apo_zero_unpaired, which has no baseline",
-            )
+    if config.kto.reads_baseline:
+        train.check_mismatches()
+        if heldout is not None:
+            heldout.check_mismatches()
     return Data(train=train, heldout=heldout)

@@ -1,4 +1,4 @@
-"""The loop over judged documents, which DPO, KTO and reward models share.
+"""The loop over pairs and labelled rows, which DPO, KTO and reward models share.
 
 A step computes the sums of its documents in one forward pass, and from these the losses and their
 slopes; the training pass is then linear in the model's outputs
@@ -33,7 +33,7 @@ EVAL_ROWS = 128
 """Pairs or rows in one inference call, over all ranks."""
 
 Metrics = dict[str, float]
-JudgedConfig = DPOConfig | KTOConfig | RewardModelConfig
+PreferenceConfig = DPOConfig | KTOConfig | RewardModelConfig
 
 
 class Rows(Protocol):
@@ -79,7 +79,7 @@ class Plan:
         return sorted(set(self.order.take(0, taken)))
 
 
-class JudgedTrainer(ABC, Generic[Item, Sums]):
+class PreferenceTrainer(ABC, Generic[Item, Sums]):
     """Steps and evaluations over items: pairs, or rows.
 
     ``Sums`` is a dataclass of tensors ``[N]``, one number for each item of this rank. Every method
@@ -100,15 +100,15 @@ class JudgedTrainer(ABC, Generic[Item, Sums]):
         self.heldout = heldout
 
     @abstractmethod
-    def items(self, indices: Sequence[int]) -> Sequence[Item]:
-        """Return the items that the rows ``indices`` make."""
+    def items(self, indices: Sequence[int], *, heldout: bool) -> Sequence[Item]:
+        """Return the items that the held-out or training rows ``indices`` make."""
 
     @abstractmethod
     def measure(self, items: Sequence[Item], *, heldout: bool) -> tuple[Batch, Sums]:
         """Return the documents of this rank's items, and what their losses are computed from."""
 
     @abstractmethod
-    def judge(self, sums: Sums) -> tuple[torch.Tensor, Metrics]:
+    def score(self, sums: Sums) -> tuple[torch.Tensor, Metrics]:
         """Return the slopes of this rank's documents, and the figures of all ranks' items.
 
         The slopes are ``[D]`` float64, in the order of the batch of ``measure``. ``loss`` is one
@@ -128,8 +128,8 @@ class JudgedTrainer(ABC, Generic[Item, Sums]):
         """Apply one update from the rows ``indices`` and return its figures."""
         run = self.run
         with run.timers.phase("judge"):
-            batch, sums = self.measure(self.items(indices), heldout=False)
-            slopes, figures = self.judge(sums)
+            batch, sums = self.measure(self.items(indices, heldout=False), heldout=False)
+            slopes, figures = self.score(sums)
         metrics = _prefixed("train", figures)
         # The loss is a sum over all ranks, so that all of them skip.
         if not math.isfinite(metrics["train/loss"]):
@@ -156,12 +156,12 @@ class JudgedTrainer(ABC, Generic[Item, Sums]):
         if not self.heldout:
             return {}
         with self.run.timers.phase("eval"):
-            items = self.items(range(self.heldout))
+            items = self.items(range(self.heldout), heldout=True)
             parts = [
                 self.measure(items[start : start + EVAL_ROWS], heldout=True)[1]
                 for start in range(0, len(items), EVAL_ROWS)
             ]
-            return _prefixed("eval", self.judge(_joined(parts))[1])
+            return _prefixed("eval", self.score(_joined(parts))[1])
 
     def add(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of numbers of this rank over all ranks that hold different rows."""
@@ -171,12 +171,12 @@ class JudgedTrainer(ABC, Generic[Item, Sums]):
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
 
-def train_judged(
-    config: JudgedConfig,
+def train_on_preferences(
+    config: PreferenceConfig,
     *,
     kind: str,
     load: Callable[[ChatTokenizer], Data[D]],
-    trainer_of: Callable[[Run, Data[D], Plan, ChatTokenizer], JudgedTrainer[Any, Any]],
+    trainer_of: Callable[[Run, Data[D], Plan, ChatTokenizer], PreferenceTrainer[Any, Any]],
 ) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
@@ -219,7 +219,7 @@ def train_judged(
         return run.finish(tokenizer.tokenizer, trainer.convert)
 
 
-def _refuse_dropout(config: JudgedConfig) -> None:
+def _refuse_dropout(config: PreferenceConfig) -> None:
     """Raise ``ConfigError`` for a model whose own files have dropout.
 
     The adapter's dropout is refused with the configuration.

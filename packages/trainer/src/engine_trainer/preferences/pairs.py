@@ -15,14 +15,14 @@ from engine_trainer.data import ChatTokenizer, positions_of
 from engine_trainer.data.preferences import Pair, PairDataset
 from engine_trainer.preferences.loop import (
     Data,
-    JudgedTrainer,
     Metrics,
     Plan,
+    PreferenceTrainer,
     counted_tokens,
     document_sums,
     pack,
     share,
-    train_judged,
+    train_on_preferences,
 )
 from engine_trainer.run.run import Outcome, Run
 
@@ -70,12 +70,12 @@ def train_pairs(
 ) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
-    The arguments are those of ``engine_trainer.preferences.loop.train_judged``; ``objective_of``
-    builds the objective.
+    The arguments are those of ``engine_trainer.preferences.loop.train_on_preferences``;
+    ``objective_of`` builds the objective.
 
     Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
-    return train_judged(
+    return train_on_preferences(
         config,
         kind=kind,
         load=lambda tokenizer: _load(config, tokenizer),
@@ -85,7 +85,7 @@ def train_pairs(
     )
 
 
-class PairTrainer(JudgedTrainer[int, Pairs]):
+class PairTrainer(PreferenceTrainer[int, Pairs]):
     """Steps and evaluations over pairs, whose items are their indices."""
 
     show = ("train/loss", "train/accuracy", "train/margin", "train/grad_norm", "eval/accuracy")
@@ -96,7 +96,7 @@ class PairTrainer(JudgedTrainer[int, Pairs]):
         self.data = data
         self.objective = objective
 
-    def items(self, indices: Sequence[int]) -> Sequence[int]:
+    def items(self, indices: Sequence[int], *, heldout: bool) -> Sequence[int]:
         """Return the indices themselves."""
         return indices
 
@@ -118,7 +118,7 @@ class PairTrainer(JudgedTrainer[int, Pairs]):
             margin=torch.tensor([dataset[i].margin for i in local], dtype=torch.float64),
         )
 
-    def judge(self, sums: Pairs) -> tuple[torch.Tensor, Metrics]:
+    def score(self, sums: Pairs) -> tuple[torch.Tensor, Metrics]:
         """Return the slopes of the documents, and the figures of the pairs."""
         losses, *slopes = self.objective.loss(sums)
         chosen, rejected = self.objective.loss.rewards(sums)
@@ -156,6 +156,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     section = config.data
     assert section.source is not None  # the configurations check it
     context = positions_of(config.engine.model)
+    budget = config.engine.memory.max_tokens
     spare = 1 if isinstance(config, RewardModelConfig) else 0
     margin = config.rm.margin if isinstance(config, RewardModelConfig) else None
     train = PairDataset.read(
@@ -164,6 +165,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
         tokenizer,
         section,
         context=context,
+        budget=budget,
         spare=spare,
         margin=margin,
     )
@@ -176,6 +178,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
         section,
         limit=config.eval.max_pairs,
         context=context,
+        budget=budget,
         spare=spare,
         name="eval",
         margin=margin,

@@ -104,15 +104,17 @@ def collect(config: Config, task: str) -> Preview:
         unknown = error.what
     if isinstance(config, RLConfig) and not unknown:
         context = longest_prompt(config.engine.model, config.rollout)
+    prompts = isinstance(config, RLConfig)
     bound = Bound.of(
         config.data,
         context,
-        prompts=isinstance(config, RLConfig),
+        prompts=prompts,
+        budget=None if prompts else config.engine.memory.max_tokens,
         spare=1 if isinstance(config, RewardModelConfig) else 0,
     )
     judge = _Judge(config, bound, padding)
-    judged = task in ("dpo", "kto", "rm")
-    found = _judged(config, tokenizer) if judged else _examples(config, tokenizer)
+    read = _preferences if task in ("dpo", "kto", "rm") else _examples
+    found = read(config, tokenizer)
     rows = [judge.row(file, number, item) for file, number, item in found]
     return Preview(task=task, rows=rows, bound=bound, tokenizer=tokenizer, unknown_context=unknown)
 
@@ -142,7 +144,7 @@ def _examples(config: Config, tokenizer: ChatTokenizer) -> Found:
     ]
 
 
-def _judged(config: Config, tokenizer: ChatTokenizer) -> Found:
+def _preferences(config: Config, tokenizer: ChatTokenizer) -> Found:
     """Return the pair or the labelled document of every row, or the error that the row raises."""
     section = config.data
     assert section.source is not None  # the configurations check it
