@@ -71,6 +71,15 @@ def test_it_declares_what_engine_fsdp_has_but_compilation_and_mechanisms() -> No
     assert plugin.PLUGIN.one_layout
 
 
+def test_on_an_npu_prefixes_are_not_shared_and_not_declared() -> None:
+    """The attention of engine-npu takes no tree of documents."""
+    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == {Capability.SHARED_PREFIXES}
+    served = {device for row in plugin.PLUGIN.rows for device in row.devices}
+    assert served == {"cuda", "cpu"}
+    assert {device for row in plugin.NPU.rows for device in row.devices} == {"npu"}
+    assert plugin.NPU.one_layout
+
+
 @pytest.mark.parametrize(
     ("asked", "capability"),
     [

@@ -1,6 +1,8 @@
-"""The plug-in's descriptor and probe, whose loading imports neither torch nor VeOmni."""
+"""The plug-in's descriptors and probe, whose loading imports neither torch nor VeOmni."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import find_version_problem, probe_device
@@ -30,10 +32,8 @@ def find_problem() -> ProbeResult | None:
     return find_version_problem("veomni", TESTED_VERSION, _INSTALL)
 
 
-PLUGIN = EnginePlugin(
-    name="engine-veomni",
-    contract="1.4",
-    rows=tuple(
+def _rows(devices: tuple[str, ...], module: str, prefix: str) -> tuple[Row, ...]:
+    return tuple(
         Row(
             model_types=(kind,),
             backends=_BACKENDS,
@@ -41,11 +41,13 @@ PLUGIN = EnginePlugin(
             target=f"engine_veomni.{module}:{prefix}EngineWith{head}",
         )
         for kind, head in _KINDS.items()
-        for devices, module, prefix in (
-            (_DEVICES, "engine", "VeOmni"),
-            (_NPU, "npu", "NPUVeOmni"),
-        )
-    ),
+    )
+
+
+PLUGIN = EnginePlugin(
+    name="engine-veomni",
+    contract="1.4",
+    rows=_rows(_DEVICES, "engine", "VeOmni"),
     # No case has compared VeOmni's classes under torch.compile, and it has code of its own for
     # routers and for the families with mechanisms, which none has compared.
     capabilities=FSDP.capabilities - {Capability.COMPILE, Capability.ROUTER_REPLAY} - MECHANISMS,
@@ -54,4 +56,12 @@ PLUGIN = EnginePlugin(
     one_layout=True,
     variants=FSDP.variants,
     probe=probe,
+)
+
+NPU = replace(
+    PLUGIN,
+    name="engine-veomni-npu",
+    rows=_rows(_NPU, "npu", "NPUVeOmni"),
+    # The kernel of attention takes documents, and no tree of them.
+    capabilities=PLUGIN.capabilities - {Capability.SHARED_PREFIXES},
 )
