@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
@@ -256,6 +258,23 @@ def test_never_refuses_to_mix_two_runs(sft_file):
     run(sft_file)
     with pytest.raises(ConfigError, match="already holds a run"):
         run(sft_file, "run.resume=never")
+
+
+def chunk_of(folder):
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    return written["engine"]["memory"]["logit_chunk"]
+
+
+def test_a_resumed_run_keeps_what_was_chosen_for_auto(sft_file, caplog):
+    folder = run(sft_file, "run.steps=1", "engine.memory.logit_chunk=7").folder
+    with caplog.at_level(logging.INFO):
+        run(sft_file, "run.steps=2")
+    (chosen,) = [r.getMessage() for r in caplog.records if "chosen:" in r.getMessage()]
+    assert "engine.memory.logit_chunk=7 (as in step-000001)" in chosen
+    assert chunk_of(folder) == 7
+    # An explicit value is the user's.
+    run(sft_file, "run.steps=3", "engine.memory.logit_chunk=9")
+    assert chunk_of(folder) == 9
 
 
 def test_resuming_from_a_named_checkpoint(sft_file, tmp_path):

@@ -15,12 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, ModelSource, Precision
 from engine_api.errors import ConfigError
-from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, SFTConfig
-from engine_trainer.config.loading import from_tree, to_plain
+from engine_api.plugin import CONTRACT, EnginePlugin
+from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, RolloutSection, SFTConfig
+from engine_trainer.config.loading import flatten, from_tree, to_plain
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import Decoder
-from engine_trainer.placement.automatic import settle
+from engine_trainer.placement.automatic import check_kept, keep, list_automatic, settle
 from engine_trainer.placement.memory import GIB, FreeMemory
+from engine_trainer.placement.replica import why_unfit
+from engine_trainer.rollouts.plugin import PLUGIN as LOCAL
 from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 # Qwen3-0.6B.
@@ -48,6 +51,16 @@ FSDP = frozenset(
 )
 DPO = {"data": {"source": "pairs.jsonl"}, "run": {"output_dir": "out", "steps": 1}}
 RL = DPO | {"reward": {"name": "math"}}
+# As those of rollout-fp8, but for the servers' own options.
+SERVERS = {
+    "vllm": EnginePlugin(
+        name="vllm",
+        contract=CONTRACT,
+        rows=(),
+        capabilities=frozenset({Capability.LORA, Capability.ROUTER_REPLAY}),
+    ),
+    "sglang": EnginePlugin(name="sglang", contract=CONTRACT, rows=()),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -75,20 +88,23 @@ class Launcher:
         others: dict[str, frozenset[Capability]] | None = None,
     ) -> None:
         self.device = device
-        self.surveys = 0
+        self.measured = 0
         self.free = [FreeMemory(device=f"gpu{n}", free=int(free)) for n in range(ranks)]
-        self.reasons = {
-            name: "" if name in servers else f"rollout {name!r} is not installed"
-            for name in ("vllm", "sglang")
-        }
+        self.rollouts = {"local": LOCAL} | {name: SERVERS[name] for name in servers}
         self.capabilities = {"fsdp2": FSDP - lacks} | (others or {})
 
     def resolve(self, section: Any, other: Any = None) -> tuple[str, frozenset[Capability]]:
         return self.device, self.capabilities[section.backend]
 
-    def survey(self, device: str, served: str, rollouts: Any) -> list[Any]:
-        self.surveys += 1
-        return [(free, {name: self.reasons[name] for name in rollouts}) for free in self.free]
+    def free_memory(self, device: str) -> list[FreeMemory]:
+        self.measured += 1
+        return self.free
+
+    def probe_rollout(self, section: Any, device: str) -> list[str]:
+        plugin = self.rollouts.get(section.name.removesuffix("-server"))
+        if plugin is None:
+            return ["", f"rollout {section.name!r} is not installed"]
+        return [why_unfit(section, plugin)]
 
 
 def configure(cls: Any, folder: Path, tree: dict[str, Any], **engine: Any) -> Any:
@@ -113,7 +129,7 @@ def test_a_cpu_computes_what_it_did_before_there_were_choices(folder: Path) -> N
     )
     assert settled.rollout.name == "local"
     assert settled.algorithm.correction.weight == "none"
-    assert launcher.surveys == 0
+    assert launcher.measured == 0
 
 
 def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder: Path) -> None:
@@ -141,7 +157,7 @@ def test_an_explicit_value_is_never_changed(folder: Path) -> None:
     launcher = Launcher("cuda")
     settled, choices = choose(config, launcher)
     assert (settled, choices) == (config, {})
-    assert launcher.surveys == 0
+    assert launcher.measured == 0
 
 
 @pytest.mark.parametrize(
@@ -280,18 +296,116 @@ def test_a_teacher_on_another_engine_has_choices_of_its_own(folder: Path) -> Non
     assert again == []
 
 
+ADAPTER = {"lora": "adapter"}
+
+
 @pytest.mark.parametrize(
-    ("servers", "want"), [(("vllm", "sglang"), "vllm"), (("sglang",), "local")]
+    ("rollout", "servers", "device", "want", "why"),
+    [
+        ({"routed_experts": "replay"}, ("vllm", "sglang"), "cuda", "vllm", "installed"),
+        ({"routed_experts": "replay"}, ("sglang",), "cuda", "local", "it records no experts"),
+        (ADAPTER, ("vllm", "sglang"), "cuda", "vllm", "installed"),
+        (ADAPTER, ("sglang",), "cuda", None, "not sglang: it serves no adapters; not local: it"),
+        (ADAPTER, ("vllm",), "cpu", "vllm", "not local: it serves no adapters"),
+        ({"quantization": "fp8"}, ("sglang",), "cuda", "sglang", "not vllm: rollout 'vllm' is not"),
+        ({"quantization": "fp8"}, (), "cuda", None, "not local: it does not serve fp8"),
+        ({"quantization": "fp8"}, ("vllm",), "cpu", "vllm", "not local: it does not serve fp8"),
+        ({"options": {"url": "http://a:1"}}, ("vllm",), "cuda", "vllm-server", "installed"),
+        ({"options": {"url": "http://a:1"}}, (), "cuda", None, "not local: it has no option url"),
+        ({"options": {"max_model_len": 9}}, (), "cuda", None, "local: it has no option max_model"),
+        ({"options": {"dtype": "float16"}}, (), "cuda", "local", "not vllm"),
+    ],
 )
-def test_a_server_that_records_no_experts_is_passed_over_where_they_are_replayed(
-    folder: Path, servers: tuple[str, ...], want: str
+def test_a_rollout_is_chosen_that_does_what_is_asked(
+    folder: Path, rollout: dict, servers: tuple[str, ...], device: str, want: str | None, why: str
 ) -> None:
-    pytest.importorskip("rollout_fp8", reason="the servers' descriptors are its own")
-    config = configure(RLConfig, folder, RL | {"rollout": {"routed_experts": "replay"}})
-    settled, choices = settle(config, Launcher("cuda", servers=servers))
+    lora = {"lora": {"rank": 2, "alpha": 4}} if rollout == ADAPTER else {}
+    config = configure(RLConfig, folder, RL | {"rollout": rollout}, **lora)
+    launcher = Launcher(device, servers=servers)
+    if want is None:
+        with pytest.raises(ConfigError, match=r"rollout\.name: auto found no rollout") as caught:
+            settle(config, launcher)
+        assert why in caught.value.why
+        return
+    settled, choices = settle(config, launcher)
     assert settled.rollout.name == want
-    if want == "local":
-        assert "not sglang: it records no experts" in choices[0].why
+    assert why in choices[0].why
+
+
+def test_the_options_of_a_server_are_those_of_its_descriptor() -> None:
+    plugin = pytest.importorskip("rollout_fp8.plugin", reason="the servers' descriptors")
+    given = {"max_model_len": 9, "executor": "workers", "dtype": "float16"}
+    for name, descriptor, want in (
+        ("vllm", plugin.VLLM, ""),
+        ("sglang", plugin.SGLANG, "it has no option executor"),
+    ):
+        assert why_unfit(RolloutSection(name=name, options=given), descriptor) == want
+
+
+COMPANIONS = RL | {
+    "algorithm": {"advantage": "gae", "critic": {"backend": "megatron"}},
+    "rollout": {"routed_experts": "off"},
+}
+
+
+def test_a_run_that_continues_keeps_what_was_chosen(folder: Path) -> None:
+    others = {"megatron": frozenset({Capability.BF16, Capability.RECOMPUTE})}
+    config = configure(RLConfig, folder, COMPANIONS)
+    first, choices = settle(config, Launcher("cuda", others=others))
+    before = flatten(to_plain(first))
+    # Less memory, and no server any more.
+    later = Launcher("cuda", others=others, free=20 * GIB, servers=())
+    assert settle(config, later)[0] != first
+
+    again, kept = keep(config, before, "step-000007")
+    assert again == first
+    assert {one.key: one.value for one in kept} == {one.key: one.value for one in choices}
+    assert str(kept[0]) == "rollout.name=vllm (as in step-000007)"
+    assert settle(again, later) == (first, [])
+    # An explicit value is the user's.
+    given = configure(RLConfig, folder, COMPANIONS, memory={"recompute": "full"})
+    assert keep(given, before, "there")[0].engine.memory.recompute == "full"
+    assert keep(config, {}, "")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("lacks", "servers", "key", "remedy"),
+    [
+        (Capability.COMPILE, ("vllm",), "engine.memory.compile", "engine.memory.compile=false"),
+        (Capability.BF16, ("vllm",), "engine.precision.compute", "compute=float32"),
+        (None, (), "rollout.name", "set rollout.name"),
+    ],
+)
+def test_an_earlier_choice_that_is_no_longer_possible_is_refused_by_name(
+    folder: Path, lacks: Capability | None, servers: tuple[str, ...], key: str, remedy: str
+) -> None:
+    config = configure(RLConfig, folder, RL)
+    first, _ = settle(config, Launcher("cuda"))
+    again, kept = keep(config, flatten(to_plain(first)), "step-000007")
+    check_kept(again, kept, Launcher("cuda"))
+    launcher = Launcher("cuda", servers=servers, lacks=frozenset({lacks} if lacks else ()))
+    with pytest.raises(ConfigError, match=r"\(as in step-000007\)") as caught:
+        check_kept(again, kept, launcher)
+    assert caught.value.field == key
+    assert remedy in caught.value.remedy
+
+
+def test_the_keys_that_are_chosen_are_known_before(folder: Path) -> None:
+    teacher = {"engine": {"model": {"path": str(folder)}, "backend": "megatron"}}
+    others = {"megatron": FSDP}
+    for tree in (COMPANIONS, RL | {"algorithm": {"teacher": teacher}}, RL | {"rollout": ADAPTER}):
+        config = configure(RLConfig, folder, tree, lora={"rank": 2, "alpha": 4})
+        _, choices = choose(config, Launcher("cuda", others=others))
+        assert sorted(choices) == sorted(list_automatic(config))
+
+
+def test_where_the_memory_is_unknown_the_line_says_why(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 9}))
+    _, choices = settle(configure(SFTConfig, folder, DPO), Launcher("cuda"))
+    (recompute,) = [one for one in choices if one.key == "engine.memory.recompute"]
+    assert recompute.value == "none"
+    assert recompute.why.startswith("unknown whether it fits: the configuration of a gpt2 has no")
+    assert "intermediate_size" in recompute.why
 
 
 def test_a_correction_of_overlap_is_decided_with_the_rollout(folder: Path) -> None:

@@ -704,8 +704,8 @@ class RolloutSection:
     trainer's process, ``vllm`` and ``sglang`` serve the model with these servers.
 
     ``auto`` is ``vllm`` where it is installed and supports the rollout's device, else ``sglang``,
-    else ``local``. On a CPU it is ``local``. With ``routed_experts: replay`` a server that records
-    no experts is passed over.
+    else ``local``; on a CPU ``local`` comes first. A rollout that lacks what this section asks for
+    is passed over. With ``options.url`` it is ``vllm-server``, else ``sglang-server``.
     """
 
     device: str = "auto"

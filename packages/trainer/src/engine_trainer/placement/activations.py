@@ -47,12 +47,17 @@ class Decoder:
         values: dict[str, Any] = {}
         for key in {*Shape.__dataclass_fields__, *text.to_dict()}:
             values[key] = getattr(text, key, None)
-        if any(not isinstance(values.get(key), int) for key in _KEYS):
+        if _list_unknown(text):
             return None
         values["num_experts"] = next((values[key] for key in EXPERT_KEYS if values.get(key)), None)
         # Families differ in their norms; those of heads are counted where they are not known.
         norms = str(getattr(text, "model_type", "")) not in ("llama", "mistral", "qwen2")
         return Decoder(shape=Shape.from_config("", values), norms_heads=norms)
+
+    @staticmethod
+    def why_unknown(text: Any) -> str:
+        """Return why ``of`` returns None for a model's text configuration."""
+        return f"the configuration of a {text.model_type} has no {', '.join(_list_unknown(text))}"
 
     def kept_by_block(self, width: int) -> float:
         """Return the bytes that one block keeps of one token.
@@ -116,3 +121,8 @@ class Decoder:
         if config.lora is None and not each:
             gradient = shape.parameters * WIDTH[config.precision.reduce]
         return (copies + gradient) / (sizes.tp * sizes.pp)
+
+
+def _list_unknown(text: Any) -> list[str]:
+    """Return the keys of sizes that a model's text configuration lacks."""
+    return [key for key in _KEYS if not isinstance(getattr(text, key, None), int)]

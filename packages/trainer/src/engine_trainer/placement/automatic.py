@@ -8,24 +8,25 @@ docs/gpus.md has a table of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
+from engine_api.errors import ConfigError
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
-from engine_trainer.placement.replica import records_experts, rollout_device
+from engine_trainer.placement.replica import LOCAL, rollout_device
 from engine_trainer.utils.hf_models import has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
-"""Rollouts that ``rollout.name: auto`` prefers to ``local``, in order."""
+"""Rollouts that ``rollout.name: auto`` prefers to ``local`` on an accelerator, in order."""
 
 LOGIT_BYTES = 1 << 30
 """Largest size of the logits of a chunk that ``logit_chunk: auto`` chooses."""
@@ -36,6 +37,15 @@ _CHUNK_STEP = 256
 # Share of the free memory that the estimate may fill. The rest is for what it does not count: the
 # allocator's gaps, workspaces of kernels and communication, and a server that sleeps.
 _USABLE = 0.9
+
+# The capability that a value needs, and the value that needs none.
+_NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
+    ("compute", "bfloat16"): (Capability.BF16, "float32"),
+    ("compute", "float16"): (Capability.FP16, "float32"),
+    ("compute", "float8"): (Capability.FP8, "float32"),
+    ("recompute", "full"): (Capability.RECOMPUTE, "none"),
+    ("compile", True): (Capability.COMPILE, "false"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,19 +63,17 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The facts beyond the configuration that a choice depends on.
+    """The facts beyond the configuration that a choice for an engine depends on.
 
     Attributes:
         device: type of the engine's device.
         capabilities: what the engine declares.
         free: free memory of each rank's device; empty on a CPU.
-        unusable: why each server cannot be used on the rollout's device, "" where it can.
     """
 
     device: str
     capabilities: frozenset[Capability]
     free: Sequence[FreeMemory] = ()
-    unusable: Mapping[str, str] | None = None
 
 
 def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
@@ -73,50 +81,91 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
 
     Called on all processes of the loop together.
 
-    Raises ``PluginError``, ``ConfigError``.
+    Raises ``PluginError``; ``ConfigError``, also where no rollout does what is asked.
     """
-    section = config.engine
-    device, capabilities = launcher.resolve(section)
-    rollout = _read_rollout(config)
+    device, capabilities = launcher.resolve(config.engine)
     around = Surroundings(device=device, capabilities=capabilities)
-    if device != "cpu" and _asks_for_survey(config, rollout):
-        served = device if rollout is None else rollout_device(rollout, device)
-        rows = launcher.survey(device, served, SERVERS)
-        unusable = {
-            name: next((reasons[name] for _, reasons in rows if reasons[name]), "")
-            for name in SERVERS
-        }
-        around = replace(around, free=[free for free, _ in rows], unusable=unusable)
+    if device != "cpu" and any(
+        one.memory.recompute == AUTO and one.optimizer is not None
+        for one in _sections(config).values()
+    ):
+        around = replace(around, free=launcher.free_memory(device))
     choices: list[Choice] = []
-    changed: dict[str, Any] = {}
+    rollout = _read_rollout(config)
     if rollout is not None and rollout.name == AUTO:
-        choice = _choose_rollout(rollout, around)
+        choice = _choose_rollout(rollout, around, launcher)
         choices.append(choice)
-        changed["rollout"] = rollout = replace(rollout, name=choice.value)
-    engine, found = _settle_engine(section, around, config, rollout)
-    changed["engine"] = engine
-    choices += found
-    if isinstance(config, RLConfig):
-        algorithm = config.algorithm
-        critic, teacher = algorithm.critic, algorithm.teacher
+        rollout = replace(rollout, name=choice.value)
+    settled: dict[str, EngineSection] = {}
+    for prefix, section in _sections(config).items():
+        _, own = launcher.resolve(section)
+        surroundings = replace(around, capabilities=own)
+        settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
+        choices += found
+    return _replaced(config, settled, rollout), choices
 
-        def settle_companion(whole: EngineSection, key: str) -> dict[str, Any]:
-            _, own = launcher.resolve(whole)
-            surroundings = replace(around, capabilities=own)
-            settled, found = _settle_engine(whole, surroundings, config, rollout, prefix=key)
-            choices.extend(found)
-            return {"precision": settled.precision, "memory": settled.memory}
 
-        if critic is not None:
-            explicit = settle_companion(critic.engine(section), "algorithm.critic")
-            algorithm = replace(algorithm, critic=replace(critic, **explicit))
-        if teacher is not None and teacher.engine is not None:
-            own_engine = teacher.engine
-            explicit = settle_companion(own_engine.engine(section), "algorithm.teacher.engine")
-            own_engine = replace(own_engine, **explicit)
-            algorithm = replace(algorithm, teacher=replace(teacher, engine=own_engine))
-        changed["algorithm"] = algorithm
-    return replace(config, **changed), choices
+def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config, list[Choice]]:
+    """Return the configuration with the values of an earlier start in place of ``auto``.
+
+    A run that continues computes as it did before, whatever is free or installed by then.
+
+    Args:
+        config: the configuration.
+        before: values of the earlier start's configuration by dotted key.
+        where: name of the place that they come from.
+    """
+    kept: list[Choice] = []
+
+    def find(key: str) -> Any:
+        value = before.get(key, AUTO)
+        if value != AUTO:
+            kept.append(Choice(key=key, value=value, why=f"as in {where}"))
+        return value
+
+    rollout = _read_rollout(config)
+    if rollout is not None and rollout.name == AUTO:
+        rollout = replace(rollout, name=find("rollout.name"))
+    sections = _sections(config)
+    for prefix, section in sections.items():
+        parts = {"precision": section.precision, "memory": section.memory}
+        for part, name, key in _list_automatic(section, prefix):
+            parts[part] = replace(parts[part], **{name: find(key)})
+        sections[prefix] = replace(section, **parts)
+    return _replaced(config, sections, rollout), kept
+
+
+def check_kept(config: Config, kept: Sequence[Choice], launcher: Launcher) -> None:
+    """Raise ``ConfigError`` for a value of ``keep`` that can no longer be had.
+
+    Called on all processes of the loop together.
+    """
+    sections = _sections(config)
+    for one in kept:
+        if one.key == "rollout.name":
+            _check_kept_rollout(config, one, launcher)
+            continue
+        prefix, _, name = one.key.rsplit(".", 2)
+        needed, without = _NEEDED.get((name, one.value), (None, ""))
+        section = sections[prefix]
+        if needed is not None and needed not in launcher.resolve(section)[1]:
+            raise ConfigError(
+                one.key,
+                f"{str(one).split('=', 1)[1]} is no longer possible",
+                why=f"engine {section.backend!r} does not declare {needed}, and a run that "
+                "continues keeps what was chosen for auto",
+                remedy=f"set {one.key}={without}, which changes how the run computes from here on",
+            )
+
+
+def list_automatic(config: Config) -> list[str]:
+    """Return the keys of a configuration that ``settle`` replaces, in its order."""
+    rollout = _read_rollout(config)
+    named = ["rollout.name"] if rollout is not None and rollout.name == AUTO else []
+    engines = _sections(config).items()
+    return named + [
+        key for prefix, section in engines for _, _, key in _list_automatic(section, prefix)
+    ]
 
 
 def settle_precision(
@@ -139,36 +188,89 @@ def _read_rollout(config: Config) -> RolloutSection | None:
     return section
 
 
-def _asks_for_survey(config: Config, rollout: RolloutSection | None) -> bool:
-    sections = [config.engine.memory]
-    critic = config.algorithm.critic if isinstance(config, RLConfig) else None
-    if critic is not None and critic.memory is not None:
-        sections.append(critic.memory)
-    recomputes = any(one.recompute == AUTO for one in sections)
-    return recomputes or (rollout is not None and rollout.name == AUTO)
+def _sections(config: Config) -> dict[str, EngineSection]:
+    """Return the whole section of each engine of a run, the policy first, by its key."""
+    found: dict[str, EngineSection] = {"engine": config.engine}
+    if isinstance(config, RLConfig):
+        critic, teacher = config.algorithm.critic, config.algorithm.teacher
+        if critic is not None:
+            found["algorithm.critic"] = critic.engine(config.engine)
+        if teacher is not None and teacher.engine is not None:
+            found["algorithm.teacher.engine"] = teacher.engine.engine(config.engine)
+    return found
 
 
-def _choose_rollout(section: RolloutSection, around: Surroundings) -> Choice:
+def _replaced(
+    config: Config, sections: Mapping[str, EngineSection], rollout: RolloutSection | None
+) -> Config:
+    """Return the configuration with the precision and memory of ``sections``, and the rollout."""
+    parts = {
+        key: {"precision": one.precision, "memory": one.memory} for key, one in sections.items()
+    }
+    changed: dict[str, Any] = {"engine": replace(config.engine, **parts["engine"])}
+    if rollout is not None:
+        changed["rollout"] = rollout
+    if isinstance(config, RLConfig):
+        algorithm = config.algorithm
+        critic, teacher = algorithm.critic, algorithm.teacher
+        if critic is not None:
+            algorithm = replace(algorithm, critic=replace(critic, **parts["algorithm.critic"]))
+        if teacher is not None and teacher.engine is not None:
+            own = replace(teacher.engine, **parts["algorithm.teacher.engine"])
+            algorithm = replace(algorithm, teacher=replace(teacher, engine=own))
+        changed["algorithm"] = algorithm
+    return replace(config, **changed)
+
+
+def _list_automatic(section: EngineSection, prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Yield part, name and dotted key of each value of an engine's section that is ``auto``."""
+    for part in ("precision", "memory"):
+        values = getattr(section, part)
+        for one in fields(values):
+            if getattr(values, one.name) == AUTO:
+                yield part, one.name, f"{prefix}.{part}.{one.name}"
+
+
+def _choose_rollout(section: RolloutSection, around: Surroundings, launcher: Launcher) -> Choice:
+    """Return the first rollout that can be used and does what the section asks for.
+
+    Raises ``ConfigError`` where there is none.
+    """
     device = rollout_device(section, around.device)
-    if device == "cpu":
-        return Choice(key="rollout.name", value="local", why="on a CPU")
-    if Capability.EXPORT_SHARDS not in around.capabilities:
-        why = f"the engine declares no {Capability.EXPORT_SHARDS}, which servers need"
-        return Choice(key="rollout.name", value="local", why=why)
-    reasons = dict(around.unusable or {})
-    if section.routed_experts == "replay":
-        reasons |= {
-            name: "it records no experts"
-            for name, reason in reasons.items()
-            if not reason and not records_experts(name)
-        }
+    # A running server is behind a name of its own.
+    servers = tuple(f"{name}-server" for name in SERVERS) if "url" in section.options else SERVERS
     passed: list[str] = []
-    for name in SERVERS:
-        if name in reasons and not reasons[name]:
-            why = "; ".join(["installed, and supports " + device, *passed])
-            return Choice(key="rollout.name", value=name, why=why)
-        passed.append(f"not {name}: {reasons.get(name, 'unknown')}")
-    return Choice(key="rollout.name", value="local", why="; ".join(passed))
+    for name in (LOCAL, *servers) if device == "cpu" else (*servers, LOCAL):
+        if name != LOCAL and Capability.EXPORT_SHARDS not in around.capabilities:
+            reason = f"the engine declares no {Capability.EXPORT_SHARDS}, which servers need"
+        else:
+            reasons = launcher.probe_rollout(replace(section, name=name), device)
+            reason = next(filter(None, reasons), "")
+        if not reason:
+            good = "on a CPU" if device == "cpu" else f"installed, and supports {device}"
+            why = [good, *passed] if name != LOCAL or device == "cpu" else passed
+            return Choice(key="rollout.name", value=name, why="; ".join(why))
+        passed.append(f"not {name}: {reason}")
+    raise ConfigError(
+        "rollout.name",
+        "auto found no rollout that does what the configuration asks for",
+        why="; ".join(passed),
+        remedy="install one that does, or change what they lack",
+    )
+
+
+def _check_kept_rollout(config: Config, kept: Choice, launcher: Launcher) -> None:
+    rollout = _read_rollout(config)
+    assert rollout is not None, "its name was kept"
+    device, _ = launcher.resolve(config.engine)
+    reasons = launcher.probe_rollout(rollout, rollout_device(rollout, device))
+    if reason := next(filter(None, reasons), ""):
+        raise ConfigError(
+            kept.key,
+            f"{str(kept).split('=', 1)[1]} can no longer be used",
+            why=f"{reason}; a run that continues keeps what was chosen for auto",
+            remedy="restore it, or set rollout.name, which changes the completions from here on",
+        )
 
 
 def _settle_engine(
@@ -176,8 +278,7 @@ def _settle_engine(
     around: Surroundings,
     config: Config,
     rollout: RolloutSection | None,
-    *,
-    prefix: str = "engine",
+    prefix: str,
 ) -> tuple[EngineSection, list[Choice]]:
     section, choices = settle_precision(section, around.device, around.capabilities)
     accelerated = around.device != "cpu"
@@ -252,7 +353,7 @@ def _choose_recompute(
         return "full", "a server that stays awake takes the rest of the device's memory"
     decoder = Decoder.of(text)
     if decoder is None:
-        return "none", f"no estimate of the memory of a {text.model_type}"
+        return "none", f"unknown whether it fits: {Decoder.why_unknown(text)}"
     built = section.build(seed=0, total_steps=1)
     usable = min(_free_of_ranks(around.free)) * _USABLE
     state = _state_bytes(config, around) / len(around.free)

@@ -22,7 +22,7 @@ from engine_api.losses import LossFn
 from engine_api.microbatch import balance
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, TrainOutput
 from engine_api.rollout import SamplingParams, SyncResult
-from engine_trainer.config.sections import EngineSection
+from engine_trainer.config.sections import EngineSection, RolloutSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
@@ -204,18 +204,14 @@ class Launcher(Protocol):
         """
         ...
 
-    def survey(
-        self, device: str, served: str, rollouts: Sequence[str]
-    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
-        """Return what each rank of the engines has, before any is built.
+    def free_memory(self, device: str) -> list[FreeMemory]:
+        """Return the free memory of each rank of the engines, before any is built."""
+        ...
 
-        A row has the free memory of the rank's device, and for each of the rollouts why it cannot
-        be used there, "" where it can.
+    def probe_rollout(self, section: RolloutSection, device: str) -> list[str]:
+        """Return why each process of the replicas cannot use a rollout, "" where it can.
 
-        Args:
-            device: type of the engines' device.
-            served: type of the rollout's device.
-            rollouts: names of rollouts.
+        It is asked where the replicas will run, before any is built (``replica.why_unusable``).
         """
         ...
 

@@ -24,9 +24,8 @@ from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, PluginError, PluginUnavailable
+from engine_api.errors import ConfigError
 from engine_api.hf_config import unbuildable
-from engine_api.registry import RolloutRegistry
 from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
@@ -57,30 +56,12 @@ class FreeMemory:
 
 def free_memory(device: str) -> FreeMemory:
     """Return this process's device and the bytes free on it."""
+    # Without its local rank every rank would measure the first device.
+    device_of(device).adopt_local_rank()
     name, free = device_of(device).room()
     return FreeMemory(
         device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free
     )
-
-
-def look_around(
-    device: str, served: str, rollouts: Sequence[str]
-) -> tuple[FreeMemory, dict[str, str]]:
-    """Return a row of ``Launcher.survey`` for this process."""
-    # Without its local rank every rank would measure the first device.
-    device_of(device).adopt_local_rank()
-    return free_memory(device), {name: _why_unusable(name, served) for name in rollouts}
-
-
-def _why_unusable(rollout: str, device: str) -> str:
-    """Return why a rollout cannot be used on a device of this machine, or "" if it can."""
-    try:
-        RolloutRegistry.resolve(backend=rollout, device=device)
-    except PluginUnavailable as error:
-        return "; ".join(error.trace) or error.what
-    except PluginError as error:
-        return error.what
-    return ""
 
 
 def check(
@@ -217,12 +198,7 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
     """
     served = rollout_device(config.rollout, device)
 
-    def measure() -> tuple[FreeMemory, FreeMemory]:
-        # Without its local rank every rank would measure the first device.
-        device_of(device).adopt_local_rank()
-        return free_memory(device), free_memory(served)
-
-    found = together(comm, measure)
+    found = together(comm, lambda: (free_memory(device), free_memory(served)))
     # With a url the rollout is a server that runs already.
     elsewhere = "url" in config.rollout.options
     check(

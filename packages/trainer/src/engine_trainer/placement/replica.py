@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
 from engine_api.config import EngineConfig, LoraConfig, check_choice
-from engine_api.errors import ConfigError
-from engine_api.plugin import is_older
+from engine_api.discovery import import_target
+from engine_api.errors import ConfigError, PluginError, PluginUnavailable
+from engine_api.plugin import EnginePlugin, is_older
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, Rollout, SamplingParams, WeightExporter
 from engine_trainer.agent import AgentLoop, Trajectory
@@ -143,6 +144,43 @@ def records_experts(rollout: str) -> bool:
     return all(
         plugin is not None and Capability.ROUTER_REPLAY in plugin.capabilities for plugin in plugins
     )
+
+
+LOCAL = "local"
+"""Name of the rollout that generates in the trainer's process."""
+
+
+def why_unusable(section: RolloutSection, device: str) -> str:
+    """Return why this process cannot use the rollout of a section as it asks, "" where it can."""
+    try:
+        found = RolloutRegistry.resolve(backend=section.name, device=device)
+    except PluginUnavailable as error:
+        return "; ".join(error.trace) or error.what
+    except PluginError as error:
+        return error.what
+    return why_unfit(section, found.plugin)
+
+
+def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:
+    """Return what the rollout of a section lacks of what the section asks for, "" if nothing.
+
+    ``plugin`` is its descriptor.
+    """
+    is_local = section.name == LOCAL
+    known = {"dtype", "url"} if section.name.endswith("-server") else {"dtype"}
+    if plugin.options is not None:
+        known |= {one.name for one in fields(import_target(plugin.options, plugin.name))}
+    # A rollout without a dataclass of options may take any, except for the trainer's own.
+    unknown = sorted(section.options.keys() - known) if plugin.options or is_local else []
+    lacking = {
+        "it serves no adapters": section.lora == "adapter"
+        and Capability.LORA not in plugin.capabilities,
+        "it records no experts": section.routed_experts == "replay"
+        and Capability.ROUTER_REPLAY not in plugin.capabilities,
+        f"it does not serve {section.quantization}": section.quantization != "none" and is_local,
+        f"it has no option {', '.join(unknown)}": bool(unknown),
+    }
+    return ", ".join(what for what, holds in lacking.items() if holds)
 
 
 class Replica:

@@ -23,7 +23,7 @@ from engine_api.registry import EngineRegistry, Resolution
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.config import RLConfig
-from engine_trainer.config.sections import EngineSection, RunSection
+from engine_trainer.config.sections import EngineSection, RolloutSection, RunSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import (
     EngineGroup,
@@ -32,9 +32,15 @@ from engine_trainer.placement.groups import (
     model_sizes,
     run_together,
 )
-from engine_trainer.placement.memory import FreeMemory, check_here, look_around
+from engine_trainer.placement.memory import FreeMemory, check_here, free_memory
 from engine_trainer.placement.rendezvous import connect_ranks
-from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
+from engine_trainer.placement.replica import (
+    Replica,
+    RolloutSpec,
+    ScoredCompletion,
+    create_exporter,
+    why_unusable,
+)
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
 
@@ -252,11 +258,13 @@ class Spmd:
                 )
         return found.device, found.plugin.capabilities
 
-    def survey(
-        self, device: str, served: str, rollouts: Sequence[str]
-    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
-        """Return what each rank has (see ``Launcher``)."""
-        return together(self.comm, lambda: look_around(device, served, rollouts))
+    def free_memory(self, device: str) -> list[FreeMemory]:
+        """See ``Launcher``."""
+        return together(self.comm, lambda: free_memory(device))
+
+    def probe_rollout(self, section: RolloutSection, device: str) -> list[str]:
+        """See ``Launcher``."""
+        return together(self.comm, lambda: why_unusable(section, device))
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
         """Build an engine (see ``Launcher``).

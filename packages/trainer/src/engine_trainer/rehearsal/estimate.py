@@ -75,6 +75,7 @@ def _build_for_gpus(section: EngineSection) -> EngineConfig:
         if found.plugin is not None
         and section.backend in row.backends
         and section.model_type in row.model_types
+        and Cuda.name in row.devices
     ]
     # An engine that is not installed here is taken for one that computes in bfloat16.
     capabilities = declared[0] if declared else {Capability.BF16}

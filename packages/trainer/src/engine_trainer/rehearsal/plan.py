@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from engine_trainer.config.combined_reward import COMBINE
 from engine_trainer.config.evaluation import EvalSection
 from engine_trainer.config.loading import read_tree
 from engine_trainer.config.sections import AUTO, EngineSection
+from engine_trainer.placement.automatic import list_automatic
 from engine_trainer.utils.hf_models import hf_config
 
 NOISE = "engine_trainer.rehearsal.noise:rehearsal_noise"
@@ -235,20 +236,11 @@ def _place_engine(plan: Plan, config: Config, why: str) -> None:
         if getattr(engine.precision, name) == "float8":
             plan.missing.append(f"engine.precision.{name}: float8, which is bfloat16 here")
             _put(plan.tree, f"engine.precision.{name}", "bfloat16")
-    automatic = _list_automatic(engine)
+    automatic = list_automatic(config)
+    if isinstance(config, RLConfig) and config.algorithm.correction.weight == AUTO:
+        automatic.append("algorithm.correction.weight")
     if automatic:
         plan.missing.append(f"what auto chooses on a GPU for {', '.join(automatic)}")
-
-
-def _list_automatic(section: EngineSection) -> list[str]:
-    """Return the keys of an engine's section that are ``auto``."""
-    parts = {"precision": section.precision, "memory": section.memory}
-    return [
-        f"engine.{name}.{one.name}"
-        for name, part in parts.items()
-        for one in fields(part)
-        if getattr(part, one.name) == AUTO
-    ]
 
 
 def _place_model(plan: Plan, config: Config, section: str, small: Path) -> None:
@@ -323,9 +315,7 @@ def _place_rollout(plan: Plan, config: RLConfig | SFTConfig) -> None:
     # Without a reward SFT generates nothing.
     if config.reward is None:
         return
-    if rollout.name == AUTO:
-        plan.missing.append("the rollout that auto chooses on a GPU; local takes its place")
-    else:
+    if rollout.name != AUTO:
         try:
             RolloutRegistry.resolve(backend=rollout.name, device="cpu")
         except PluginError as error:

@@ -10,13 +10,18 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import flatten
+from engine_trainer.placement.automatic import keep
 from engine_trainer.placement.ray.calls import WorkerLost
 from engine_trainer.placement.ray.cluster import connected
 from engine_trainer.placement.ray.launcher import OnRay
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.run.checkpoints import Checkpoints
+from engine_trainer.run.configurations import CONFIG
 from engine_trainer.run.run import Outcome
 
 log = logging.getLogger("engine_trainer")
@@ -52,6 +57,7 @@ def train_on_ray(config: RLConfig) -> Outcome:
                     left - 1,
                 )
             patience_s = config.ray.start_timeout_s  # a lost node may come back
+            config = _with_choices(config)
             if Checkpoints(
                 Path(config.run.output_dir) / "checkpoints", keep=config.run.keep
             ).steps():
@@ -59,3 +65,14 @@ def train_on_ray(config: RLConfig) -> Outcome:
                 # or from another folder.
                 config = replace(config, run=replace(config.run, resume="auto"))
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _with_choices(config: RLConfig) -> RLConfig:
+    """Return the configuration with what the lost attempt chose for ``auto``, if it got so far."""
+    file = Path(config.run.output_dir) / CONFIG
+    if not file.is_file():
+        return config
+    before = flatten(yaml.safe_load(file.read_text(encoding="utf-8")))
+    kept, _ = keep(config, before, CONFIG)
+    assert isinstance(kept, RLConfig)
+    return kept

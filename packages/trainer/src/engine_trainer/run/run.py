@@ -231,13 +231,18 @@ class Run:
     def settle(self) -> Config:
         """Replace each ``auto`` of the configuration by a choice for the device, and log them.
 
-        Returns the configuration of the run, which is also that of ``config.yaml``. ``start``
-        calls it, for a loop that has not.
+        A run that continues from a checkpoint keeps what was chosen before. Returns the
+        configuration of the run, which is also that of ``config.yaml``. ``start`` calls it, for a
+        loop that has not.
 
-        Raises ``PluginError``, ``ConfigError``.
+        Raises ``PluginError``; ``ConfigError``, also where an earlier choice is no longer possible.
         """
         if not self._is_settled:
+            before, where = together(self.comm, self._read_before)[0]
+            self.config, kept = automatic.keep(self.config, before, where)
+            automatic.check_kept(self.config, kept, self.launcher)
             self.config, choices = automatic.settle(self.config, self.launcher)
+            choices = [*kept, *choices]
             self._is_settled = True
             self.log.describe(to_plain(self.config))
             if choices and self.is_main:
@@ -580,6 +585,18 @@ class Run:
         except DataError as error:
             log.warning("there is no new report: %s", error)
             return None
+
+    def _read_before(self) -> tuple[Mapping[str, Any], str]:
+        """Return the configuration that a checkpoint was made with, by dotted key, and its name.
+
+        It is empty for a new run, and for a run that saves nothing: a replay chooses again where
+        it asks for ``auto``.
+        """
+        resume = self.config.run.resume
+        if not (self.is_main and self._saves) or resume == "never":
+            return {}, ""
+        found = self.checkpoints.find(resume)
+        return ({}, "") if found is None else (read_extra(found)["config"], found.name)
 
     def _find(self) -> Path | None:
         if not self.is_main:

@@ -354,9 +354,20 @@ def cluster(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_model, tmp_path):
+def test_conversations_go_on_over_syncs_and_a_death_loses_none(
+    cluster, sums_model, tmp_path, monkeypatch
+):
+    from engine_trainer.placement.ray.launcher import OnRay
     from engine_trainer.rl.on_ray import train_on_ray
 
+    asked: list[list[str]] = []
+    probe = OnRay.probe_rollout
+
+    def ask(launcher, section, device):
+        asked.append(probe(launcher, section, device))
+        return asked[-1]
+
+    monkeypatch.setattr(OnRay, "probe_rollout", ask)
     (tmp_path / "own.py").write_text(OWN)
     sections = {
         "overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
@@ -374,6 +385,7 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 2}, **sections))
     assert json.loads(cluster.read_text()) == []
+    assert asked == [["", ""]], "of the two replicas, and not again after the restart"
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(7))
     steps = rows[1:]

@@ -16,8 +16,10 @@ import ray
 from engine_api.errors import ConfigError
 from engine_api.generators import seed_all
 from engine_api.rollout import WeightWire
+from engine_trainer.config.sections import RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.ray.calls import Reply
+from engine_trainer.placement.replica import why_unusable
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
 
@@ -83,6 +85,10 @@ class Worker:
     def free_memory(self, device: str) -> memory.FreeMemory:
         """Return the memory that this worker may use."""
         return memory.free_memory(device)
+
+    def why_unusable(self, section: RolloutSection, device: str) -> str:
+        """Return why a rollout cannot be used in this worker (see ``replica.why_unusable``)."""
+        return why_unusable(section, device)
 
     def close(self) -> None:
         """Close the wire (idempotent)."""

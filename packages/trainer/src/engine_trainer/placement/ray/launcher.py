@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine_api.capabilities import Capability
@@ -12,7 +11,7 @@ from engine_api.comm import Comm, SingleComm
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError, RankFailure
 from engine_trainer.config import RLConfig
-from engine_trainer.config.sections import EngineSection
+from engine_trainer.config.sections import EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.memory import FreeMemory
 from engine_trainer.placement.ray import cluster
@@ -65,11 +64,13 @@ class OnRay:
         )[0].value
         return found
 
-    def survey(
-        self, device: str, served: str, rollouts: Sequence[str]
-    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
-        """Ask the workers of the engines (see ``Launcher``)."""
-        return self._engine_pool().call_all("survey", device, served, rollouts)
+    def free_memory(self, device: str) -> list[FreeMemory]:
+        """See ``Launcher``."""
+        return self._engine_pool().call_all("free_memory", device)
+
+    def probe_rollout(self, section: RolloutSection, device: str) -> list[str]:
+        """Ask the workers that will hold a replica (see ``Launcher``)."""
+        return self._replica_pool().call_all("why_unusable", section, device)
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
         """Build an engine in the workers of all engines (see ``Launcher``).
@@ -146,16 +147,20 @@ class OnRay:
             return self._pools[0]
         return self._pool("engine", EngineWorker, self.section.engines)
 
+    def _replica_pool(self) -> Pool:
+        """Return the workers that hold a replica each, which may be those of the engines."""
+        engines = self._engine_pool()
+        if self.section.rollouts is None:
+            return engines
+        if self._rollout_pool is None:
+            self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
+        return self._rollout_pool
+
     def _check_memory(self, engines: Pool, config: EngineConfig, device: str) -> None:
         served = rollout_device(self.config.rollout, device)
-        if self.section.rollouts is not None:
-            self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
         rooms = engines.call_all("free_memory", device)
-        rollouts = (
-            rooms
-            if self._rollout_pool is None
-            else self._rollout_pool.call_all("free_memory", served)
-        )
+        replicas = self._replica_pool()
+        rollouts = rooms if replicas is engines else replicas.call_all("free_memory", served)
         memory.check(rooms, rollouts, self.config, config, device)
 
     def _pool(self, name: str, cls: type, workers: int) -> Pool:
