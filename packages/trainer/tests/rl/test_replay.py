@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from rl_runs import configure, rows_of, tree
 
 from engine_api.errors import CheckpointMissing, ConfigError, EngineError
 from engine_trainer.cli import main
+from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import from_tree, load_config
 from engine_trainer.errors import DataError
+from engine_trainer.replay.overridden import check_engine
 from engine_trainer.rl.recorded import load_recorded_config, read_recorded_run, read_step
 from engine_trainer.run.configurations import config_file
 from engine_trainer.telemetry.rollouts import RUN_KEY, VERSION_KEY
@@ -289,6 +293,19 @@ def test_a_replay_on_another_engine_says_all_that_must_be_overridden(run, capsys
     assert main([*command, *overrides]) == 0
     result = json.loads((run / "replay" / "step-000004" / "replay.json").read_text())
     assert result["surroundings"]["backend"] == ["fsdp2", "minimal"]
+
+
+def test_the_options_that_an_engine_has_stay_where_others_are_removed(sums_model, tmp_path):
+    known = {"compile_mode": "max-autotune", "verify_model": False}
+    given = tree(sums_model, tmp_path, engine={"options": {"checkpoint": "megatron", **known}})
+    with pytest.raises(ConfigError) as caught:
+        check_engine(from_tree(RLConfig, given))
+    assert "it lacks the options checkpoint" in caught.value.why
+    _, _, overrides = caught.value.remedy.partition("add to the command: ")
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(given))
+    config = load_config(RLConfig, tmp_path / "rl.yaml", shlex.split(overrides))
+    assert config.engine.options == known
+    check_engine(config)
 
 
 @pytest.mark.slow

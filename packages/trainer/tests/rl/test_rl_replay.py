@@ -201,7 +201,7 @@ def test_a_recorded_step_with_the_experts_of_its_rollout_is_made_again_bit_for_b
     with pytest.raises(DataError, match="expected the experts") as caught:
         read_recorded_run(bare, 1)
     assert "run.record_experts: true" in caught.value.remedy
-    assert main(["replay", str(bare), "--step", "1", "rollout.routed_experts=off"]) in (0, 1)
+    assert main(["replay", str(bare), "--step", "1", "rollout.routed_experts=off"]) == 1
     few = tmp_path / "few"
     run(mixture, few, "noisy", "replay", {"rollouts": 4})
     assert read_step(few, 1).groups[0].completions[0].routed_experts is None
@@ -222,7 +222,7 @@ def test_on_two_ranks_the_step_with_its_experts_is_that_of_two_ranks(mixture, tm
     said = run_on_two_ranks(tmp_path, commands, before=rl_runs.SEVENS)
     result = result_of(tmp_path / "run", 2)
     assert (result["same_bits"], result["surroundings"]) == (True, {}), said
-    assert main(["replay", str(tmp_path / "run"), "--step", "2"]) in (0, 1)
+    assert main(["replay", str(tmp_path / "run"), "--step", "2"]) == 0, "other ranks"
     alone = result_of(tmp_path / "run", 2)
     assert alone["surroundings"]["ranks"] == ["2", "1"]
     assert max(one["largest"] for one in alone["tokens"]) <= 1e-4

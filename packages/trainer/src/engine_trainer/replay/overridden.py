@@ -6,7 +6,9 @@ engine must override the settings that this engine lacks, and one error names al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from engine_api.capabilities import REQUESTS, Capability
@@ -14,6 +16,7 @@ from engine_api.discovery import import_target
 from engine_api.errors import ConfigError
 from engine_api.registry import EngineRegistry, Resolution
 from engine_trainer.config import RLConfig
+from engine_trainer.config.secrets import masked
 from engine_trainer.config.sections import EngineSection
 
 _OFF: Mapping[Capability, str] = {
@@ -56,7 +59,7 @@ def check_engine(config: RLConfig) -> None:
             elif capability in _DTYPES:
                 overrides[str(capability)] = _without(section, _DTYPES[capability])
     if unknown := sorted(section.options.keys() - _options_of(found)):
-        overrides[f"the options {', '.join(unknown)}"] = "engine.options={}"
+        overrides[f"the options {', '.join(unknown)}"] = _without_options(section, unknown)
     if overrides:
         raise ConfigError(
             "engine",
@@ -70,6 +73,16 @@ def _without(section: EngineSection, dtype: str) -> str:
     """Return the overrides that replace a dtype by float32."""
     names = [name for name, value in asdict(section.precision).items() if value == dtype]
     return " ".join(f"engine.precision.{name}=float32" for name in names)
+
+
+def _without_options(section: EngineSection, unknown: Sequence[str]) -> str:
+    """Return the overrides that remove options and keep the others, as a shell reads them."""
+    kept = [
+        shlex.quote(f"engine.options.{name}={json.dumps(value)}")
+        for name, value in masked(dict(section.options)).items()
+        if name not in unknown
+    ]
+    return " ".join(["engine.options={}", *kept])
 
 
 def _options_of(found: Resolution) -> set[str]:
