@@ -40,9 +40,9 @@ def report(rows: list[Row], *, seconds: float = 10.0, **changes: Any) -> dict[st
     )
 
 
-def joined(*documents: Mapping[str, Any]) -> dict[str, Any]:
+def joined(*documents: Mapping[str, Any], certify: bool = True) -> dict[str, Any]:
     named = {f"report {index}": one for index, one in enumerate(documents)}
-    run = merge(named, command=["merge", "a", "b"], certify=True)
+    run = merge(named, command=["merge", "a", "b"], certify=certify)
     return to_document(
         run, compute_verdicts(run.rows, complete=run.selection["complete"], declared=run.declared)
     )
@@ -134,20 +134,20 @@ def test_a_setting_that_no_part_asked_for_as_a_whole_is_partial() -> None:
         selection={"dtypes": ["bfloat16"], "quick": True, "complete": False},
     )
     plain = report([row("a.case")], declared=[])
-    assert joined(plain, quick)["complete"] is False
+    assert joined(plain, quick, certify=False)["complete"] is False
     whole = report(
         [row("a.case", setting=HALF), row("a.more", setting=HALF)],
         declared=[],
         selection={"dtypes": ["bfloat16"]},
     )
-    assert joined(plain, quick, whole)["complete"] is True
+    assert joined(plain, quick, whole, certify=False)["complete"] is True
     # The whole of one number of ranks says nothing of another.
     two = report(
         [row("a.case", setting=WORLD_2)],
         declared=[],
         selection={"worlds": [2], "cases": ["a.*"], "complete": False},
     )
-    assert joined(plain, two)["complete"] is False
+    assert joined(plain, two, certify=False)["complete"] is False
 
 
 def differing(**changes: Any) -> dict[str, Any]:
@@ -322,9 +322,32 @@ def test_certificates_of_two_precisions_are_each_joined_from_parts() -> None:
     both = joined(joined(*THIRDS), joined(share(0, 2), share(1, 2)))
     assert both["complete"] is True
     assert joined(*THIRDS, share(0, 2))["complete"] is False
-    # The other certificate has a part with the number of the one that is missing.
-    with pytest.raises(UsageError, match="merge: a part of the certificate is missing: 5 of 16"):
+    assert joined(*THIRDS, share(0, 2), share(1, 2))["rows"] == both["rows"]
+    # The other certificate has parts with the numbers of those that are missing.
+    with pytest.raises(UsageError, match=r"part 2/3, 3/3 of the .* is missing: 5 of 8") as told:
         check_whole(read_document(joined(*THIRDS, share(0, 3)))[0])
+    assert "given of the certificate of --world 1,2 --dtype bfloat16: part 1/3" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "picked", [{"cases": [GOOD[1].case]}, {"quick": True}], ids=["cases", "quick"]
+)
+def test_a_run_without_certify_that_left_cases_out_completes_no_certificate(
+    picked: dict[str, Any],
+) -> None:
+    selection = {"worlds": [1, 2], "complete": False, **picked}
+    by_hand = report(GOOD[1::3], selection=selection)
+    told = "report 2 is no part of a certificate: it was run without --certify"
+    for certify in (True, False):
+        with pytest.raises(UsageError, match=told):
+            joined(THIRDS[0], THIRDS[2], by_hand, certify=certify)
+    # Nor by way of a joined report, or in place of a row that shows nothing.
+    late = replace(GOOD[1], outcome=replace(GOOD[1].outcome, status="not-run", message="late"))
+    whole = report([GOOD[0], late, *GOOD[2:]], selection={"worlds": [1, 2]})
+    healed = joined(whole, by_hand, certify=False)
+    for parts in ((whole, by_hand), (healed, report(in_half(GOOD)))):
+        with pytest.raises(UsageError, match="is no part of a certificate"):
+            joined(*parts)
 
 
 def test_a_part_that_is_missing_doubled_or_of_another_certificate_is_named() -> None:

@@ -76,6 +76,15 @@ def test_parts_of_a_run_are_joined_to_the_certificate_of_one_run(
     # What a run did not come to, it goes on with in the same folder.
     late = [*run, str(second), "--part", "2/2", "--continue"]
     assert main([*late, "--limit", "0"]) != 0
+    # A report of another certificate, or of none, is found before the first row.
+    capsys.readouterr()
+    for other in ([*late, "--profile", "engine"], [one for one in run if one != "--certify"]):
+        again = other if "--certify" in other else [*other, str(second), "--continue"]
+        again += ["--case", "rl.*"] if "--certify" not in other else []
+        assert main(again) == 2
+        shown = capsys.readouterr()
+        assert "--continue: the report is a part of another certificate than what" in shown.err
+        assert "passed " not in shown.out
     assert main(late) == 0
     assert main(["merge", str(first), "--certify", "--report", str(out)]) == 2
     assert "part 2/2 of the certificate is missing: 2 of 5 rows" in capsys.readouterr().err

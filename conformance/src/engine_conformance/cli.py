@@ -270,7 +270,9 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     if listed:
         print(f"{len(deviations)} deviation(s) from {listed}")
     preflight(options.name, options.device)
-    earlier = _read_continued_report(options.report, selection, given) if options.go_on else None
+    earlier = None
+    if options.go_on:
+        earlier = _read_continued_report(options.report, selection, given, certify=options.certify)
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
@@ -279,9 +281,8 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         brief = well or row.outcome.status == "not-run"
         print(line(row) if brief else describe(row), flush=True)
 
-    from engine_conformance.report import merge, read_document, shown, to_document
+    from engine_conformance.report import merge, read_document, to_document
 
-    done = shown(read_document(earlier)[0]) if earlier else ()
     run = run_selection(
         selection,
         command=given,
@@ -289,7 +290,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         commit=options.commit,
         deviations=deviations,
         limit=options.limit,
-        done=done,
+        earlier=read_document(earlier)[0] if earlier else None,
         listen=listen,
     )
     if earlier:
@@ -313,14 +314,14 @@ def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
 
 
 def _read_continued_report(
-    folder: Path | None, selection: Selection, given: Sequence[str]
+    folder: Path | None, selection: Selection, given: Sequence[str], *, certify: bool
 ) -> dict[str, Any] | None:
     """Return the report that this run continues, or None if the folder has none yet.
 
     Raises:
         UsageError: if no folder is named, or its report does not fit the run that would start.
     """
-    from engine_conformance.report import differences, read_document
+    from engine_conformance.report import check_certified, differences, read_document
     from engine_conformance.session import describe_run
 
     if folder is None:
@@ -334,6 +335,8 @@ def _read_continued_report(
         raise UsageError(
             f"--continue: {folder} reports something else than what would run now{reasons}"
         )
+    if certify:
+        check_certified({str(folder): document})
     return document
 
 

@@ -7,7 +7,7 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from engine_conformance.errors import CannotRun
 from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.plan import Item, Selection, choose_part, make_plan, resolve
 from engine_conformance.ranks import RankError, close_pools
-from engine_conformance.results import Outcome, Row, Setting, SuiteRun
+from engine_conformance.report.merge import check_same_plan, shown
+from engine_conformance.results import Key, Outcome, Row, SuiteRun
 from engine_conformance.variants import GROUP, changed_sizes
 
 __all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
@@ -45,7 +46,7 @@ def run_selection(
     commit: str = "",
     deviations: Sequence[Deviation] = (),
     limit: float = float("inf"),
-    done: Collection[tuple[str, Setting]] = (),
+    earlier: SuiteRun | None = None,
     listen: Listener | None = None,
 ) -> SuiteRun:
     """Run everything that was selected.
@@ -60,11 +61,12 @@ def run_selection(
         commit: the commit that packages without a commit of their own were made from.
         deviations: the known deviations of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
-        done: cases and settings that an earlier run has shown: they are left out.
+        earlier: the run that this one continues, whose rows that have shown something are left out.
         listen: called with each row as it comes.
 
     Raises:
-        UsageError, CannotRun: see `make_plan`; also if a class of the descriptor is not there.
+        UsageError, CannotRun: see `make_plan`; also if a class of the descriptor is not there, or
+            the earlier run is a part of a different certificate.
     """
     began = time.monotonic()
     about = describe_run(selection, command=command, certify=certify, commit=commit)
@@ -75,6 +77,11 @@ def run_selection(
         whole = replace(selection, cases=(), part="") if in_parts else selection
         plan = make_plan(whole, Path(folder))
         chosen = choose_part(plan, selection) if in_parts else plan
+        planned = [item.key for item in plan] if in_parts else []
+        done = frozenset[Key]()
+        if earlier is not None:
+            check_same_plan(earlier, planned)
+            done = shown(earlier)
         items = [item for item in chosen if item.key not in done]
         rows: list[Row] = []
         try:
@@ -89,7 +96,6 @@ def run_selection(
                     listen(rows[-1])
         finally:
             close_pools()
-    planned = [item.key for item in plan] if in_parts else []
     return replace(about, seconds=time.monotonic() - began, rows=rows, planned=planned)
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 from engine_conformance.errors import UsageError
 from engine_conformance.report.document import parts_of, read_document
-from engine_conformance.results import Key, Row, Status, SuiteRun
+from engine_conformance.results import Key, Part, Row, Status, SuiteRun
 from engine_conformance.verdict import is_complete
 
 __all__ = [
+    "check_certified",
+    "check_same_plan",
     "check_whole",
     "differences",
     "joined_environment",
@@ -43,6 +45,13 @@ _STATUSES: tuple[Status, ...] = (
 _SHOWED_NOTHING = ("suite-error", "not-run")
 # The options of the selection that all reports must have in common.
 _SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options", "seed")
+# The options that say which rows a certificate has, with the selection's field of each.
+_SETTINGS = {
+    "world": "worlds",
+    "dtype": "dtypes",
+    "model-type": "model_types",
+    "profile": "profiles",
+}
 # Facts that belong to the kind of machine only where the cases ran on them.
 _HOST = ("cpu",)
 # The most cases and settings that an error lists.
@@ -119,6 +128,8 @@ def merge(
             f"merge: the run with digest {twice[0][:12]}… is given twice; name each report once"
         )
     planned = _joined_plan(runs)
+    if certify or planned:
+        check_certified(documents)
     rows = _joined_rows((row for run in runs.values() for row in run.rows), planned)
     selections = [part.selection for part in parts]
     complete = is_complete({}, rows, selections, planned)
@@ -137,30 +148,103 @@ def merge(
     )
 
 
-def check_whole(run: SuiteRun) -> None:
-    """Raise unless every row of the certificate is there whose parts were joined.
+def check_certified(documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise unless each report is a part of a certificate, or of runs that left nothing out.
+
+    Cases that were picked by hand, without a certificate in view, complete none.
+
+    Args:
+        documents: by the name that errors show.
 
     Raises:
-        UsageError: it names the parts and the cases that are missing.
+        UsageError: it names the first report that is neither.
+    """
+    for label, document in documents.items():
+        if read_document(document)[0].planned:
+            continue
+        for part in parts_of(document):
+            if not is_complete(part.selection):
+                raise UsageError(
+                    f"{label} is no part of a certificate: it was run without --certify, and left "
+                    f"cases out ({_name_selection(part.selection)})\n"
+                    "  run it again with --certify, or leave it out"
+                )
+
+
+def check_same_plan(earlier: SuiteRun, planned: Sequence[Key]) -> None:
+    """Raise unless a run that is continued is of the certificate that will be run.
+
+    Args:
+        earlier: the run that is continued.
+        planned: the rows of the certificate; empty if no part of one will run.
+
+    Raises:
+        UsageError: it names rows that one of them alone has.
+    """
+    alone = set(earlier.planned) ^ set(planned)
+    if not alone:
+        return
+    theirs = "a part of another certificate" if earlier.planned else "no part of a certificate"
+    raise UsageError(
+        f"--continue: the report is {theirs} than what would run now; one of them alone has"
+        f"{_list_keys(_sorted_keys(alone))}\n"
+        "  use the same --world, --dtype, --model-type and --profile, and --certify in both or in "
+        "none, or another --report folder"
+    )
+
+
+def check_whole(run: SuiteRun) -> None:
+    """Raise unless every row is there of the certificates whose parts were joined.
+
+    Raises:
+        UsageError: it names the certificate, and the parts and the cases that are missing.
     """
     there = {row.key for row in run.rows}
-    missing = [key for key in run.planned if key not in there]
-    if not missing:
-        return
-    words = [part.selection["part"] for part in run.parts if part.selection.get("part")]
-    counts = {word.partition("/")[2] for word in words}
-    absent: list[str] = []
-    # Parts that were picked by --case have no numbers, and those of two certificates may differ.
-    if len(counts) == 1 and len(words) == len(run.parts):
-        count = counts.pop()
-        numbered = (f"{number}/{count}" for number in range(1, int(count) + 1))
-        absent = [word for word in numbered if word not in words]
-    # Of two certificates one may have the number that is missing in the other.
-    named = f"part {', '.join(absent)}" if absent else "a part"
-    raise UsageError(
-        f"merge: {named} of the certificate is missing: {len(missing)} of {len(run.planned)} rows "
-        f"are in no report{_list_keys(missing)}\n"
-        "  run what is missing, and join it; without --certify the result is a larger part"
+    for options, selections in _by_certificate(run.parts).items():
+        own = [key for key in run.planned if any(_covers(one, key) for one in selections)]
+        missing = [key for key in own if key not in there]
+        if not missing:
+            continue
+        words = [one["part"] for one in selections if one.get("part")]
+        counts = {word.partition("/")[2] for word in words}
+        absent: list[str] = []
+        # Parts that were picked by --case have no numbers.
+        if len(counts) == 1 and len(words) == len(selections):
+            count = counts.pop()
+            numbered = (f"{number}/{count}" for number in range(1, int(count) + 1))
+            absent = [word for word in numbered if word not in words]
+        named = f"part {', '.join(absent)}" if absent else "a part"
+        given = ", ".join(_name_selection(one) for one in selections)
+        raise UsageError(
+            f"merge: {named} of the certificate is missing: {len(missing)} of {len(own)} rows "
+            f"are in no report{_list_keys(missing)}\n"
+            f"  given of the certificate of {options}: {given}\n"
+            "  run what is missing, and join it; without --certify the result is a larger part"
+        )
+
+
+def _by_certificate(parts: Sequence[Part]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the selections of parts by the options that each certificate was asked for with."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for part in parts:
+        given = part.selection
+        options = " ".join(
+            f"--{name} {','.join(map(str, given[key]))}"
+            for name, key in _SETTINGS.items()
+            if given[key]
+        )
+        found.setdefault(options, []).append(given)
+    return found
+
+
+def _covers(selection: Mapping[str, Any], key: Key) -> bool:
+    """Return whether a selection asks for a row's setting."""
+    _, setting = key
+    types = selection["model_types"]
+    return (
+        setting.world in selection["worlds"]
+        and setting.dtype in selection["dtypes"]
+        and (not types or setting.model_type in types)
     )
 
 
@@ -193,7 +277,8 @@ def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
         if twice := [key for key in own if key in owners]:
             owner = owners[twice[0]]
             raise UsageError(
-                f"{label} ({_name_part(run)}) has rows that {owner} ({_name_part(runs[owner])}) "
+                f"{label} ({_name_selection(run.selection)}) has rows that {owner} "
+                f"({_name_selection(runs[owner].selection)}) "
                 f"has, too: {len(twice)}{_list_keys(twice)}\n"
                 "  each row of a certificate is in one part: name one of these reports alone"
             )
@@ -206,10 +291,13 @@ def _sorted_keys(keys: Iterable[Key]) -> list[Key]:
     return sorted(keys, key=lambda key: (key[0], str(key[1])))
 
 
-def _name_part(run: SuiteRun) -> str:
-    if part := run.selection.get("part"):
+def _name_selection(selection: Mapping[str, Any]) -> str:
+    """Return which part of all cases a selection asks for."""
+    if part := selection.get("part"):
         return f"part {part}"
-    return f"--case {','.join(run.selection['cases'])}"
+    if cases := selection["cases"]:
+        return f"--case {','.join(cases)}"
+    return "--tier quick" if selection["quick"] else "all cases"
 
 
 def _list_keys(keys: Sequence[Key]) -> str:
