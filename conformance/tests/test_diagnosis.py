@@ -153,21 +153,21 @@ def test_a_reading_of_other_documents_is_refused(
 
 
 def test_the_first_wrong_layer_is_named(subject: Subject, documents: list[Document]) -> None:
-    oracle, ids = subject.oracle, documents[0].tokens
-    states = oracle.layers(ids)
+    oracle, document = subject.oracle, documents[0]
+    states = oracle.layers(document.tokens)
     from engine_conformance.oracle.layers import norm
 
     last = norm(oracle.effective_params(), oracle.config, "model.norm", states[-1])
-    torch.testing.assert_close(last, oracle.hidden(ids))
-    assert compare_layers(oracle, ids, [s.float() for s in states], "float32").first is None
+    torch.testing.assert_close(last, oracle.hidden(document.tokens))
+    assert compare_layers(oracle, document, [s.float() for s in states], "float32").first is None
     for wrong, name in ((0, -1), (2, 1)):
         off = [s.clone() for s in states]
         off[wrong] = off[wrong] * 1.01
-        assert compare_layers(oracle, ids, off, "float32").first == name
+        assert compare_layers(oracle, document, off, "float32").first == name
     lost = [states[0], states[1] * torch.nan, states[2]]
-    assert compare_layers(oracle, ids, lost, "float32").first == 0
+    assert compare_layers(oracle, document, lost, "float32").first == 0
     with pytest.raises(ValueError, match="expected 3 states"):
-        compare_layers(oracle, ids, states[:2], "float32")
+        compare_layers(oracle, document, states[:2], "float32")
 
 
 def test_an_oracle_is_built_of_tensors_in_memory(tmp_path: Path) -> None:

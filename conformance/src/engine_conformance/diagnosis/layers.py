@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine_conformance.diagnosis.readings import Document
 from engine_conformance.oracle import OracleModel
 
 __all__ = ["LayerFinding", "compare_layers"]
@@ -37,20 +38,20 @@ class LayerFinding:
 
 @torch.no_grad()
 def compare_layers(
-    oracle: OracleModel, ids: Sequence[int], hidden: Sequence[Tensor], dtype: str
+    oracle: OracleModel, document: Document, hidden: Sequence[Tensor], dtype: str
 ) -> LayerFinding:
     """Compare an engine's hidden states of one document with the oracle's.
 
     Args:
         oracle: the model.
-        ids: token ids of the document, ``[L]``.
+        document: the document.
         hidden: states ``[L, C]`` after the embedding and after each layer.
         dtype: dtype of the engine's computation.
 
     Raises:
         ValueError: where number or shapes of the states are not the model's.
     """
-    want = oracle.layers(ids)
+    want = oracle.layers(document.tokens, document.routed_experts)
     if [tuple(x.shape) for x in hidden] != [tuple(x.shape) for x in want]:
         raise ValueError(
             f"expected {len(want)} states of {tuple(want[0].shape)}, "

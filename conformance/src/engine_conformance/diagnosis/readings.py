@@ -25,6 +25,12 @@ class Document:
     prompt: int
     """Number of tokens of the prompt, at least 1."""
 
+    routed_experts: Tensor | None = None
+    """Experts ``[L, layers, k]`` that served the tokens, -1 where the routers' own did.
+
+    None is -1 everywhere.
+    """
+
     other_prompts: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     """Token ids of the prompt as other templates render it, by a name of the template."""
 

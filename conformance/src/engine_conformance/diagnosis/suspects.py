@@ -70,7 +70,7 @@ def predict(
     """
     found: Prediction = []
     for document in documents:
-        scores = _logits(oracle, document.tokens, head) / subject.temperature
+        scores = _logits(oracle, document, head) / subject.temperature
         log_p = scores.log_softmax(dim=-1)
         if truncated:
             log_p = _truncate(log_p, subject)
@@ -152,7 +152,7 @@ def _fit_temperature(subject: Subject, documents: Sequence[Document], reading: R
         grid = torch.logspace(math.log10(low), math.log10(high), 17, dtype=torch.float64)
         errors = torch.zeros_like(grid)
         for document, got in zip(documents, reading.log_probs, strict=True):
-            logits = _logits(subject.oracle, document.tokens, None)[document.prompt - 1 : -1]
+            logits = _logits(subject.oracle, document, None)[document.prompt - 1 : -1]
             ids = torch.tensor(document.tokens[document.prompt :])
             chosen = logits.gather(-1, ids[:, None]).squeeze(-1)
             for i, temperature in enumerate(grid.tolist()):
@@ -216,7 +216,12 @@ def _templates(subject: Subject, documents: Sequence[Document]) -> Iterator[Susp
 
 def _with_prompt(document: Document, prompt: Sequence[int]) -> Document:
     tokens = [*prompt, *document.tokens[document.prompt :]]
-    return replace(document, tokens=tokens, prompt=len(prompt))
+    experts = document.routed_experts
+    if experts is not None:
+        # Nothing is known of the experts of another prompt.
+        unknown = experts.new_full((len(prompt), *experts.shape[1:]), -1)
+        experts = torch.cat([unknown, experts[document.prompt :]])
+    return replace(document, tokens=tokens, prompt=len(prompt), routed_experts=experts)
 
 
 def _heads(subject: Subject, documents: Sequence[Document]) -> Iterator[Suspect]:
@@ -308,7 +313,9 @@ def _hide_all_but_next(length: int, window: int | None) -> Tensor:
 def _predict_joined(subject: Subject, documents: Sequence[Document]) -> Prediction:
     """Return the log-probs where all documents are one."""
     tokens = [token for one in documents for token in one.tokens]
-    whole = replace(documents[0], tokens=tokens, prompt=1)
+    experts = [one.routed_experts for one in documents if one.routed_experts is not None]
+    joined = torch.cat(experts) if len(experts) == len(documents) else None
+    whole = replace(documents[0], tokens=tokens, prompt=1, routed_experts=joined)
     (values,) = predict(subject.oracle, [whole], subject)
     ends = list(accumulate(len(one.tokens) for one in documents))
     return [
@@ -320,11 +327,12 @@ def _predict_joined(subject: Subject, documents: Sequence[Document]) -> Predicti
 # --- computing ----------------------------------------------------------------------------------
 
 
-def _logits(oracle: OracleModel, tokens: Sequence[int], head: Tensor | None) -> Tensor:
+def _logits(oracle: OracleModel, document: Document, head: Tensor | None) -> Tensor:
     """Return the logits ``[L, V]``, with another head where one is given."""
+    tokens, experts = document.tokens, document.routed_experts
     if head is None:
-        return oracle.logits(tokens)
-    scaled = oracle.config.logit_scale * (oracle.hidden(tokens) @ head.T)
+        return oracle.logits(tokens, experts)
+    scaled = oracle.config.logit_scale * (oracle.hidden(tokens, experts) @ head.T)
     return cap(scaled, oracle.config.logit_cap)
 
 

@@ -81,28 +81,35 @@ class OracleModel:
         }
         return replace(self, params=params, adapter=replace(self.adapter, params=leaves))
 
-    def hidden(self, ids: Any) -> Tensor:
-        """Return hidden states ``[L, C]`` after the last norm, of one document ``ids [L]``."""
-        return _hidden(self.effective_params(), self.config, _ids(ids))
+    def hidden(self, ids: Any, routed_experts: Any = None) -> Tensor:
+        """Return hidden states ``[L, C]`` after the last norm, of one document ``ids [L]``.
 
-    def layers(self, ids: Any) -> list[Tensor]:
+        ``routed_experts`` is as in `token_outputs`, of this document.
+        """
+        return _hidden(self.effective_params(), self.config, _ids(ids), _experts(routed_experts))
+
+    def layers(self, ids: Any, routed_experts: Any = None) -> list[Tensor]:
         """Return the hidden states ``[L, C]`` after the embedding and after each layer.
 
-        ``ids [L]`` is one document.
+        ``ids [L]`` is one document, ``routed_experts`` as in `token_outputs`.
         """
         params, config = self.effective_params(), self.config
         found = [config.embedding_scale * params["model.embed_tokens.weight"][_ids(ids)]]
+        replayed = _experts(routed_experts)
         for index in range(config.num_layers):
-            found.append(_layer(params, config, index, found[-1]))
+            own = None if replayed is None else replayed[:, index]
+            found.append(_layer(params, config, index, found[-1], own))
         return found
 
-    def logits(self, ids: Any) -> Tensor:
+    def logits(self, ids: Any, routed_experts: Any = None) -> Tensor:
         """Return the logits ``[L, V]`` of one document, where row i is about token i + 1.
+
+        ``routed_experts`` is as in `token_outputs`, of this document.
 
         Raises:
             ValueError: if this is a value model.
         """
-        return _logits(self.effective_params(), self.config, _ids(ids))
+        return _logits(self.effective_params(), self.config, _ids(ids), _experts(routed_experts))
 
     def token_outputs(
         self,
@@ -126,7 +133,7 @@ class OracleModel:
         """
         params = self.effective_params()
         bounds = pairwise(_ids(cu_seqlens).tolist())
-        replayed = None if routed_experts is None else _ids(routed_experts)
+        replayed = _experts(routed_experts)
 
         def outputs(ids: Tensor) -> Tensor:
             start, stop = next(bounds)
@@ -184,7 +191,7 @@ class OracleModel:
         params = self.effective_params()
         config = self.config
         bounds = pairwise(_ids(cu_seqlens).tolist())
-        replayed = None if routed_experts is None else _ids(routed_experts)
+        replayed = _experts(routed_experts)
 
         def outputs(ids: Tensor) -> Tensor:
             start, stop = next(bounds)
@@ -282,6 +289,10 @@ def _documents(ids: Tensor, cu_seqlens: Any) -> Iterator[Tensor]:
     if bounds[0] != 0 or bounds[-1] != len(ids) or min(lengths, default=0) < 1:
         raise ValueError(f"cu_seqlens {bounds} must rise strictly from 0 to {len(ids)}")
     return iter(ids.split(lengths))
+
+
+def _experts(given: Any) -> Tensor | None:
+    return None if given is None else _ids(given)
 
 
 def _ids(array: Any) -> Tensor:

@@ -196,12 +196,24 @@ def test_a_recorded_step_with_the_experts_of_its_rollout_is_made_again_bit_for_b
     main(["replay", str(out), "--step", "2", "rollout.routed_experts=off"])
     assert not result_of(out, 2)["same_bits"]
 
+    # The oracle and the engine take the experts, too: with the routers' own both would be wrong.
+    main(["explain", str(out), "--step", "2"])
+    told = capsys.readouterr().out
+    assert "the experts of each token are those that the rollout recorded" in told
+    assert "engine: right" in told
+    assert "fsdp2 now: right" in told
+    assert "layers: right" in told
+    main(["explain", str(out), "--step", "2", "rollout.routed_experts=off"])
+    assert "engine: WRONG" in capsys.readouterr().out
+
     bare = tmp_path / "bare"
     run(mixture, bare, "noisy", "replay", RECORDED | {"record_experts": False, "steps": 1})
     with pytest.raises(DataError, match="expected the experts") as caught:
         read_recorded_run(bare, 1)
     assert "run.record_experts: true" in caught.value.remedy
     assert main(["replay", str(bare), "--step", "1", "rollout.routed_experts=off"]) == 1
+    main(["explain", str(bare), "--step", "1", "--no-live"])
+    assert "did not record them: here the routers choose" in capsys.readouterr().out
     few = tmp_path / "few"
     run(mixture, few, "noisy", "replay", {"rollouts": 4})
     assert read_step(few, 1).groups[0].completions[0].routed_experts is None

@@ -21,6 +21,7 @@ from engine_trainer.explanation.sample import (
     choose_sample,
     describe_row,
     other_prompts,
+    replayed_experts,
 )
 from engine_trainer.placement.replica import rollout_dtype
 from engine_trainer.rl.recorded import (
@@ -74,6 +75,7 @@ def explain_step(
     subject = _make_subject(diagnosis, config, folder, checkpoint)
     made = _make_documents(diagnosis, config, sample)
     _print_head(folder, step, sample, checkpoint, version)
+    _print_experts(config, made)
     findings = [
         diagnosis.diagnose(subject, made, reading)
         for reading in _readings(diagnosis, config, sample)
@@ -152,9 +154,15 @@ def _make_documents(diagnosis: Any, config: RLConfig, sample: Sample) -> list[An
             name=describe_row(row),
             tokens=[*row["prompt_tokens"], *row["tokens"]],
             prompt=len(row["prompt_tokens"]),
+            routed_experts=experts,
             other_prompts=prompts,
         )
-        for row, prompts in zip(sample.rows, other_prompts(config, sample.rows), strict=True)
+        for row, prompts, experts in zip(
+            sample.rows,
+            other_prompts(config, sample.rows),
+            replayed_experts(config, sample.rows),
+            strict=True,
+        )
     ]
 
 
@@ -186,7 +194,12 @@ def _explain_live(
     """Print what the engine computes now, and return its finding."""
     name = f"{config.engine.backend} now"
     try:
-        found = read_live(config, checkpoint, [one.tokens for one in documents])
+        found = read_live(
+            config,
+            checkpoint,
+            [one.tokens for one in documents],
+            [one.routed_experts for one in documents],
+        )
     except EngineError as error:
         print(f"\n{name}: not compared: {escape(error.what)}")
         return []
@@ -217,6 +230,19 @@ def _print_head(
         print(
             f"{sample.others} tokens that other versions of the weights made are left out of the "
             "rollout's"
+        )
+
+
+def _print_experts(config: RLConfig, documents: Sequence[Any]) -> None:
+    """Print which experts served the tokens in the oracle, where the run replayed the rollout's."""
+    if config.rollout.routed_experts == "off":
+        return
+    if any(one.routed_experts is not None for one in documents):
+        print("the experts of each token are those that the rollout recorded")
+    else:
+        print(
+            "the run replayed the experts of its rollout, and did not record them: here the "
+            "routers choose, so that tokens with other experts differ"
         )
 
 
@@ -253,7 +279,7 @@ def _print_layers(
         print("  layers: the engine shows none")
         return
     layers = diagnosis.compare_layers(
-        subject.oracle, document.tokens, found.states, _compute_dtype(config)
+        subject.oracle, document, found.states, _compute_dtype(config)
     )
     errors = ", ".join(f"{error:.1e}" for error in layers.errors)
     if layers.first is None:

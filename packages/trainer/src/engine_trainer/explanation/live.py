@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from engine_api.batch import Batch
+from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import Parallelism
 from engine_api.contract import Engine
 from engine_api.registry import EngineRegistry
@@ -42,7 +42,10 @@ class LiveReading:
 
 
 def read_live(
-    config: RLConfig, checkpoint: Path | None, documents: Sequence[Sequence[int]]
+    config: RLConfig,
+    checkpoint: Path | None,
+    documents: Sequence[Sequence[int]],
+    experts: Sequence[torch.Tensor | None],
 ) -> LiveReading:
     """Compute documents with the engine of a configuration on one rank.
 
@@ -50,6 +53,8 @@ def read_live(
         config: the configuration; its engine, device, dtypes and options count.
         checkpoint: the checkpoint whose weights are loaded; None for the model as it is.
         documents: token ids ``[L]`` of each document.
+        experts: experts ``[L, layers, k]`` of each document that the engine replays, in all of them
+            or in none.
 
     Raises ``EngineError`` where the engine does not run here, or refuses the model.
     """
@@ -62,17 +67,21 @@ def read_live(
         model_type=section.model_type,
         backend=section.backend,
         device=section.device,
-        config=section.build(seed=config.run.seed, total_steps=1),
+        config=replace(
+            section.build(seed=config.run.seed, total_steps=1),
+            router_replay=any(one is not None for one in experts),
+        ),
     )
     try:
         engine.initialize()
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint)
         temperature = config.rollout.temperature
-        together = engine.infer_batch(_pack(documents), temperature=temperature).log_probs
+        whole = _pack(documents, experts)
+        together = engine.infer_batch(whole, temperature=temperature).log_probs
         assert together is not None
         with _watched(engine) as states:
-            engine.infer_batch(_pack(documents[:1]), temperature=temperature)
+            engine.infer_batch(whole.select([0]), temperature=temperature)
         return LiveReading(
             log_probs=together.double().cpu().split([len(ids) for ids in documents]),
             states=[_trim(state, len(documents[0])) for state in states],
@@ -81,8 +90,13 @@ def read_live(
         engine.close()
 
 
-def _pack(documents: Sequence[Sequence[int]]) -> Batch:
-    return Batch.pack([{"input_ids": list(ids)} for ids in documents])
+def _pack(documents: Sequence[Sequence[int]], experts: Sequence[torch.Tensor | None]) -> Batch:
+    return Batch.pack(
+        [
+            {"input_ids": list(ids)} | ({} if own is None else {ROUTED_EXPERTS: own})
+            for ids, own in zip(documents, experts, strict=True)
+        ]
+    )
 
 
 @contextmanager

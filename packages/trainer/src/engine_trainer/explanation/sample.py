@@ -13,7 +13,9 @@ from engine_trainer.data import ChatTokenizer, load_tokenizer
 from engine_trainer.data.layouts import Example
 from engine_trainer.errors import DataError
 from engine_trainer.rl.recorded import RecordedStep
+from engine_trainer.telemetry.rollouts import EXPERTS
 from engine_trainer.telemetry.samples import spread
+from engine_trainer.utils.experts import pad_experts
 
 Prompts = dict[str, list[int]]
 
@@ -100,6 +102,22 @@ def other_prompts(config: RLConfig, rows: Sequence[Mapping[str, Any]]) -> list[P
         }
         for prompts, row in zip(found, rows, strict=True)
     ]
+
+
+def replayed_experts(
+    config: RLConfig, rows: Sequence[Mapping[str, Any]]
+) -> list[torch.Tensor | None]:
+    """Return for each row the recorded experts ``[L, layers, k]`` of prompt and completion.
+
+    They are -1 where they are not known, and None in all rows where the run replayed or recorded
+    none.
+    """
+    given = [row.get(EXPERTS) for row in rows]
+    like = next((one for one in given if one is not None), None)
+    if config.rollout.routed_experts == "off" or like is None:
+        return [None] * len(rows)
+    lengths = [len(row["prompt_tokens"]) + len(row["tokens"]) for row in rows]
+    return [pad_experts(one, n, like) for one, n in zip(given, lengths, strict=True)]
 
 
 def describe_row(row: Mapping[str, Any]) -> str:

@@ -48,7 +48,8 @@ class RecordedStep:
     Attributes:
         step: number of the step, from 1.
         file: the Parquet file.
-        rows: rows of the file (``engine_trainer.telemetry.rollouts.SCHEMA``), in its order.
+        rows: rows of the file (``engine_trainer.telemetry.rollouts.SCHEMA``), in its order, with
+            the experts ``[tokens, L, k]`` as a tensor, or None.
         groups: the groups that the step learned from, in the learner's order. Groups of which not
             all completions were kept have the kept ones.
         indices: for each row the place of its completion in ``groups``, as the learner counts; None
@@ -174,12 +175,13 @@ def read_step(folder: Path, step: int) -> RecordedStep:
     prompts: list[Prompt | None] = [None for _ in numbers]
     indices: list[CompletionIndex | None] = []
     for at, row in enumerate(rows):
+        row[EXPERTS] = experts[at] if experts else None
         if not row["learned"]:
             indices.append(None)
             continue
         place = places[row["group"]]
         indices.append((place, len(completions[place])))
-        completions[place].append(_completion(row, experts[at] if experts else None))
+        completions[place].append(_completion(row))
         prompts[place] = prompts[place] or _prompt(row)
     groups = [
         Group(prompt=prompt, completions=own)
@@ -302,7 +304,7 @@ def _experts(path: Path, metadata: Mapping[bytes, bytes]) -> list[torch.Tensor |
     return found
 
 
-def _completion(row: Mapping[str, Any], experts: torch.Tensor | None) -> ScoredCompletion:
+def _completion(row: Mapping[str, Any]) -> ScoredCompletion:
     """Return a completion, whose numbers are those that the learner had."""
     weights = None
     if row["tool_calls"]:
@@ -323,6 +325,6 @@ def _completion(row: Mapping[str, Any], experts: torch.Tensor | None) -> ScoredC
         weight_versions=row["weight_versions"],
         loss_weights=weights,
         problem=row["error"],
-        routed_experts=experts,
+        routed_experts=row[EXPERTS],
         finish_reason=row["finish_reason"],
     )
