@@ -184,9 +184,14 @@ def check_same_plan(earlier: SuiteRun, planned: Sequence[Key]) -> None:
     alone = set(earlier.planned) ^ set(planned)
     if not alone:
         return
-    theirs = "a part of another certificate" if earlier.planned else "no part of a certificate"
+    if not earlier.planned:
+        what = "no part of the certificate that would run now"
+    elif not planned:
+        what = "a part of a certificate, and what would run now is none"
+    else:
+        what = "a part of another certificate than what would run now"
     raise UsageError(
-        f"--continue: the report is {theirs} than what would run now; one of them alone has"
+        f"--continue: the report is {what}; one of them alone has"
         f"{_list_keys(_sorted_keys(alone))}\n"
         "  use the same --world, --dtype, --model-type and --profile, and --certify in both or in "
         "none, or another --report folder"

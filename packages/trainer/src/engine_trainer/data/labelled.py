@@ -14,7 +14,7 @@ conversation, the document from the first token that carries loss on. The label 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -79,10 +79,10 @@ class LabelledDataset:
         self, rows: Sequence[Labelled], dropped: int = 0, limit: int | None = None
     ) -> None:
         self.rows, self.dropped, self.limit = list(rows), dropped, limit
-        self._parts = [
-            (ids[:split].tobytes(), ids[split:].tobytes())
-            for ids, split in ((row.document.input_ids, row.split) for row in self.rows)
-        ]
+        # Equal prompts have equal numbers, and so have equal completions.
+        prompts = _number(row.document.input_ids[: row.split].tobytes() for row in self.rows)
+        completions = _number(row.document.input_ids[row.split :].tobytes() for row in self.rows)
+        self._parts = list(zip(prompts, completions, strict=True))
 
     @staticmethod
     def read(
@@ -203,6 +203,12 @@ def tokenize_labelled(
             )
         )
     return found
+
+
+def _number(values: Iterable[bytes]) -> list[int]:
+    """Return a number for each value, equal ones for equal values."""
+    seen: dict[bytes, int] = {}
+    return [seen.setdefault(value, len(seen)) for value in values]
 
 
 def _label(row: Row, column: str) -> bool:
