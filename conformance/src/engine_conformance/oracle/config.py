@@ -406,7 +406,8 @@ def _moe(raw: Mapping[str, Any]) -> MoEConfig:
     dense = set(raw.get("mlp_only_layers") or ())
     layers = range(raw["num_hidden_layers"])
     return MoEConfig(
-        num_experts=raw["num_experts"],
+        # transformers writes the second name since 5.0.
+        num_experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
         top_k=raw["num_experts_per_tok"],
         intermediate_size=raw["moe_intermediate_size"],
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
