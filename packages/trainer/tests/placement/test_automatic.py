@@ -305,7 +305,13 @@ ADAPTER = {"lora": "adapter"}
         ({"routed_experts": "replay"}, ("vllm", "sglang"), "cuda", "vllm", "installed"),
         ({"routed_experts": "replay"}, ("sglang",), "cuda", "local", "it records no experts"),
         (ADAPTER, ("vllm", "sglang"), "cuda", "vllm", "installed"),
-        (ADAPTER, ("sglang",), "cuda", None, "not sglang: it serves no adapters; not local: it"),
+        (
+            ADAPTER,
+            ("sglang",),
+            "cuda",
+            None,
+            "not sglang: it serves no adapters (rollout.lora); not local: it",
+        ),
         (ADAPTER, ("vllm",), "cpu", "vllm", "not local: it serves no adapters"),
         ({"quantization": "fp8"}, ("sglang",), "cuda", "sglang", "not vllm: rollout 'vllm' is not"),
         ({"quantization": "fp8"}, (), "cuda", None, "not local: it does not serve fp8"),
@@ -337,7 +343,7 @@ def test_the_options_of_a_server_are_those_of_its_descriptor() -> None:
     given = {"max_model_len": 9, "executor": "workers", "dtype": "float16"}
     for name, descriptor, want in (
         ("vllm", plugin.VLLM, ""),
-        ("sglang", plugin.SGLANG, "it has no option executor"),
+        ("sglang", plugin.SGLANG, "it has no option executor (rollout.options)"),
     ):
         assert why_unfit(RolloutSection(name=name, options=given), descriptor) == want
 

@@ -297,7 +297,7 @@ def test_names_that_nobody_knows(folder, tmp_path):
                 folder,
                 tmp_path / "f",
                 engine=engine,
-                rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"},
+                rollout={"name": "local", "n": 8, "max_new_tokens": 4, "lora": "adapter"},
             )
         )
 

@@ -22,7 +22,7 @@ from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
-from engine_trainer.placement.replica import LOCAL, rollout_device
+from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
 from engine_trainer.utils.hf_models import has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
@@ -93,6 +93,7 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     choices: list[Choice] = []
     rollout = _read_rollout(config)
     if rollout is not None and rollout.name == AUTO:
+        check_adapter(rollout, config.engine.lora)
         choice = _choose_rollout(rollout, around, launcher)
         choices.append(choice)
         rollout = replace(rollout, name=choice.value)

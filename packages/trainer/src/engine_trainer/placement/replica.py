@@ -173,12 +173,13 @@ def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:
     # A rollout without a dataclass of options may take any, except for the trainer's own.
     unknown = sorted(section.options.keys() - known) if plugin.options or is_local else []
     lacking = {
-        "it serves no adapters": section.lora == "adapter"
+        "it serves no adapters (rollout.lora)": section.lora == "adapter"
         and Capability.LORA not in plugin.capabilities,
-        "it records no experts": section.routed_experts == "replay"
+        "it records no experts (rollout.routed_experts)": section.routed_experts == "replay"
         and Capability.ROUTER_REPLAY not in plugin.capabilities,
-        f"it does not serve {section.quantization}": section.quantization != "none" and is_local,
-        f"it has no option {', '.join(unknown)}": bool(unknown),
+        f"it does not serve {section.quantization} (rollout.quantization)": is_local
+        and section.quantization != "none",
+        f"it has no option {', '.join(unknown)} (rollout.options)": bool(unknown),
     }
     return ", ".join(what for what, holds in lacking.items() if holds)
 
@@ -393,6 +394,17 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
         ) from error
 
 
+def check_adapter(section: RolloutSection, lora: LoraConfig | None) -> None:
+    """Raise ``ConfigError`` if a rollout is to serve an adapter that the engine does not have."""
+    if section.lora == "adapter" and lora is None:
+        raise ConfigError(
+            "rollout.lora",
+            "adapter, but the engine trains none",
+            why="engine.lora is null",
+            remedy="give engine.lora a rank, or rollout.lora: merged",
+        )
+
+
 def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
     """Return the argument ``lora`` of exporter and rollout.
 
@@ -410,12 +422,8 @@ def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
     def refuse(what: str, why: str, remedy: str) -> ConfigError:
         return ConfigError("rollout.lora", what, why=why, remedy=f"{remedy}rollout.lora: merged")
 
-    if lora is None:
-        raise refuse(
-            "adapter, but the engine trains none",
-            "engine.lora is null",
-            "give engine.lora a rank, or ",
-        )
+    check_adapter(section, lora)
+    assert lora is not None
     engine = EngineRegistry.resolve(
         model_type=given.model_type, backend=given.backend, device=spec.engine_device
     ).plugin
