@@ -30,7 +30,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def with_fields(**fields: torch.Tensor) -> Batch:
-    """A document of three tokens, with fields."""
+    """Return a document of three tokens, with fields."""
     return Batch(input_ids=torch.tensor([1, 2, 3]), cu_seqlens=torch.tensor([0, 3]), fields=fields)
 
 

@@ -52,7 +52,7 @@ def best_tokens() -> Tensor:
 
 
 def classes_of(log_p: Tensor, ids: Tensor) -> list[Tensor]:
-    """Each row's log-probs of the named tokens and of all others together."""
+    """Return each row's log-probs of the named tokens and of all others together."""
     found = []
     for row, chosen in zip(log_p, ids.tolist(), strict=True):
         named = [one for one in chosen if one >= 0]

@@ -158,7 +158,7 @@ def shard_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a rank's teacher gives for its own documents."""
+    """The states and the head that one rank's engine gave, and the weight that it exports."""
 
     dp_rank: int
     dp_size: int

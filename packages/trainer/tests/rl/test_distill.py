@@ -126,7 +126,10 @@ def test_the_expected_gradient_is_that_of_the_kl_over_the_vocabulary(on_policy, 
 
 @pytest.mark.parametrize("reward_weight", [0.0, 0.7])
 def test_the_gradient_over_the_vocabulary_is_exact(reward_weight):
-    """Of each token's KL given the sampled prefixes, on and off policy: no ratio multiplies it."""
+    """Differentiate each token's KL given the sampled prefixes, on and off policy.
+
+    No ratio multiplies it.
+    """
     draw = torch.Generator().manual_seed(1)
     shape = (len(PREFIXES), VOCABULARY)
     policy, sampler, teacher = (
@@ -316,7 +319,7 @@ def divergence_of(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.
 def test_a_step_over_the_vocabulary_is_the_oracles(
     train, sums_model, teacher_model, tmp_path, kind
 ):
-    """At a temperature, with a teacher of another size and padding, in chunks of logits."""
+    """Use a temperature, a teacher of another size and padding, and chunks of logits."""
     teacher = {"engine": {"model": {"path": str(teacher_model)}}, "divergence": kind}
     values = sections(sums_model, teacher)
     values["engine"] |= {"memory": {"max_tokens": 24, "logit_chunk": 5}}
@@ -529,7 +532,7 @@ def test_a_served_teacher_is_the_engine(
 def test_a_step_over_the_best_tokens_is_the_oracles(
     train, served, sums_model, teacher_model, tmp_path
 ):
-    """A server's best tokens, of which padding is none, and all others as one."""
+    """Compare a server's best tokens, none of which is padding, and all others as one class."""
     train(
         configure(sums_model, tmp_path, **sections(sums_model, {"url": served["url"], "top_k": 5}))
     )
@@ -601,7 +604,6 @@ def test_a_server_that_cannot_teach_is_refused(refusal, served, monkeypatch):
 
 
 def test_an_engine_without_distributions_is_refused(refusal, monkeypatch, teacher_model):
-    """What to do instead is named, and is asked for by name."""
     from engine_fsdp.plugin import PLUGIN
 
     less = PLUGIN.capabilities - {Capability.DISTILLATION}
@@ -659,7 +661,7 @@ def test_a_teacher_that_makes_no_sense_is_refused(tmp_path, teacher, more, text)
 
 
 def test_shared_prefixes_are_for_sampled_tokens_alone(sums_model, tmp_path):
-    """Also where the policy teaches itself, with documents that begin differently."""
+    """Refuse them too where the policy teaches itself, with documents that begin differently."""
     for teacher, kl in (({"url": "http://h"}, "top_k"), ({"prompt_template": "{prompt}?"}, "full")):
         values = sections(sums_model, teacher)
         values["engine"] |= {"memory": {"share_prefixes": True}}

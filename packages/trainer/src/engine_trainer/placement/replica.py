@@ -161,6 +161,16 @@ def why_unusable(section: RolloutSection, device: str) -> str:
     return why_unfit(section, found.plugin)
 
 
+def list_options(plugin: EnginePlugin, source: str) -> set[str]:
+    """Return the names of a plug-in's own options, none without a dataclass of them.
+
+    ``source`` names the plug-in in the ``PluginLoadError`` of a dataclass that is not importable.
+    """
+    if plugin.options is None:
+        return set()
+    return {one.name for one in fields(import_target(plugin.options, source))}
+
+
 def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:
     """Return what the rollout of a section lacks of what the section asks for, "" if nothing.
 
@@ -168,8 +178,7 @@ def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:
     """
     is_local = section.name == LOCAL
     known = {"dtype", "url"} if section.name.endswith("-server") else {"dtype"}
-    if plugin.options is not None:
-        known |= {one.name for one in fields(import_target(plugin.options, plugin.name))}
+    known |= list_options(plugin, plugin.name)
     # A rollout without a dataclass of options may take any, except for the trainer's own.
     unknown = sorted(section.options.keys() - known) if plugin.options or is_local else []
     lacking = {

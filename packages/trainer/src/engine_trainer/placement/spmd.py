@@ -90,12 +90,12 @@ class SpmdEngines:
         ]
 
     def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
-        """See ``EngineGroup``."""
+        """Return the hidden states of this rank's shard (see ``EngineGroup``)."""
         (batch,) = shards
         return [self.engine.infer_states(batch)]
 
     def learn_from(self, teacher: EngineGroup | None) -> None:
-        """See ``EngineGroup``."""
+        """Give this rank's engine the head of the teacher's (see ``EngineGroup``)."""
         assert teacher is None or isinstance(teacher, SpmdEngines), "it is in this process"
         self.engine.set_teacher(None if teacher is None else teacher.engine.output_head())
 
@@ -259,11 +259,11 @@ class Spmd:
         return found.device, found.plugin.capabilities
 
     def free_memory(self, device: str) -> list[FreeMemory]:
-        """See ``Launcher``."""
+        """Return what each rank has free (see ``Launcher``)."""
         return together(self.comm, lambda: free_memory(device))
 
     def probe_rollout(self, section: RolloutSection, device: str) -> list[str]:
-        """See ``Launcher``."""
+        """Ask each rank, which holds a replica (see ``Launcher``)."""
         return together(self.comm, lambda: why_unusable(section, device))
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from engine_api.capabilities import REQUESTS, Capability
-from engine_api.discovery import import_target
 from engine_api.errors import ConfigError
-from engine_api.registry import EngineRegistry, Resolution
+from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.secrets import masked
 from engine_trainer.config.sections import EngineSection
+from engine_trainer.placement.replica import list_options
 
 _OFF: Mapping[Capability, str] = {
     Capability.HSDP: "engine.parallelism.dp_replicate=1",
@@ -58,7 +58,7 @@ def check_engine(config: RLConfig) -> None:
                 overrides[str(capability)] = _OFF[capability]
             elif capability in _DTYPES:
                 overrides[str(capability)] = _without(section, _DTYPES[capability])
-    if unknown := sorted(section.options.keys() - _options_of(found)):
+    if unknown := sorted(section.options.keys() - list_options(found.plugin, found.source)):
         overrides[f"the options {', '.join(unknown)}"] = _without_options(section, unknown)
     if overrides:
         raise ConfigError(
@@ -83,10 +83,3 @@ def _without_options(section: EngineSection, unknown: Sequence[str]) -> str:
         if name not in unknown
     ]
     return " ".join(["engine.options={}", *kept])
-
-
-def _options_of(found: Resolution) -> set[str]:
-    """Return the names of the engine's own options."""
-    if found.plugin.options is None:
-        return set()
-    return {one.name for one in fields(import_target(found.plugin.options, found.source))}

@@ -61,13 +61,13 @@ class RayEngines:
         return [found[rank] for rank in self.primary]
 
     def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
-        """See ``EngineGroup``."""
+        """Return the hidden states from the primary workers (see ``EngineGroup``)."""
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
         found = self._scatter("infer_states", bare)
         return [found[rank] for rank in self.primary]
 
     def learn_from(self, teacher: EngineGroup | None) -> None:
-        """See ``EngineGroup``."""
+        """Let each worker take the head of its own teacher (see ``EngineGroup``)."""
         assert teacher is None or isinstance(teacher, RayEngines), "it is on the same workers"
         self.call_all("learn_from", None if teacher is None else teacher.number)
 

@@ -65,7 +65,7 @@ class OnRay:
         return found
 
     def free_memory(self, device: str) -> list[FreeMemory]:
-        """See ``Launcher``."""
+        """Ask the workers of the engines (see ``Launcher``)."""
         return self._engine_pool().call_all("free_memory", device)
 
     def probe_rollout(self, section: RolloutSection, device: str) -> list[str]:

@@ -125,7 +125,7 @@ class EngineWorker(Worker):
         return states if engines.engine.topology.is_primary else None
 
     def learn_from(self, number: int, teacher: int | None) -> None:
-        """See ``EngineGroup.learn_from``."""
+        """Give one engine the current head of another, or drop it (see ``EngineGroup``)."""
         self._engines[number].learn_from(None if teacher is None else self._engines[teacher])
 
     def train(
