@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -663,8 +664,20 @@ class ErrorOnOneRank(LoopbackEngine):
 
 @mutant("checkpoint.asynchronous_steps", group="async-checkpoint", world=2, deadline=0.2)
 class SaveInTheTrainingsGroup(LoopbackEngine):
-    """The ranks of an asynchronous save exchange messages in the process group of the training."""
+    """The ranks of an asynchronous save exchange messages in the process group of the training.
+
+    The messages come late, as on a busy machine.
+    """
 
     @property
     def _checkpoint_comm(self) -> Comm:
         return self.comm
+
+    def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
+        write = super()._checkpoint_writer(copied=copied)
+
+        def write_later(*args: Any, **kwargs: Any) -> CheckpointInfo:
+            time.sleep(0.3)
+            return write(*args, **kwargs)
+
+        return write_later

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +64,8 @@ TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
 # Far longer than a few steps of a tiny model take.
 _HELD_SECONDS = 60.0
+# How long an engine whose save sends messages from no thread of Python's is waited for.
+_SENT_SECONDS = 2.0
 SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2, total_steps=12)
 
 
@@ -665,6 +669,34 @@ class _HeldDisk:
         self._gone.set()
 
 
+def _place_in_messages(thread: int) -> tuple[object, int] | None:
+    """Return the call of torch.distributed that the thread is in, and the place in it."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - its documented name
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+def _wait_for_messages(older: Collection[threading.Thread]) -> None:
+    """Wait until each thread that is not one of ``older`` has ended or waits for other ranks.
+
+    Else a thread that is late on a busy machine sends its message after the steps of its rank, in
+    the order of the other ranks, and a save in the group of the training goes unseen. A thread
+    waits if two looks find it at the same place in torch.distributed.
+    """
+    places: dict[int | None, tuple[object, int] | None] = {}
+    end = time.monotonic() + _SENT_SECONDS
+    while time.monotonic() < end:
+        before = places
+        new = [thread for thread in threading.enumerate() if thread not in older]
+        places = {thread.ident: _place_in_messages(thread.ident or 0) for thread in new}
+        if places == before and None not in places.values():
+            return
+        time.sleep(0.01)
+
+
 def step_during_save(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
     """Take steps while rank 0 still writes its files, and the other ranks wait for it."""
     with opened(setup) as engine, ExitStack() as stack:
@@ -672,7 +704,10 @@ def step_during_save(setup: Setup, batches: Sequence[PackedDocuments], folder: P
         held = _HeldDisk() if engine.topology.rank == 0 else None
         if held:
             stack.enter_context(held)
+        older = threading.enumerate()
         handle = engine.save_checkpoint(folder / "during")
+        if held is None:
+            _wait_for_messages(older)
         outputs += [step(engine, setup, batch) for batch in batches[1:]]
         if held:
             held.let_go()
