@@ -32,6 +32,7 @@ from engine_torch.model import (
 )
 from engine_torch.options import DTensorOptions
 from engine_torch.verify import verify_model
+from engine_torch.vision import position_tokens, tower_of
 from engine_torch.weights import fill, parameter_table
 
 log = logging.getLogger("engine_fsdp")
@@ -82,12 +83,24 @@ class FSDPEngine(DTensorEngine):
             group=layout.ulysses_group,
             head=built.head,
             routers=built.routers,
+            vision=built.vision,
         )
+        self.vision = built.vision
+        self._positions_of = position_tokens(lm, built.vision)
         self.routing = None if built.routers is None else built.routers.routing
         self.module.eval()
         # Before FSDP gives the blocks other classes.
-        self._blocks = blocks = blocks_of(lm)
-        shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
+        inside = {m for part in tower_of(lm) for m in part.modules()} if built.vision else set()
+        every = blocks_of(lm)
+        self._blocks = blocks = [block for block in every if block not in inside]
+        shard_model(
+            self.module,
+            blocks,
+            config,
+            layout,
+            self.options.prefetch_blocks,
+            tower=[block for block in every if block in inside],
+        )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
         if files is not None:
@@ -194,12 +207,16 @@ class FSDPEngine(DTensorEngine):
             device=self.device,
             multiple=self.config.memory.pad_to_multiple,
             coefficients=coefficients,
+            vision=self.vision,
+            positions_of=self._positions_of,
+            dtype=DTYPES[self.config.precision.compute],
         )
         return self.module.outputs(inputs, needs, temperature)
 
     def _release(self) -> None:
         # A caller may hold the closed engine, and the blocks hold their weights.
         self._blocks.clear()
+        self._positions_of = None
         super()._release()
 
 

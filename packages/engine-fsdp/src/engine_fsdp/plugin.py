@@ -45,6 +45,7 @@ PLUGIN = EnginePlugin(
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
             Capability.ROUTER_REPLAY,
+            Capability.VISION,
             *MECHANISMS,
         }
     ),
