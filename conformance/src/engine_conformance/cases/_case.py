@@ -61,6 +61,7 @@ _MODULES = (
     "objectives",
     "moe",
     "mechanisms",
+    "vision",
     "steps",
     "order",
     "checkpoint",

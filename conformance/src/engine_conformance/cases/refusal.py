@@ -30,6 +30,8 @@ from engine_conformance.cases._ranks import Trained, local_batch, opened, step, 
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.cases.portable import GOLD
+from engine_conformance.cases.vision import FAMILIES as VISION_FAMILIES
+from engine_conformance.cases.vision import write_model
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.environment import devices_of
 from engine_conformance.fixtures import PackedDocuments, packed_documents
@@ -295,8 +297,27 @@ def probe_mechanism(target: Target, capability: Capability) -> float:
     return _usable(target)
 
 
+def probe_vision(target: Target) -> float:
+    """Require that a vision-language model is refused by name, and so is `model.freeze`.
+
+    An engine that does not know the model's family at all may refuse that by name.
+    """
+    config = target.config(write_model(target))
+    how = f"a {VISION_FAMILIES[0]} model"
+    reply = target.run(configured, config, configs={how: config})[0][how]
+    by_family = reply.error == "ConfigError" and VISION_FAMILIES[0] in reply.text
+    if not by_family:
+        _require_refusals(Capability.VISION, {how: reply})
+    base = target.config(target.model())
+    freezing = replace(base, model=replace(base.model, freeze=("vision",)))
+    replies = target.run(configured, base, configs={"model.freeze": freezing})[0]
+    _require_refusals(Capability.VISION, replies)
+    return _usable(target)
+
+
 _OWN: dict[Capability, Callable[[Target], float | None]] = {
     **{one: partial(probe_mechanism, capability=one) for one in MODELS},
+    Capability.VISION: probe_vision,
     Capability.MOE: probe_moe,
     Capability.DP: probe_dp,
     Capability.VALUE_HEAD: probe_value_head,
@@ -304,6 +325,7 @@ _OWN: dict[Capability, Callable[[Target], float | None]] = {
 # Ways of asking that are no entry of a table.
 _OTHER_WAYS = {
     **{one: f"a model that asks for it ({model['family']})" for one, model in MODELS.items()},
+    Capability.VISION: f"a model that asks for it ({VISION_FAMILIES[0]}), and model.freeze",
     Capability.MOE: "a qwen3_moe model",
     Capability.DP: "a world of two ranks",
     Capability.VALUE_HEAD: "a value model",
@@ -337,9 +359,12 @@ def _probe(capability: Capability) -> None:
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
     if capability in MODELS:
         families = (MODELS[capability]["family"],)
+    if capability is Capability.VISION:
+        families = VISION_FAMILIES
     name = f"refusal.{capability}"
-    since = "1.4" if capability in MECHANISMS | {Capability.ROUTER_REPLAY} else "1.0"
-    kinds = (LM,) if capability in MODELS else BOTH
+    newer = MECHANISMS | {Capability.ROUTER_REPLAY, Capability.VISION}
+    since = "1.4" if capability in newer else "1.0"
+    kinds = (LM,) if capability in MODELS or capability is Capability.VISION else BOTH
     case(id=name, since=since, probes=capability, world=(1,), model_types=kinds, families=families)(
         probe
     )

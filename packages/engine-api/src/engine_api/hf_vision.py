@@ -1,8 +1,8 @@
 """Models with a vision tower: the images that they take, and the tokens that stand for them.
 
-The names of the keys are transformers'. A model takes an image as rows (``engine_api.media``), which
-are patches, or whole images of the tower's size. Its features replace the embeddings of as many
-image tokens, one run of them for each image.
+The names of the keys are transformers'. A model takes an image as rows (``engine_api.media``):
+patches, or whole images of the tower's size. Its features replace the embeddings of as many image
+tokens, one run of them for each image.
 """
 
 # torch's own annotations are partial.
@@ -134,8 +134,8 @@ class Vision:
             what,
             index=start,
             why="an image's features replace the embeddings of one run of image tokens",
-            remedy="build ids and images with the model's own processor, and cut documents that are "
-            "too long before an image, not inside it",
+            remedy="build ids and images with the model's own processor, and cut a document that "
+            "is too long before an image, not inside it",
         )
 
     def _refuse_video(self, batch: Batch) -> None:

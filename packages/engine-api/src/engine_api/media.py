@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
@@ -151,7 +152,7 @@ class Media:
         if not given:
             documents = sum(len(part.bounds) - 1 for part in parts)
             return Media.none(documents, parts[0].pixels.device if parts else "cpu")
-        counts = [b - a for p in parts for a, b in zip(p.bounds, p.bounds[1:], strict=False)]
+        counts = [b - a for part in parts for a, b in pairwise(part.bounds)]
         device = given[0].pixels.device
         return Media(
             pixels=torch.cat([part.pixels for part in given]),
@@ -262,7 +263,7 @@ def _check_images(value: object, images: int) -> None:
 
     fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1
     ends: list[int] = cast("torch.Tensor", value).tolist() if fits else []
-    rises = all(a <= b for a, b in zip(ends, ends[1:], strict=False))
+    rises = all(a <= b for a, b in pairwise(ends))
     if not ends or ends[0] != 0 or ends[-1] != images or not rises:
         raise BatchError(
             "media.cu_images",

@@ -25,9 +25,7 @@ class PixelBudget:
         return sum(self.rows[i] for i in documents) <= self.most
 
 
-def least_bins(
-    lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None = None
-) -> Bins:
+def least_bins(lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None = None) -> Bins:
     """Return few bins with at most ``max_tokens`` tokens each, by first-fit-decreasing.
 
     With ``pixels`` a bin is within that budget, too.

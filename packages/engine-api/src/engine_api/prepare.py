@@ -97,7 +97,6 @@ def prepare(
 
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
-
     pixels = None
     if batch.media is not None and max_patches is not None:
         pixels = PixelBudget(rows=batch.media.rows_by_document, most=max_patches)

@@ -74,8 +74,9 @@ class FSDPEngine(DTensorEngine):
         self.folder = built.folder
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
         self._limit_documents(lm.config)
+        tower = tower_of(lm) if built.vision is not None else []
         if config.lora is not None:
-            lora.inject(lm, config.lora)
+            lora.inject(lm, config.lora, outside=tower)
         self.module = PackedModel(
             lm,
             kind=self.kind,
@@ -90,7 +91,7 @@ class FSDPEngine(DTensorEngine):
         self.routing = None if built.routers is None else built.routers.routing
         self.module.eval()
         # Before FSDP gives the blocks other classes.
-        inside = {m for part in tower_of(lm) for m in part.modules()} if built.vision else set()
+        inside = {module for part in tower for module in part.modules()}
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
         shard_model(

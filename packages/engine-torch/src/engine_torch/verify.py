@@ -53,9 +53,7 @@ def verify_model(
             trained = got
             if engine.config.optimizer is not None:
                 trained = _packed_in_training(engine, batch)
-            want = torch.cat(
-                [_reference(engine, Batch.pack([d]), value_model) for d in documents]
-            )
+            want = torch.cat([_reference(engine, Batch.pack([d]), value_model) for d in documents])
     except EngineError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The vision tower of a transformers model: images of a micro-batch, and features in its forward pass.
+"""The vision tower of a transformers model, and the images of a micro-batch.
 
 The tower and its projector are all of the base model but its ``language_model``. They run inside
 the model's root, on all images of the micro-batch at once; an image attends to itself alone. Their
