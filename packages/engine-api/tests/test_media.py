@@ -240,7 +240,7 @@ def test_too_many_patches_on_one_rank_fail_on_all(ranks):
 
 
 WRONG = {
-    "too few tokens": (lambda ids: ids[:3] + [5] + ids[4:], "expected 2 image tokens"),
+    "too few tokens": (lambda ids: [*ids[:3], 5, *ids[4:]], "expected 2 image tokens"),
     "cut inside": (lambda ids: ids[:3], "expected 2 image tokens"),
     "a second run": (lambda ids: [*ids, IMAGE], "1 images of 2 features, and 3 image tokens"),
     "no tokens": (lambda ids: [5] * len(ids), "1 images of 2 features, and 0 image tokens"),

@@ -214,7 +214,7 @@ def test_the_check_at_the_start_sees_an_image(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Features of the next token, as a wrong offset would give, are found before training."""
-    take = vision_module._take  # noqa: SLF001
+    take = vision_module._take
 
     def shifted(features: Any, own: slice) -> Any:
         return tuple(part.roll(1, 0) for part in take(features, own))
@@ -236,7 +236,7 @@ def test_an_engine_without_the_capability_refuses_the_model_before_weights_are_r
 
 
 def test_other_towers_value_models_and_text_models_are_refused_by_name(tmp_path: Path) -> None:
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    tower = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
     text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
     config = LlavaConfig(vision_config=tower, text_config=text)
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "llava")

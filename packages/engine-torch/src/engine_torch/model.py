@@ -34,7 +34,7 @@ from engine_torch.mechanisms import (
     selects_tokens,
 )
 from engine_torch.mixers import divide_mixers, refuse_without_kernels
-from engine_torch.vision import compute_features, refuse_in_values, tower_of
+from engine_torch.vision import compute_features, tower_of
 
 Kind = Literal["language_model", "value_model"]
 # Attention of a tower, each image to itself.
@@ -277,7 +277,6 @@ def build_model(
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes, served)
     vision = read_vision(hf_config, classes.engine)
-    refuse_in_values(vision, kind, classes.engine)
     _refuse_frozen(config.model, vision)
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
@@ -439,6 +438,13 @@ def read_config(
             remedy="use the bf16 release of the model",
         )
     refuse_vision(hf_config, served, classes.engine)
+    if kind == "value_model" and has_vision(hf_config):
+        raise UnsupportedCapability(
+            "vision",
+            where=f"{classes.engine} with a value model",
+            why="no test has compared a value head over a vision tower",
+            remedy="use a language model as the critic, or an algorithm without a critic",
+        )
     classes.check(hf_config, kind, config.model)
     override(hf_config, config.model.config_overrides)
     if kind == "value_model":

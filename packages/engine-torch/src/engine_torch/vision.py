@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
-from engine_api.errors import UnsupportedCapability
 from engine_api.hf_vision import Vision
 from engine_api.media import Media
 
@@ -167,14 +166,3 @@ def _take(features: Any, own: slice) -> Any:
     if isinstance(features, Tensor):
         return features.flatten(0, 1)[own][None]
     return (torch.cat(list(features))[own],)
-
-
-def refuse_in_values(vision: Vision | None, kind: str, engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for a value model with a tower."""
-    if vision is not None and kind == "value_model":
-        raise UnsupportedCapability(
-            "vision",
-            where=f"{engine} with a value model",
-            why="transformers has no such class, and no test has compared one",
-            remedy="use a language model as the critic, or an algorithm without a critic",
-        )
