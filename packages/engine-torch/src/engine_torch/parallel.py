@@ -106,21 +106,14 @@ def shard_model(
     }
     pins = device_of(mesh.device_type).pins_memory
     arguments: dict[str, Any] = {"offload_policy": _offload_policy(config, pins)}
-    for module, own_mesh in [*parts.items(), *((block, mesh) for block in blocks)]:
+    # The root's inputs are ids, and per-token values that must stay float32.
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    own_meshes = {**parts, **dict.fromkeys([*blocks, *tower], mesh)}
+    for module, own_mesh in own_meshes.items():
         fully_shard(
             module,
             mesh=own_mesh,
-            mp_policy=MixedPrecisionPolicy(**dtypes),
-            reshard_after_forward=config.memory.reshard_after_forward,
-            **arguments,
-        )
-    # The root's inputs are ids, and per-token values that must stay float32.
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    for module in tower:
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
+            mp_policy=policy if module in tower else MixedPrecisionPolicy(**dtypes),
             reshard_after_forward=config.memory.reshard_after_forward,
             **arguments,
         )
