@@ -34,6 +34,9 @@ class PackedInputs:
         mask: ``[n, T]`` bool, the tokens that each may attend to.
         first: ``[T]`` bool, true at the first token of each document.
         size: number of tokens of the batch without padding.
+        parents: ``[T]`` int64, the token before each in its documents, where documents share their
+            beginnings; ``targets`` are then the tokens themselves. None without sharing.
+        rows: the computed token of each token of the batch ``[size]`` int64, or None as above.
         experts: ``[n, k]`` int64, the experts of each token in the layer that is computed, -1 where
             its router selects them; None where it selects all of them.
     """
@@ -44,6 +47,8 @@ class PackedInputs:
     mask: Tensor
     first: Tensor
     size: int
+    parents: Tensor | None = None
+    rows: Tensor | None = None
     experts: Tensor | None = None
 
 

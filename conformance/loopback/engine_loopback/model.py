@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -77,6 +78,8 @@ class Model(Layers):
 
     def pack_inputs(self, batch: Batch) -> PackedInputs:
         """Pad with a document at the end, and take this sequence-parallel rank's slice."""
+        if self.memory.share_prefixes:
+            return self.pack_shared(batch)
         lengths = self.padded_lengths(batch)
         ends = torch.tensor([0, *lengths]).cumsum(0)
         total = int(ends[-1])
@@ -93,6 +96,62 @@ class Model(Layers):
             first=(positions == 0).to(self.device),
             size=batch.num_tokens,
         )
+
+    def pack_shared(self, batch: Batch) -> PackedInputs:
+        """Compute each common beginning of documents once, as nodes of a tree, and no padding.
+
+        An empty micro-batch is one node.
+        """
+        nodes: dict[tuple[int, int], int] = {}
+        ids, parents, rows = list[int](), list[int](), list[int]()
+        for begin, end in pairwise(batch.boundaries):
+            node = -1
+            for token in batch.input_ids[begin:end].tolist():
+                before = node
+                node = self.find_node(nodes, before, token, (begin, end))
+                if node == len(ids):
+                    ids.append(token)
+                    parents.append(before)
+                rows.append(node)
+        above = torch.tensor(parents or [-1])
+        ids_of_nodes = torch.tensor(ids or [0])
+        return PackedInputs(
+            ids=ids_of_nodes.to(self.device),
+            positions=self.depths(above).to(self.device),
+            targets=ids_of_nodes.to(self.device),
+            mask=self.tree_mask(above).to(self.device),
+            first=(above < 0).to(self.device),
+            size=batch.num_tokens,
+            parents=self.predicting(above).to(self.device),
+            rows=torch.tensor(rows, dtype=torch.int64).to(self.device),
+        )
+
+    def find_node(
+        self, nodes: dict[tuple[int, int], int], before: int, token: int, document: tuple[int, int]
+    ) -> int:
+        """Return the node of a token behind the node ``before``, a new one if there is none."""
+        del document
+        return nodes.setdefault((before, token), len(nodes))
+
+    def depths(self, parents: Tensor) -> Tensor:
+        """Return the position of each node in its documents, ``[T]``."""
+        depths = torch.zeros_like(parents)
+        for node, above in enumerate(parents.tolist()):
+            if above >= 0:
+                depths[node] = depths[above] + 1
+        return depths
+
+    def tree_mask(self, parents: Tensor) -> Tensor:
+        """Return the nodes that each may attend to, itself and those above it, ``[T, T]`` bool."""
+        mask = torch.eye(len(parents), dtype=torch.bool)
+        for node, above in enumerate(parents.tolist()):
+            if above >= 0:
+                mask[node] |= mask[above]
+        return mask
+
+    def predicting(self, parents: Tensor) -> Tensor:
+        """Return the node whose hidden state predicts each; a first token's is not used."""
+        return parents.clamp(min=0)
 
     def experts_of(self, batch: Batch) -> list[Tensor | None]:
         """Return the experts ``[n, k]`` of this rank's tokens by layer, None where none are given.
@@ -179,6 +238,8 @@ class Model(Layers):
     def head(self, x: Tensor, packed: PackedInputs, entropy: bool, temperature: float) -> Tensor:
         """Apply last norm and head to this rank's tokens and return all tokens' aligned outputs."""
         hidden = self.norm(x, self.weight("model.norm.weight"))
+        if packed.parents is not None:
+            hidden = hidden[packed.parents]
         if self.shape.kind == "value_model":
             about_next = self.values(hidden)
         else:
@@ -227,4 +288,6 @@ class Model(Layers):
 
         First tokens are zero, and padding is cut off.
         """
+        if packed.rows is not None:
+            return about_next.masked_fill(packed.first[:, None], 0.0)[packed.rows]
         return about_next.roll(1, 0).masked_fill(packed.first[:, None], 0.0)[: packed.size]

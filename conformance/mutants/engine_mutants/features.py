@@ -336,6 +336,60 @@ class AllLogitsExist(Model):
         return self.log_probs(hidden, weight, targets, temperature)
 
 
+@mutant("train.shared_prefixes", group="shared-prefixes", part="model")
+class AnswersSeeEachOther(Model):
+    """Behind a shared beginning, a token attends to all earlier tokens of the other documents."""
+
+    def tree_mask(self, parents: Tensor) -> Tensor:
+        roots = list[int]()
+        for node, above in enumerate(parents.tolist()):
+            roots.append(node if above < 0 else roots[above])
+        tree = torch.tensor(roots)
+        return (tree[:, None] == tree[None, :]).tril()
+
+
+@mutant("train.shared_prefixes", group="shared-prefixes", part="model")
+class PositionsGoOn(Model):
+    """Positions count the tokens of a whole tree, so that they go on from answer to answer."""
+
+    def depths(self, parents: Tensor) -> Tensor:
+        starts = torch.where(parents < 0, torch.arange(len(parents)), 0).cummax(0).values
+        return torch.arange(len(parents)) - starts
+
+
+@mutant("train.shared_prefixes", group="shared-prefixes", part="model")
+class AnswersFollowEachOther(Model):
+    """The first token of an answer is predicted from the end of the answer before it."""
+
+    def predicting(self, parents: Tensor) -> Tensor:
+        return (torch.arange(len(parents)) - 1).clamp(min=0)
+
+
+@mutant("train.shared_prefixes", group="shared-prefixes", part="model")
+class GradientOfOneDocument(Model):
+    """A shared token gets the gradient of the first document that has it, and of no other."""
+
+    def align(self, about_next: Tensor, packed: PackedInputs) -> Tensor:
+        values = super().align(about_next, packed)
+        if packed.rows is None:
+            return values
+        met = set[int]()
+        again = [row in met or bool(met.add(row)) for row in packed.rows.tolist()]
+        return torch.where(torch.tensor(again)[:, None], values.detach(), values)
+
+
+@mutant("train.shared_prefixes", group="shared-prefixes", part="model")
+class NothingShared(Model):
+    """Sharing is accepted, and each document is computed whole."""
+
+    def find_node(
+        self, nodes: dict[tuple[int, int], int], before: int, token: int, document: tuple[int, int]
+    ) -> int:
+        # A root of its own for each document.
+        own = before if before >= 0 else -1 - document[0]
+        return super().find_node(nodes, own, token, document)
+
+
 @mutant("memory.compile", group="compile", part="model")
 class NothingCompiled(Model):
     """``compile`` is accepted, and the blocks run as they are."""

@@ -68,6 +68,7 @@ BAD = {
     "memory.max_tokens": {"memory": Memory(max_tokens=0)},
     "memory.logit_chunk": {"memory": Memory(logit_chunk=-1)},
     "memory.recompute": {"memory": Memory(recompute="some")},
+    "memory.compile": {"memory": Memory(compile="auto")},
     "parallelism.tp": {"parallelism": Parallelism(tp=0)},
     "parallelism.dp_shard": {"parallelism": Parallelism(dp_shard=0)},
     "precision.compute": {"precision": Precision(compute="bf16")},
@@ -76,6 +77,7 @@ BAD = {
     "model.init": {"model": ModelSource(path="x", init="zeros")},
     "optimizer.lr": {"optimizer": OptimizerConfig(lr=float("nan"))},
     "lora.rank": {"lora": LoraConfig(rank=0)},
+    "memory.share_prefixes": {"memory": Memory(share_prefixes=True), "router_replay": True},
 }
 
 
@@ -97,6 +99,7 @@ ASKS = {
     Capability.OFFLOAD: {"memory": Memory(offload_optimizer=True)},
     Capability.RECOMPUTE: {"memory": Memory(recompute="full")},
     Capability.COMPILE: {"memory": Memory(compile=True)},
+    Capability.SHARED_PREFIXES: {"memory": Memory(share_prefixes=True)},
     Capability.BF16: {"precision": Precision(compute="bfloat16")},
     Capability.FP8: {"precision": Precision(compute="float8")},
     Capability.FP16: {"precision": Precision(reduce="float16")},

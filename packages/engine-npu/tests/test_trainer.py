@@ -103,6 +103,8 @@ def train(
     file = out.with_suffix(".yaml")
     file.write_text(json.dumps(tree))
     given = [f"engine.model.path={model}", f"engine.device={device}", f"run.output_dir={out}"]
+    # An NPU would compute in bfloat16 by itself.
+    given.append("engine.precision.compute=float32")
     path = os.pathsep.join(entry for entry in (str(HERE), os.environ.get("PYTHONPATH")) if entry)
     environment = {
         **os.environ,

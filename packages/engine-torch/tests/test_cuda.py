@@ -15,8 +15,14 @@ from attention_reference import random_inputs, random_sinks
 from attention_reference import reference as exact_attention
 from torch import Tensor
 
-from engine_torch.attention import build_packing, choose_kernel, packed_attention
+from engine_torch.attention import (
+    build_packing,
+    build_tree_packing,
+    choose_kernel,
+    packed_attention,
+)
 from engine_torch.head import chunked_log_probs
+from engine_torch.prefixes import mask_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -66,6 +72,39 @@ def test_attention_and_its_gradients(kernel: str, name: str, kv_heads: int) -> N
     got, _ = packed_attention(
         torch.nn.Module(), *leaves, None, packing=build_packing(lengths, kernel, device)
     )
+    got.transpose(1, 2).backward(grad)
+    assert relative(got.transpose(1, 2), want) < 1e-2
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert relative(ours.grad, theirs.grad) < 2e-2
+
+
+@pytest.mark.parametrize("kernel", ["flex", "sdpa"])
+@pytest.mark.parametrize(("prompt", "answers"), [(512, [256] * 4), (129, [77, 1, 300, 5])])
+@pytest.mark.filterwarnings("ignore")
+def test_attention_in_a_tree_and_its_gradients(
+    kernel: str, prompt: int, answers: list[int]
+) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    size = prompt + sum(answers)
+    bounds = torch.tensor([prompt, *answers]).cumsum(0)
+    ends = torch.repeat_interleave(bounds, torch.tensor([prompt, *answers]))
+    # The prompt's tokens are seen by all of the answers.
+    ends[:prompt] = size
+    shapes = [(1, heads, size, 128) for heads in (8, 2, 2)]
+    leaves = [
+        torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    ]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    grad = torch.randn(shapes[0], device=device, dtype=torch.bfloat16)
+    key, value = (x.repeat_interleave(4, 1) for x in exact[1:])
+    scores = exact[0] @ key.transpose(-1, -2) / math.sqrt(128)
+    hidden = ~mask_of(ends.to(device))
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    want.backward(grad.double())
+    packing = build_tree_packing(ends, kernel, device)
+    got, _ = packed_attention(torch.nn.Module(), *leaves, None, packing=packing)
     got.transpose(1, 2).backward(grad)
     assert relative(got.transpose(1, 2), want) < 1e-2
     for ours, theirs in zip(leaves, exact, strict=True):

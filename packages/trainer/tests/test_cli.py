@@ -148,8 +148,8 @@ def test_the_version_names_package_contract_and_torch(capsys):
 def test_print_config_says_what_a_key_means_and_what_it_may_be(sft_file, capsys):
     assert main(["sft", str(sft_file), "--print-config"]) == 0
     said = capsys.readouterr().out
-    assert "    # One of: none, full.\n    recompute: none\n" in said
-    assert re.search(r"  # Installed here: .*\blocal\b.*\n  name: local\n", said)
+    assert "    # One of: auto, none, full.\n    # `auto` is `none` where the estimated" in said
+    assert re.search(r"  # Installed here: .*\blocal\b.*\n(  # .*\n)+  name: auto\n", said)
 
 
 def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -46,6 +43,7 @@ from engine_conformance.cases._ranks import (
     summary,
     train,
 )
+from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise
@@ -167,30 +165,9 @@ def _long() -> PackedDocuments:
     return packed_documents(86, (190, 150, 130, 120))
 
 
-class _Rows(TorchDispatchMode):
-    """The most rows of logits that an operation has made."""
-
-    def __init__(self, vocab: int, hidden: int) -> None:
-        super().__init__()
-        self._vocab, self._hidden = vocab, hidden
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, Tensor) and self._vocab in one.shape:
-                rows = one.numel() // self._vocab
-                # The head's own weight and its gradient have as many rows as a token has numbers.
-                if rows != self._hidden:
-                    self.most = max(self.most, rows)
-        return made
-
-
 def logit_rows(setup: Setup, batch: PackedDocuments, model: TinyModel) -> int:
     """Return the most rows of logits that exist in a step and in inference."""
-    with opened(setup) as engine, _Rows(model.vocab_size, model.hidden_size) as rows:
+    with opened(setup) as engine, Rows(model.vocab_size, model.hidden_size) as rows:
         step(engine, setup, batch)
         engine.infer_batch(local_batch(engine, batch, setup.device))
     return rows.most

@@ -138,6 +138,9 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
     },
     Capability.RECOMPUTE: {'Memory(recompute="full")': {"memory": Memory(recompute="full")}},
     Capability.COMPILE: {"Memory(compile=True)": {"memory": Memory(compile=True)}},
+    Capability.SHARED_PREFIXES: {
+        "Memory(share_prefixes=True)": {"memory": Memory(share_prefixes=True)}
+    },
     Capability.BF16: _precisions("bfloat16"),
     Capability.FP16: _precisions("float16"),
     Capability.FP8: _precisions("float8"),
@@ -332,6 +335,14 @@ _OTHER_WAYS = {
 }
 
 
+# An engine of an older contract knows no such field.
+_SINCE_1_4 = MECHANISMS | {
+    Capability.ROUTER_REPLAY,
+    Capability.SHARED_PREFIXES,
+    Capability.VISION,
+}
+
+
 def _ways(capability: Capability) -> str:
     listed = [*CONFIGURED.get(capability, ()), *CALLED.get(capability, ())]
     return ", ".join(listed) or _OTHER_WAYS[capability]
@@ -362,8 +373,7 @@ def _probe(capability: Capability) -> None:
     if capability is Capability.VISION:
         families = VISION_FAMILIES
     name = f"refusal.{capability}"
-    newer = MECHANISMS | {Capability.ROUTER_REPLAY, Capability.VISION}
-    since = "1.4" if capability in newer else "1.0"
+    since = "1.4" if capability in _SINCE_1_4 else "1.0"
     kinds = (LM,) if capability in MODELS or capability is Capability.VISION else BOTH
     case(id=name, since=since, probes=capability, world=(1,), model_types=kinds, families=families)(
         probe

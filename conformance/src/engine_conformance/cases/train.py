@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
 from engine_api.results import ForwardBackwardOutput, StepOutput
@@ -24,6 +26,7 @@ from engine_conformance.cases._expect import (
     looks_like,
     oracle_of,
     oracle_training,
+    outputs_match,
     same_on_all_ranks,
     trained_on,
     training_matches,
@@ -35,6 +38,7 @@ from engine_conformance.cases._ranks import (
     Trained,
     build,
     checked,
+    infer,
     infer_on_rank,
     local_batch,
     opened,
@@ -42,6 +46,7 @@ from engine_conformance.cases._ranks import (
     summary,
     train,
 )
+from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import (
     assert_scalar_close,
@@ -49,6 +54,7 @@ from engine_conformance.compare import (
 )
 from engine_conformance.fixtures import (
     PackedDocuments,
+    TinyModel,
     concatenate,
     packed_documents,
 )
@@ -116,6 +122,90 @@ def epsilon(target: Target) -> float:
     exact = AdamWConfig(weight_decay=0.0, eps=1e-3, betas=(0.8, 0.97))
     want = oracle_training(str(model), batches, optimizer=exact)
     return training_matches(target, ranks, want, oracle_of(str(model)))
+
+
+def _alike(seed: int) -> PackedDocuments:
+    """Return documents that begin alike: two prompts with five answers each, and others.
+
+    An answer of the first prompt begins with another one, two answers to the second are equal, and
+    one document is a prompt alone. Tokens of the prompts carry loss, of each document another.
+    """
+    answers = ((9, (5, 3, 1, 6, 4)), (6, (4, 7, 2, 4, 0)))
+    lengths = [prompt + own for prompt, parts in answers for own in parts]
+    batch = packed_documents(seed, [*lengths, 3, 1])
+    ids = batch.input_ids.copy()
+    starts = [int(start) for start in batch.cu_seqlens]
+    for group, (prompt, parts) in enumerate(answers):
+        first = starts[group * len(parts)]
+        for document in range(len(parts)):
+            start = starts[group * len(parts) + document]
+            ids[start : start + prompt] = ids[first : first + prompt]
+    # The third answer, of one token, begins the first; the fourth to the other prompt repeats.
+    ids[starts[2] + 9] = ids[starts[0] + 9]
+    ids[starts[8] + 6 : starts[9]] = ids[starts[5] + 6 : starts[5] + 10]
+    # The tokens of all ranks in an order in which no group stays together.
+    whole = replace(batch, input_ids=ids)
+    return whole.take([0, 5, 10, 6, 1, 2, 7, 11, 8, 3, 4, 9])
+
+
+def _count_distinct(batch: Batch) -> int:
+    """Return the number of beginnings of documents, which are the tokens that differ."""
+    parts = [batch.input_ids[a:b].tolist() for a, b in pairwise(batch.boundaries)]
+    return len({tuple(part[:end]) for part in parts for end in range(1, len(part) + 1)})
+
+
+def shared_rows(setup: Setup, batch: PackedDocuments, model: TinyModel) -> tuple[int, int, int]:
+    """Return the most rows of logits in a step, the distinct tokens, and all tokens of a rank."""
+    with opened(setup) as engine:
+        own = local_batch(engine, batch, setup.device)
+        with Rows(model.vocab_size, model.hidden_size) as rows:
+            step(engine, setup, batch)
+        return rows.most, _count_distinct(own), own.num_tokens
+
+
+@case(
+    id="train.shared_prefixes",
+    since="1.4",
+    requires=(Capability.SHARED_PREFIXES,),
+    world=(1, 2),
+    model_types=TYPES,
+)
+def shared_prefixes(target: Target) -> float:
+    """Documents that share their beginning MUST have the outputs and gradients of each alone.
+
+    Two prompts with five answers each, of which some begin alike and two are equal, in one
+    micro-batch and in several. Loss is on tokens of the prompts, too, and differs between
+    documents. What documents share is computed once: logits have fewer rows than there are tokens.
+
+    If this fails: an answer sees another one of its group; positions go on from one answer to the
+    next; the first token of an answer is predicted from the token before it in the pack in place
+    of the prompt's last; a shared token has the gradient of one document alone; the option is
+    accepted, and nothing is shared.
+    """
+    model = TinyModel(vocab_size=640, tied=False, value_model=target.model_type == VALUE)
+    folder = target.model(vocab_size=640, tied=False)
+    batches = (_alike(15), _alike(16))
+    optimizer = OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS)
+    want = oracle_training(str(folder), batches)
+    margins = list[float]()
+    whole = Memory(share_prefixes=True)
+    for memory in (whole, replace(whole, max_tokens=24, logit_chunk=7, pad_to_multiple=4)):
+        config = target.config(folder, optimizer=optimizer, memory=memory)
+        call = asking(target, batches[0], temperature=0.7)
+        outputs = target.run(infer, config, calls=[call])
+        margins.append(
+            outputs_match(target, oracle_of(str(folder)), call, [one for (one,) in outputs])
+        )
+        ranks = target.run(train, config, batches=batches)
+        margins.append(training_matches(target, ranks, want, oracle_of(str(folder))))
+    if target.model_type == VALUE:
+        return max(margins)
+    config = target.config(folder, optimizer=optimizer, memory=whole)
+    found = target.run(shared_rows, config, batch=batches[0], model=model)
+    for rank, (rows, distinct, tokens) in enumerate(found):
+        problem = f"of {rows} tokens, {distinct} of {tokens} are distinct"
+        must(2 * rows <= distinct + tokens, "logits", problem, where=f"rank {rank}")
+    return max(margins)
 
 
 @case(id="train.families")

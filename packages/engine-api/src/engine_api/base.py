@@ -376,6 +376,7 @@ class BaseEngine(EngineDefaults):
             vocab_size=self.vocab_size,
             needs_weight=needs_weight,
             max_patches=memory.max_patches,
+            share_prefixes=memory.share_prefixes,
             check=self._check_contents,
         )
 

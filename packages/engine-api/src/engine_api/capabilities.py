@@ -28,6 +28,7 @@ class Capability(StrEnum):
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
     COMPILE = "compile"
+    SHARED_PREFIXES = "shared-prefixes"
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
@@ -81,6 +82,7 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.OFFLOAD: lambda c: c.memory.offload_params or c.memory.offload_optimizer,
     Capability.RECOMPUTE: lambda c: c.memory.recompute != "none",
     Capability.COMPILE: lambda c: c.memory.compile,
+    Capability.SHARED_PREFIXES: lambda c: c.memory.share_prefixes,
     Capability.BF16: lambda c: "bfloat16" in _dtypes(c),
     Capability.FP16: lambda c: "float16" in _dtypes(c),
     Capability.FP8: lambda c: "float8" in _dtypes(c),

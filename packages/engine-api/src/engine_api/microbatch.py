@@ -32,7 +32,7 @@ def least_bins(lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | No
 
     Raises ``BatchError`` for a document that is beyond a budget alone.
     """
-    _check_budget(lengths, max_tokens, pixels)
+    check_budget(lengths, max_tokens, pixels)
     bins: Bins = []
     loads: list[int] = []
     for index in _longest_first(lengths):
@@ -91,7 +91,10 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _check_budget(lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None) -> None:
+def check_budget(
+    lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None = None
+) -> None:
+    """Raise ``BatchError`` for a document that is beyond a budget alone."""
     for index, length in enumerate(lengths):
         if length > max_tokens:
             raise BatchError(

@@ -13,6 +13,7 @@ from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.errors import BatchError
 from engine_api.microbatch import PixelBudget, least_bins, split_micro_batches
+from engine_api.prefixes import least_shared_bins, order_by_prefix, split_shared_micro_batches
 from engine_api.results import TokenOutputs, Topology
 
 if TYPE_CHECKING:
@@ -87,13 +88,15 @@ def prepare(
     vocab_size: int,
     needs_weight: bool,
     max_patches: int | None = None,
+    share_prefixes: bool = False,
     check: Callable[[Batch], None] | None = None,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
-    Ranks also agree on which micro-batches have images on any of them, because a tower whose
-    weights are sharded is computed by all ranks together. ``check`` is an engine's own check of its
-    batch, which raises ``BatchError``.
+    With ``share_prefixes`` documents that begin alike come into the same micro-batch, and
+    ``max_tokens`` counts the tokens that differ. Ranks also agree on which micro-batches have
+    images on any of them, because a tower whose weights are sharded is computed by all ranks
+    together. ``check`` is an engine's own check of its batch, which raises ``BatchError``.
 
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
@@ -104,13 +107,18 @@ def prepare(
     def examine() -> _Row:
         if check is not None:
             check(batch)
-        return _examine(batch, topology, max_tokens, pixels, vocab_size, needs_weight)
+        return _examine(
+            batch, topology, max_tokens, pixels, vocab_size, needs_weight, share_prefixes
+        )
 
     rows = together(comm, examine)
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
     primary = [row for row in rows if row.primary]
     count = max(1, *(row.count for row in rows))
-    documents = split_micro_batches(batch.lengths, max_tokens, count, pixels)
+    if share_prefixes:
+        documents = split_shared_micro_batches(order_by_prefix(batch), max_tokens, count)
+    else:
+        documents = split_micro_batches(batch.lengths, max_tokens, count, pixels)
     parts = [batch.select(d) for d in documents]
     if any(row.images for row in rows):
         # Stable, so that the order is otherwise as without images.
@@ -152,9 +160,13 @@ def _examine(
     pixels: PixelBudget | None,
     vocab_size: int,
     needs_weight: bool,
+    share_prefixes: bool,
 ) -> _Row:
     batch.check_vocabulary(vocab_size)
-    count = len(least_bins(batch.lengths, max_tokens, pixels))
+    if share_prefixes:
+        count = len(least_shared_bins(order_by_prefix(batch), max_tokens))
+    else:
+        count = len(least_bins(batch.lengths, max_tokens, pixels))
     if needs_weight and batch.num_tokens:
         batch.loss_weight  # noqa: B018 - raises the error that names the field
     weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else None

@@ -19,7 +19,7 @@ from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
-from engine_torch.inputs import pack_inputs
+from engine_torch.inputs import pack_inputs, pack_tree
 from engine_torch.model import (
     DTYPES,
     BuiltModel,
@@ -114,7 +114,13 @@ class FSDPEngine(DTensorEngine):
             together(self.comm, lambda: fill(self.table, files, config.seed))
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
-            verify_model(self, [5, 8], name=self.classes.engine, reshard=self._reshard)
+            verify_model(
+                self,
+                [5, 8],
+                name=self.classes.engine,
+                reshard=self._reshard,
+                shared=3 if config.memory.share_prefixes else 0,
+            )
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
@@ -199,6 +205,17 @@ class FSDPEngine(DTensorEngine):
         coefficients: Tensor | None = None,
     ) -> TokenOutputs:
         """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
+        memory = self.config.memory
+        multiple = memory.pad_to_multiple
+        if memory.share_prefixes:
+            inputs = pack_tree(
+                batch,
+                kernel=self.kernel,
+                multiple=multiple,
+                device=self.device,
+                coefficients=coefficients,
+            )
+            return self.module.outputs(inputs, needs, temperature)
         inputs = pack_inputs(
             batch,
             group=self.layout.ulysses_group,
@@ -206,7 +223,7 @@ class FSDPEngine(DTensorEngine):
             part=self.layout.ulysses_rank,
             kernel=self.kernel,
             device=self.device,
-            multiple=self.config.memory.pad_to_multiple,
+            multiple=multiple,
             coefficients=coefficients,
             vision=self.vision,
             positions_of=self._positions_of,

@@ -37,6 +37,7 @@ PLUGIN = EnginePlugin(
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.COMPILE,
+            Capability.SHARED_PREFIXES,
             Capability.BF16,
             Capability.MOE,
             Capability.VALUE_HEAD,

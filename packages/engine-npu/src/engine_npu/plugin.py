@@ -38,8 +38,8 @@ FSDP = EnginePlugin(
         ),
     ),
     # torch.compile on an NPU needs a backend of torch_npu (torchair), which this package does not
-    # use.
-    capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE},
+    # use. The kernel of attention takes documents, and no tree of them.
+    capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE, Capability.SHARED_PREFIXES},
     options=FSDP_ELSEWHERE.options,
     variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,

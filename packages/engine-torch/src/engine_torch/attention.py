@@ -11,6 +11,10 @@ A token attends to itself and to earlier tokens of its own document. Kernels (``
   varlen. On the CPU and in float32, sdpa. A plug-in may register its device's own kernel
   (``register_kernel``), which ``auto`` then prefers on that device.
 
+- ``flex``: ``flex_attention``, which ``auto`` chooses for documents that share their beginnings
+  (``engine_torch.prefixes``), where it would choose varlen or cudnn without them. sdpa computes
+  them under a mask of the whole pack.
+
 What these kernels lack is computed by others, whichever of them is chosen:
 
 - capped scores and sinks: in plain PyTorch under ``sdpa`` (``engine_torch.plain``); else by
@@ -35,13 +39,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from engine_api.config import EngineConfig
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
-from engine_torch.flex import capped_attention
+from engine_torch.flex import capped_attention, tree_attention
 from engine_torch.mixers import DOCUMENTS
 from engine_torch.plain import plain_packed
+from engine_torch.prefixes import FLEX, mask_of, refuse_unshared, refuse_with
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
 from engine_torch.varlen import varlen_with_sinks
 
@@ -79,6 +85,9 @@ class Packing:
             directions, -1 for none, or None where all attention is causal.
         group: process group of Ulysses, or None.
         context: this rank's part of the pack under context parallelism, or None.
+        ends: ``[T]`` int64, the index behind the last token that may attend to each token, where
+            documents share their beginnings (``engine_torch.prefixes``), or None. The other
+            attributes then take the whole pack for one document.
     """
 
     kernel: str
@@ -92,6 +101,7 @@ class Packing:
     blocks: Tensor | None = None
     group: Any = None
     context: Context | None = None
+    ends: Tensor | None = None
 
 
 def choose_kernel(requested: str, device_type: str, compute: str) -> str:
@@ -125,6 +135,17 @@ def choose_kernel(requested: str, device_type: str, compute: str) -> str:
             "or precision.compute: bfloat16 on a device that has it",
         )
     return requested
+
+
+def choose_kernel_of_trees(config: EngineConfig, kernel: str) -> str:
+    """Return the kernel for documents that share their beginnings.
+
+    ``kernel`` is what ``choose_kernel`` returned.
+
+    Raises ``ConfigError`` or ``UnsupportedCapability`` for a setting that excludes them.
+    """
+    refuse_with(config, kernel, registered=kernel in _ADDED)
+    return kernel if kernel == "sdpa" else FLEX
 
 
 def _select_kernel(lengths: list[int], kernel: str) -> str:
@@ -194,6 +215,27 @@ def build_packing(
     padded = torch.where(inside, cu[:-1, None] + column[None, :], 0)
     flat = (document * longest + torch.arange(total) - cu[document]).to(device)
     return Packing(**common, padded_index=padded.to(device), flat_index=flat)
+
+
+def build_tree_packing(ends: Tensor, kernel: str, device: torch.device) -> Packing:
+    """Build the packing of documents that share their beginnings.
+
+    Args:
+        ends: ``[S]`` int64 on the CPU, as in ``engine_torch.prefixes.PrefixTree``.
+        kernel: ``sdpa`` or ``flex``.
+        device: device of the tensors.
+    """
+    bounds = torch.tensor([0, len(ends)])
+    ends = ends.to(device)
+    return Packing(
+        kernel=kernel,
+        bounds=bounds,
+        cu_seqlens=bounds.to(device, torch.int32),
+        max_length=len(ends),
+        document=torch.zeros_like(ends),
+        mask=mask_of(ends) if kernel == "sdpa" else None,
+        ends=ends,
+    )
 
 
 def build_context_packing(
@@ -279,6 +321,9 @@ def packed_attention(
         )
     _refuse_left_out(module, dropout, extra)
     scores = _Scores(scale=scaling, window=sliding_window, cap=softcap or None, sinks=s_aux)
+    if packing.ends is not None:
+        special = {"a sliding window": sliding_window, "softcap": scores.cap, "sinks": s_aux}
+        refuse_unshared(module, special)
     if packing.context is not None:
         _refuse_in_context(module, key, value, scores)
         out = packing.context.attend(query, key, value, scaling)
@@ -390,6 +435,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
     if packing.kernel in _ADDED:
         _refuse_special(packing.kernel, scores)
         return _ADDED[packing.kernel](q, k, v, packing, scale, window)
+    if packing.kernel == FLEX:
+        return tree_attention(q, k, v, packing, scale)
     if packing.kernel != "sdpa":
         return _attend_fused(q, k, v, packing, scores)
     if scores.cap is not None or scores.sinks is not None:
@@ -586,7 +633,10 @@ def masked_attention(
         **extra: further arguments of transformers; those that would change the result are refused.
     """
     del sliding_window
-    _refuse_left_out(module, dropout, {k: v for k, v in extra.items() if k != "packing"})
+    packing = extra.pop("packing", None)
+    if packing is not None:
+        refuse_unshared(module, {"a selection of tokens": packing.ends})
+    _refuse_left_out(module, dropout, extra)
     if indices is not None:
         selected = torch.zeros_like(attention_mask[:, 0]).scatter(-1, indices.long(), value=True)
         attention_mask = attention_mask & selected[:, None]

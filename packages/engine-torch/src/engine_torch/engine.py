@@ -29,7 +29,7 @@ from engine_api.optimizers import build_optimizer, state_fields
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
-from engine_torch.attention import choose_kernel
+from engine_torch.attention import choose_kernel, choose_kernel_of_trees
 from engine_torch.fsdp_modules import reset_after_failure
 from engine_torch.model import Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
@@ -97,6 +97,8 @@ class DTensorEngine(BaseEngine):
             self.kernel = choose_kernel(
                 config.model.attention, self.device_type, config.precision.compute
             )
+            if config.memory.share_prefixes:
+                self.kernel = choose_kernel_of_trees(config, self.kernel)
             self._build_model()
             params = [entry.param for entry in trainable(self.table)]
             self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None

@@ -1,6 +1,6 @@
-"""Capped attention over packed documents on CUDA, by ``torch.nn.attention.flex_attention``.
+"""Attention on CUDA by ``torch.nn.attention.flex_attention``: capped, or of trees of documents.
 
-The kernel is compiled once for each cap, kind of window and head size. Blocks of the mask in which
+The kernel is compiled once for each cap, kind of mask and head size. Blocks of the mask in which
 no query has a key are never computed.
 """
 
@@ -16,7 +16,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-__all__ = ["capped_attention"]
+__all__ = ["capped_attention", "tree_attention"]
 
 # Masks by packing (which lives as long as its micro-batch) and window, because every layer needs
 # one and there are at most two kinds of layers.
@@ -39,16 +39,35 @@ def _cap_of(cap: float) -> Callable[..., Tensor]:
     return limit
 
 
+def _sees(packing: Any, window: int | None) -> Callable[..., Tensor]:
+    """Return the function that tells whether a query attends to a key."""
+    document: Tensor = packing.document
+    ends: Tensor | None = packing.ends
+
+    def in_document(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[query] == document[key])
+
+    if ends is not None:
+
+        def in_tree(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query < ends[key])
+
+        return in_tree
+    if window is None:
+        return in_document
+
+    def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return in_document(batch, head, query, key) & (query - key < window)
+
+    return in_window
+
+
 def _mask_of(packing: Any, window: int | None) -> BlockMask:
     """Return the mask of documents, of causality and of a window, made once for a micro-batch."""
     masks = _MASKS.setdefault(packing, {})
     if window not in masks:
         document: Tensor = packing.document
-
-        def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) & (document[query] == document[key])
-            return seen if window is None else seen & (query - key < window)
-
+        is_seen = _sees(packing, window)
         tokens = document.shape[0]
         # Compiled, because plain it makes the mask of each pair of tokens first.
         masks[window] = _compiled(create_block_mask, dynamic=True)(
@@ -84,6 +103,23 @@ def capped_attention(
     return result
 
 
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, packing: Any, scale: float | None) -> Tensor:
+    """Compute attention in a tree of documents (``engine_torch.prefixes``).
+
+    Args:
+        q: queries ``[1, H, T, d]`` on CUDA.
+        k: keys ``[1, KV, T, d]``.
+        v: values ``[1, KV, T, e]``.
+        packing: the documents, which share beginnings.
+        scale: factor of the scores (None: ``d ** -0.5``).
+
+    Returns:
+        ``[1, H, T, e]``.
+    """
+    result: Tensor = _attend(q, k, v, packing, scale, None, None)
+    return result
+
+
 def _compute(
     q: Tensor,
     k: Tensor,
@@ -91,7 +127,7 @@ def _compute(
     packing: Any,
     scale: float | None,
     window: int | None,
-    cap: float,
+    cap: float | None,
 ) -> Tensor:
     mask = _mask_of(packing, window)
     for x in (q, k, v):
@@ -103,7 +139,7 @@ def _compute(
             q,
             k,
             v,
-            score_mod=_cap_of(cap),
+            score_mod=None if cap is None else _cap_of(cap),
             block_mask=mask,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],

@@ -10,11 +10,17 @@ from torch import Tensor
 
 from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.hf_vision import Vision
-from engine_torch.attention import Packing, build_context_packing, build_packing
+from engine_torch.attention import (
+    Packing,
+    build_context_packing,
+    build_packing,
+    build_tree_packing,
+)
+from engine_torch.prefixes import build_tree, take_rows
 from engine_torch.ulysses import gather_tokens
 from engine_torch.vision import PackedImages, Positions, pack_images
 
-__all__ = ["PackedInputs", "pack_inputs"]
+__all__ = ["PackedInputs", "pack_inputs", "pack_tree"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +41,10 @@ class PackedInputs:
         size: T.
         coefficients: ``[T'/n]`` float32, the loss's derivative by the log-prob of each target up to
             a factor, or None where it is not known.
+        parents: ``[T']`` int64, the token before each in its documents, where documents share their
+            beginnings, or None. T' then counts the tokens of the tree
+            (``engine_torch.prefixes``), and ``targets`` are the tokens themselves.
+        rows: ``[T]`` int64, the token of the tree for each token of the documents, or None.
         experts: ``[T'/n, L, k]`` signed integers, the experts that serve each token by layer, -1
             where the router selects them, or None where it selects all of them.
         images: the images of the documents, or None where no rank has any.
@@ -47,13 +57,21 @@ class PackedInputs:
     packing: Packing
     size: int
     coefficients: Tensor | None = None
+    parents: Tensor | None = None
+    rows: Tensor | None = None
     experts: Tensor | None = None
     images: PackedImages | None = None
 
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states ``[T'/n, d]`` that predict ``targets``."""
+        return hidden if self.parents is None else take_rows(hidden, self.parents)
+
     def align(self, per_target: Tensor, group: Any) -> Tensor:
         """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
-        whole = per_target if group is None else gather_tokens(per_target, group)
         # A copy, because FSDP registers its backward hook on the output, which a view would lose.
+        if self.rows is not None:
+            return take_rows(per_target.masked_fill(self.first, 0.0), self.rows).clone()
+        whole = per_target if group is None else gather_tokens(per_target, group)
         return whole.roll(1).masked_fill(self.first, 0.0)[: self.size].clone()
 
 
@@ -146,6 +164,49 @@ def _position_images(batch: Batch, positions: Tensor, positions_of: Positions) -
         if own:
             whole[1:, start:end] = positions_of(ids[start:end], grid[own.start : own.stop])
     return whole
+
+
+def pack_tree(
+    batch: Batch,
+    *,
+    kernel: str,
+    multiple: int,
+    device: torch.device,
+    coefficients: Tensor | None = None,
+) -> PackedInputs:
+    """Put the documents that begin alike into a tree, pad it, and move it to the device.
+
+    Args:
+        batch: the documents.
+        kernel: name of the kernel of attention, ``sdpa`` or ``flex``.
+        multiple: number of tokens of which the tree with its padding is a multiple.
+        device: device of the tensors.
+        coefficients: ``[T]`` the loss's derivative by the log-prob of each token up to a factor, or
+            None where it is not known.
+    """
+    tree = build_tree(batch)
+    size = len(tree.tokens)
+    padding = torch.arange(-size % multiple if size else multiple)
+    positions = torch.cat([tree.positions, padding])
+    parents = torch.cat([tree.parents, size + (padding - 1).clamp(min=0)])
+    ends = torch.cat([tree.ends, torch.full_like(padding, size + len(padding))])
+    ids = torch.cat([batch.input_ids.cpu()[tree.tokens], torch.zeros_like(padding)])
+    if coefficients is not None:
+        # A token that documents share has the sum of their derivatives.
+        summed = torch.zeros(len(ids)).index_add(0, tree.rows, coefficients.cpu().float())
+        coefficients = summed.to(device)
+    ids = ids.to(device, non_blocking=True)
+    return PackedInputs(
+        input_ids=ids[None],
+        position_ids=positions[None].to(device, non_blocking=True),
+        targets=ids,
+        first=(positions == 0).to(device, non_blocking=True),
+        packing=build_tree_packing(ends, kernel, device),
+        size=batch.num_tokens,
+        coefficients=coefficients,
+        parents=parents.to(device, non_blocking=True),
+        rows=tree.rows.to(device, non_blocking=True),
+    )
 
 
 def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine_api.devices import device_of
 from engine_api.errors import UnsupportedCapability
+from engine_torch.prefixes import refuse_unshared
 
 __all__ = ["DOCUMENTS", "Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
 
@@ -124,6 +125,7 @@ def _divided(module: nn.Module, forward: Any, documents: Documents, group: Any) 
     def divided(hidden_states: Tensor, *rest: Any, **options: Any) -> Any:
         if documents.lengths is None:
             return forward(hidden_states, *rest, **options)
+        refuse_unshared(module, {"a state from token to token": documents.packing.ends})
         if any(one is not None for one in rest):
             _refuse_arguments(module, "positional arguments")
         per_token = {k for k, v in options.items() if isinstance(v, Tensor)} - _INDEPENDENT

@@ -104,6 +104,7 @@ class PackedModel(nn.Module):
             packing=inputs.packing,
             **self._see(inputs),
         ).last_hidden_state[0]
+        hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
             values = self.lm.score(hidden).squeeze(-1).float()
             return (inputs.align(values, self.group),)
@@ -278,6 +279,7 @@ def build_model(
     hf_config = read_config(folder, config, kind, classes, served)
     vision = read_vision(hf_config, classes.engine)
     _refuse_frozen(config.model, vision)
+    _refuse_shared(config, vision)
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
@@ -323,6 +325,17 @@ def build_model(
         routers=routers,
         vision=vision,
     )
+
+
+def _refuse_shared(config: EngineConfig, vision: Vision | None) -> None:
+    """Raise ``ConfigError`` for shared prefixes in a model whose documents may have images."""
+    if config.memory.share_prefixes and vision is not None:
+        raise ConfigError(
+            "memory.share_prefixes",
+            "a model with a vision tower does not share the beginnings of its documents",
+            why="they are compared by their ids, which are the same for all images",
+            remedy="set memory.share_prefixes: false",
+        )
 
 
 def _refuse_frozen(source: ModelSource, vision: Vision | None) -> None:

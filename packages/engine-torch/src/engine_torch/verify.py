@@ -29,7 +29,12 @@ _AVERAGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def verify_model(
-    engine: Any, lengths: list[int], *, name: str, reshard: Callable[[], None]
+    engine: Any,
+    lengths: list[int],
+    *,
+    name: str,
+    reshard: Callable[[], None],
+    shared: int = 0,
 ) -> None:
     """Check packed outputs against the model's own, and training against inference.
 
@@ -39,12 +44,13 @@ def verify_model(
         lengths: tokens of each random document that is compared.
         name: name of the engine in errors.
         reshard: frees the gathered weights that a forward pass leaves behind.
+        shared: number of tokens at which all documents begin alike.
 
     Raises:
         UnsupportedCapability: the outputs differ by more than rounding.
         ConfigError: the model fails on these documents, or its own outputs are not finite.
     """
-    documents = _draw_documents(engine, lengths)
+    documents = _draw_documents(engine, lengths, shared)
     batch = Batch.pack(documents)
     value_model = engine.kind == "value_model"
     try:
@@ -83,10 +89,12 @@ def verify_model(
             )
 
 
-def _draw_documents(engine: Any, lengths: list[int]) -> list[dict[str, Any]]:
-    """Return random documents, the first with an image where the model takes images."""
+def _draw_documents(engine: Any, lengths: list[int], shared: int) -> list[dict[str, Any]]:
+    """Return random documents that begin alike, with one more where the model takes images."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
+    for document in documents:
+        document[:shared] = documents[0][:shared]
     vision = engine.vision
     if vision is None:
         return [{"input_ids": ids} for ids in documents]

@@ -12,6 +12,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config import Config
 from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
+from engine_trainer.placement.automatic import settle_precision
 from engine_trainer.placement.spmd import Spmd
 from engine_trainer.preferences.classifier import padding_token, write_classifier
 from engine_trainer.run.checkpoints import find_checkpoint, read_extra
@@ -68,7 +69,8 @@ def export_checkpoint(
     tokenizer = load_tokenizer(config.data, section.model)
     launcher = Spmd(timeout_s=config.run.timeout_s)
     try:
-        device, _ = launcher.resolve(section)
+        device, capabilities = launcher.resolve(section)
+        section, _ = settle_precision(section, device, capabilities)
         policy = launcher.engines(section, section.build(seed=0, total_steps=1), device)
         policy.load_checkpoint(found)
         chosen = export_dtype(dtype or config.run.hf_dtype, section.precision)

@@ -240,7 +240,9 @@ def _accuracy(
     from engine_trainer.sampling.evaluate import Evaluator
     from engine_trainer.sampling.sampler import Sampler
 
-    sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+    chosen = run.config
+    assert isinstance(chosen, SFTConfig)
+    sampler = Sampler.create(run, tokenizer, chosen.rollout, config.reward)
     return Evaluator(run, sampler, sets, folder)
 
 

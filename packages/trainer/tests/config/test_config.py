@@ -414,7 +414,9 @@ def test_the_rate_is_the_tasks(file):
 @pytest.mark.parametrize(
     ("overrides", "weight"),
     [
-        ([], "none"),
+        # It is chosen with the rollout, when the run starts.
+        ([], "auto"),
+        (["rollout.name=local"], "none"),
         (["rollout.name=vllm"], "token"),
         (["rollout.name=sglang"], "token"),
         (["rollout.name=vllm", "algorithm.old_log_probs=rollout"], "none"),

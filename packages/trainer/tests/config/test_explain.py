@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -90,7 +91,7 @@ def test_names_of_plugins_are_those_that_are_installed():
     assert "local" in names["rollout.name"]
     config = to_plain(load(ROOT / "recipes/rl/dapo.yaml"))
     lines = explain(config, json.loads(schema_text("rl")), names).splitlines()
-    for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "local")):
+    for key, value in (("model_type", "language_model"), ("backend", "fsdp2"), ("name", "vllm")):
         at = lines.index(f"  {key}: {value}")
         section = "rollout" if key == "name" else "engine"
         before = takewhile(lambda line: line.startswith("  #"), reversed(lines[:at]))
@@ -105,3 +106,14 @@ def test_null_is_named_where_it_is_allowed_in_addition_to_a_choice():
         }
     }
     assert explain({"a": None}, schema) == "# A.\n# One of: x, null.\na: null\n"
+
+
+def test_a_value_that_is_auto_is_explained_and_its_types_are_named():
+    config = load(ROOT / "recipes/rl/gsm8k_grpo.yaml")
+    text = explain(to_plain(config), json.loads(schema_text("rl")))
+    assert "# One of: true, false, auto.\n    # `auto` is true on CUDA" in text
+    assert "# One of: an integer, auto.\n    # `auto` is the largest multiple of 256" in text
+    # A value that was given has no choice to explain.
+    given = replace(config.engine, memory=replace(config.engine.memory, compile=True))
+    text = explain(to_plain(replace(config, engine=given)), json.loads(schema_text("rl")))
+    assert "# One of: true, false, auto.\n    compile: true\n" in text

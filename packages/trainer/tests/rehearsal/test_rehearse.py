@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ from safetensors import safe_open
 from engine_trainer.cli import main
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import load_config
+from engine_trainer.placement import memory
+from engine_trainer.rehearsal.estimate import describe_real_run
 from engine_trainer.rehearsal.plan import make_plan
 from engine_trainer.telemetry.logs import read_metrics
 
@@ -201,6 +204,37 @@ def test_a_rehearsal_keeps_references_and_pushes_nothing(
     assert (tmp_path / "plan.yaml").stat().st_mode & 0o077 == 0
     written = load_config(RLConfig, tmp_path / "plan.yaml")
     assert (written.algorithm.prompts_per_step, written.rollout.n, written.run.steps) == (4, 2, 2)
+
+
+def test_what_auto_would_choose_on_a_gpu_is_not_exercised_and_counts_in_the_estimate(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    automatic = ["rollout.name=auto", "engine.precision.compute=auto", "rollout.quantization=none"]
+    config = load_config(RLConfig, file, automatic)
+
+    plan = make_plan(config, "rl", file, automatic, tmp_path / "rehearsal", ranks=1)
+
+    assert plan.tree["rollout"]["name"] == "local"
+    told = " ".join(plan.missing)
+    assert "the rollout that auto chooses on a GPU" in told
+    assert "engine.precision.compute" in told
+    assert "engine.memory.compile" in told
+    assert "engine.memory.recompute" not in told, "the file has a value"
+
+    monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 8 << 30)
+    rows = [SimpleNamespace(fate="kept", length=16)]
+    lines = {
+        compute: list(
+            describe_real_run(
+                load_config(RLConfig, file, [*automatic, f"engine.precision.compute={compute}"]),
+                SimpleNamespace(task="rl", rows=rows),
+                8,
+            )
+        )
+        for compute in ("auto", "bfloat16", "float32")
+    }
+    assert lines["auto"] == lines["bfloat16"] != lines["float32"]
+    assert any("chosen without vllm" in line for line in lines["auto"])
 
 
 # --- the recipes, as on a laptop --------------------------------------------------------------

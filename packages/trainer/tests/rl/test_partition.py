@@ -94,3 +94,37 @@ def test_shares_are_cut_into_mini_batches(size):
     assert [sorted(n for p in part for n in p.lengths) for part in parts] == [
         sorted(len(d.tokens) for d in mini) for mini in MINI_BATCHES
     ]
+
+
+def prompted(group: int, index: int, prompt: int, answer: int) -> TrainingDocument:
+    ones = [1.0] * (prompt + answer)
+    return TrainingDocument(
+        group=group,
+        index_in_group=index,
+        tokens=list(range(prompt + answer)),
+        mask=[0.0] * prompt + [1.0] * answer,
+        rollout_log_probs=ones,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_group_whose_prompt_is_computed_once_stays_together(ranks):
+    groups = [[prompted(g, i, 10 + 5 * g, 3 + i) for i in range(4)] for g in range(4)]
+    documents = [d for group in groups for d in group]
+    partition = Partition(engines(ranks), [documents], keeps_groups=True)
+    shards = partition.shards
+    assert sorted(d.index for shard in shards for d in shard) == [d.index for d in documents]
+    for group in range(4):
+        held = [sum(d.group == group for d in shard) for shard in shards]
+        # Eight ranks share four groups by halves.
+        assert sorted(n for n in held if n) == ([4] if ranks <= 4 else [2, 2])
+    assert all(shards)
+
+
+def test_a_prompt_counts_once_in_the_balance_of_ranks():
+    # Counted once the long prompt's group has 38 tokens, the two others 32 together.
+    documents = [prompted(0, i, 30, 2) for i in range(4)]
+    documents += [prompted(g, i, 4, 3) for g in (1, 2) for i in range(4)]
+    (long, short) = Partition(engines(2), [documents], keeps_groups=True).shards
+    assert {d.group for d in long} == {0}
+    assert {d.group for d in short} == {1, 2}

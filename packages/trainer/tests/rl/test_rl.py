@@ -87,10 +87,11 @@ def test_tokens_per_second_are_those_of_the_same_row(folder, tmp_path):
             assert row["perf/generated_tokens_per_s"] * row["time/generate"] > row["rollout/tokens"]
 
 
-def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "prompt shared"])
+def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch, shared):
     """Compare a step of plain SGD with GRPO in plain float64 torch.
 
-    Both use the generated completions.
+    Both use the generated completions, whose prompt the engine may compute once a group.
     """
     from transformers import AutoModelForCausalLM
 
@@ -105,6 +106,7 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
         "model": {"path": str(folder)},
         "device": "cpu",
         "optimizer": {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None},
+        "memory": {"share_prefixes": shared},
     }
     train_rl(configure(folder, out, run={"steps": 1}, reward={"name": "mixed"}, engine=engine))
     row = rows_of(out)[-1]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine_api.batch import ROUTED_EXPERTS
 from engine_api.capabilities import Capability
-from engine_api.errors import RolloutError, UnsupportedCapability
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import RolloutRegistry
 from engine_trainer.rl.loop import train_rl
 from engine_trainer.rl.replay import check_replay
@@ -168,3 +168,15 @@ def test_an_engine_or_a_rollout_without_replay_is_refused_before_anything_is_loa
         check_replay(config, launcher)
     assert caught.value.capability == "router_replay"
     assert "rollout.routed_experts=off" in caught.value.remedy
+
+
+def test_a_prompt_that_is_computed_once_has_no_replayed_experts(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        rl_runs.configure(
+            tmp_path / "nothing-here",
+            tmp_path / "run",
+            engine={"memory": {"share_prefixes": True}},
+            rollout={"routed_experts": "replay"},
+        )
+    assert caught.value.field == "engine.memory.share_prefixes"
+    assert "rollout.routed_experts: off" in caught.value.remedy

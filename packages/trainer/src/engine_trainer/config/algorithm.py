@@ -12,11 +12,9 @@ from typing import Any, Literal
 
 from engine_api.config import (
     LoraConfig,
-    Memory,
     ModelSource,
     OptimizerConfig,
     Parallelism,
-    Precision,
     ScheduleConfig,
 )
 from engine_api.losses import Aggregation
@@ -30,7 +28,7 @@ from engine_trainer.config.checks import (
     require,
 )
 from engine_trainer.config.named import check_options
-from engine_trainer.config.sections import EngineSection
+from engine_trainer.config.sections import EngineSection, MemorySection, PrecisionSection
 from engine_trainer.config.teacher import TeacherSection
 from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES
 from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
@@ -239,8 +237,11 @@ class CorrectionSection:
         )
 
     def resolved(self, *, rollout: str, old_log_probs: str) -> CorrectionSection:
-        """Return the section with ``auto`` replaced by its meaning for the rollout."""
-        if self.weight != "auto":
+        """Return the section with ``auto`` replaced by its meaning for the rollout.
+
+        It stays for a rollout that is ``auto`` itself.
+        """
+        if self.weight != "auto" or rollout == "auto":
             return self
         return replace(
             self, weight="none" if rollout == "local" or old_log_probs == "rollout" else "token"
@@ -271,10 +272,10 @@ class CriticSection:
     ``engine.parallelism``.
     """
 
-    precision: Precision | None = None
+    precision: PrecisionSection | None = None
     """Dtypes of the critic. Null is ``engine.precision``."""
 
-    memory: Memory | None = None
+    memory: MemorySection | None = None
     """Memory settings of the critic. Null is ``engine.memory``."""
 
     lora: LoraConfig | None = None

@@ -53,7 +53,7 @@ def describe(hint: Any) -> str:
     """Return a description of the values of a type, in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return "one of " + ", ".join(map(str, args))
+        return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
     if is_dataclass(hint):

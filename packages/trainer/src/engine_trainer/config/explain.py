@@ -16,6 +16,12 @@ WIDTH = 100
 # A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
 # none.
 _SENTENCE = re.compile(r".{10,}?[.](?=\s+[A-Z`]|$)")
+# Values of the types that a key may have in addition to those of a list.
+_TYPES = {
+    "#/$defs/boolean": ("true", "false"),
+    "#/$defs/integer": ("an integer",),
+    "#/$defs/number": ("a number",),
+}
 
 
 def explain(
@@ -52,6 +58,12 @@ def first_sentence(text: str) -> str:
     return found[0] if found else line
 
 
+def _about_auto(text: str) -> str:
+    """Return the sentence of a text that says what ``auto`` is, or "" where there is none."""
+    found = re.search(rf"(?<!\S)`auto` {_SENTENCE.pattern}", " ".join(text.split()))
+    return found[0] if found else ""
+
+
 def _lines(
     tree: Mapping[str, Any],
     schema: Mapping[str, Any],
@@ -61,7 +73,7 @@ def _lines(
     indent = "  " * above.count(".")
     for key, value in tree.items():
         part = _part(schema, key)
-        yield from _comments(part, indent, installed.get(f"{above}{key}", ()))
+        yield from _comments(part, indent, installed.get(f"{above}{key}", ()), value)
         if isinstance(value, Mapping) and value:
             # The dump of an empty mapping shows how the key is written.
             head = _dump({key: {}}).removesuffix(" {}")
@@ -71,21 +83,32 @@ def _lines(
             yield textwrap.indent(_dump({key: value}), indent)
 
 
-def _comments(schema: Mapping[str, Any], indent: str, names: Sequence[str]) -> Iterator[str]:
-    meaning = first_sentence(schema.get("description", ""))
+def _comments(
+    schema: Mapping[str, Any], indent: str, names: Sequence[str], value: Any
+) -> Iterator[str]:
+    description = schema.get("description", "")
+    meaning = first_sentence(description)
     choices = _choices(schema)
-    allowed = "" if choices in ([], ["null"]) else f"One of: {', '.join(choices)}."
+    allowed = f"One of: {', '.join(choices)}." if _is_listed(schema) else ""
     installed = f"Installed here: {', '.join(names)}." if names else ""
-    for text in filter(None, (meaning, allowed, installed)):
+    # The meaning of the other values is in docs/configuration.md; this one is what a reader has.
+    chosen = _about_auto(description) if value == "auto" else ""
+    # Where the first sentence is that of `auto`, it says so already.
+    for text in filter(None, dict.fromkeys((meaning, allowed, installed, chosen))):
         mark = f"{indent}# "
         yield from textwrap.wrap(
             text, WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
         )
 
 
+def _is_listed(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema lists values that a key may have."""
+    return "enum" in schema or any(_is_listed(part) for part in schema.get("anyOf", ()))
+
+
 def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """Return the values that a key may have, if the schema lists them, and ``null`` if it may."""
-    found = [str(value) for value in schema.get("enum", ())]
+    """Return the values and types that a key may have as far as the schema lists them."""
+    found = [*_TYPES.get(schema.get("$ref", ""), ()), *map(str, schema.get("enum", ()))]
     if schema.get("type") == "null":
         found.append("null")
     for part in schema.get("anyOf", ()):

@@ -107,6 +107,13 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "a group of equal completions teaches nothing",
         "use 1.0; eval.temperature may be 0",
     )
+    yield (
+        rollout.routed_experts == "replay" and config.engine.memory.share_prefixes,
+        "engine.memory.share_prefixes",
+        "expected false with rollout.routed_experts: replay, got true",
+        "the tokens of a prompt may have other experts in each of its completions",
+        "set engine.memory.share_prefixes: false, or rollout.routed_experts: off",
+    )
     mode = config.overlap.mode
     yield (
         mode != "none" and (config.launcher != "ray" or config.ray.rollouts is None),
@@ -115,7 +122,9 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "a rollout that is colocated with an engine waits while the engine trains",
         "launcher: ray and ray.rollouts: 1 or more",
     )
-    corrected = algorithm.correction.enabled or algorithm.old_log_probs == "rollout"
+    # With a rollout that is chosen later, so is the correction.
+    undecided = algorithm.correction.weight == "auto"
+    corrected = algorithm.correction.enabled or undecided or algorithm.old_log_probs == "rollout"
     yield (
         mode != "none" and not corrected,
         "overlap.mode",

@@ -7,7 +7,7 @@ are defined once. Every field has a reader.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from engine_api.config import (
@@ -34,6 +34,50 @@ from engine_trainer.config.checks import (
     require,
 )
 from engine_trainer.config.combined_reward import COMBINE, parts_of, refuse_limits_without_workers
+
+AUTO: Literal["auto"] = "auto"
+"""Value that the run replaces by its choice for the device (``placement.automatic``)."""
+
+
+# Frozen fields are only read, and an engine gets these sections with explicit values alone.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionSection(Precision):
+    """The dtypes of the stored weights, of the computation and of the gradient reduction."""
+
+    compute: Literal["auto", "float32", "bfloat16", "float16", "float8"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Dtype of forward and backward. ``float8`` is blockwise FP8 in matrix products, which
+    engine-megatron has on CUDA with Transformer Engine.
+
+    ``auto`` is ``bfloat16`` on CUDA and NPUs where the engine declares it, and ``float32``
+    elsewhere.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySection(Memory):
+    """Settings that trade time for memory."""
+
+    logit_chunk: int | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Number of tokens whose logits exist at the same time on a rank.
+
+    ``auto`` is the largest multiple of 256 whose logits take at most 1 GiB, and 4096 on a CPU.
+    """
+
+    recompute: Literal["auto", "none", "full"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Activation checkpointing. ``full`` computes each block's activations again in the backward
+    pass, ``none`` keeps them.
+
+    ``auto`` is ``none`` where the estimated memory of ``max_tokens`` tokens fits into the device's
+    free memory, and ``full`` elsewhere. On a CPU it is ``none``.
+    """
+
+    compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """True compiles each block with ``torch.compile``, which engine-fsdp and engine-torchtitan
+    have.
+
+    ``auto`` is true on CUDA where the engine declares it and trains a model without experts, with
+    ``parallelism.tp: 1`` and its weights on the device, and false elsewhere.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +115,10 @@ class EngineSection:
     parallelism: Parallelism = field(default_factory=Parallelism)
     """Division of the model and the data over the ranks."""
 
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
     """Dtypes of weights, computation and gradient reduction."""
 
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySection = field(default_factory=MemorySection)
     """Settings that trade time for memory."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -94,7 +138,8 @@ class EngineSection:
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
         """Build the configuration that ``EngineRegistry.create`` takes.
 
-        ``seed`` and ``total_steps`` replace the values that are null.
+        ``seed`` and ``total_steps`` replace the values that are null. A value that is still
+        ``auto`` becomes the contract's default, as on a CPU (see ``placement.automatic``).
 
         Raises ``ConfigError`` that names the key below ``engine.``.
         """
@@ -107,8 +152,8 @@ class EngineSection:
                 optimizer=self.optimizer,
                 schedule=schedule,
                 parallelism=self.parallelism,
-                precision=self.precision,
-                memory=self.memory,
+                precision=Precision(**_explicit(self.precision)),
+                memory=Memory(**_explicit(self.memory)),
                 checkpoint=self.checkpoint,
                 lora=self.lora,
                 seed=seed if self.seed is None else self.seed,
@@ -118,6 +163,12 @@ class EngineSection:
             raise ConfigError(
                 f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
             ) from error
+
+
+def _explicit(section: PrecisionSection | MemorySection) -> dict[str, Any]:
+    """Return the values of a section that are not ``auto``, by field."""
+    values = {one.name: getattr(section, one.name) for one in fields(section)}
+    return {name: value for name, value in values.items() if value != AUTO}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -635,9 +686,13 @@ def _wrong_best(section: RunSection) -> Iterator[Refusal]:
 class RolloutSection:
     """The rollout, which generates completions for training and for evaluations."""
 
-    name: str = "local"
+    name: str = AUTO
     """Name of the rollout. ``local`` generates with transformers and a copy of the weights in the
     trainer's process, ``vllm`` and ``sglang`` serve the model with these servers.
+
+    ``auto`` is ``vllm`` where it is installed and supports the rollout's device, else ``sglang``,
+    else ``local``. On a CPU it is ``local``. With ``routed_experts: replay`` a server that records
+    no experts is passed over.
     """
 
     device: str = "auto"
@@ -703,7 +758,7 @@ class RolloutSection:
 
     The weights of the experts are those of the engine's own routers, which learn. ``local`` and
     ``vllm`` record, and the engine must declare ``router_replay``, as ``fsdp2`` does. The reference
-    model and the critic select their own.
+    model and the critic select their own. It is refused with ``engine.memory.share_prefixes``.
     """
 
     sleep: bool = True

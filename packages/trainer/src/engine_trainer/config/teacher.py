@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine_api.config import Memory, ModelSource, Parallelism, Precision
+from engine_api.config import ModelSource, Parallelism
 from engine_trainer.config.checks import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Refusal, refuse, require
-from engine_trainer.config.sections import EngineSection
+from engine_trainer.config.sections import EngineSection, MemorySection, PrecisionSection
 
 PROMPT = "{prompt}"
 
@@ -31,10 +31,10 @@ class TeacherEngineSection:
     ``engine.parallelism``.
     """
 
-    precision: Precision | None = None
+    precision: PrecisionSection | None = None
     """Dtypes of the teacher. Null is ``engine.precision``."""
 
-    memory: Memory | None = None
+    memory: MemorySection | None = None
     """Memory settings of the teacher. Null is ``engine.memory``."""
 
     options: Mapping[str, Any] | None = None

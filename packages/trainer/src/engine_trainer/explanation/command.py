@@ -164,12 +164,20 @@ def _readings(diagnosis: Any, config: RLConfig, sample: Sample) -> list[Any]:
     given = [("rollout", sample.rollout, rollout_dtype(config.rollout, engine))]
     # Otherwise the old log-probs are the rollout's own.
     if config.algorithm.old_log_probs == "engine":
-        given.insert(0, ("engine", sample.engine, config.engine.precision.compute))
+        given.insert(0, ("engine", sample.engine, engine.precision.compute))
     return [
         diagnosis.Reading(name=name, log_probs=values, dtype=dtype)
         for name, values, dtype in given
         if not all(bool(one.isnan().all()) for one in values)
     ]
+
+
+def _compute_dtype(config: RLConfig) -> str:
+    """Return the dtype in which the engine computes here.
+
+    A run's configuration has no ``auto``. One from an override is the contract's default.
+    """
+    return config.engine.build(seed=0, total_steps=1).precision.compute
 
 
 def _explain_live(
@@ -187,7 +195,7 @@ def _explain_live(
         log_probs=[
             values[one.prompt :] for values, one in zip(found.log_probs, documents, strict=True)
         ],
-        dtype=config.engine.precision.compute,
+        dtype=_compute_dtype(config),
         packed=True,
     )
     finding = diagnosis.diagnose(subject, documents, reading)
@@ -245,7 +253,7 @@ def _print_layers(
         print("  layers: the engine shows none")
         return
     layers = diagnosis.compare_layers(
-        subject.oracle, document.tokens, found.states, config.engine.precision.compute
+        subject.oracle, document.tokens, found.states, _compute_dtype(config)
     )
     errors = ", ".join(f"{error:.1e}" for error in layers.errors)
     if layers.first is None:

@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 
 from engine_api.batch import Batch
-from engine_api.config import Memory, Parallelism
+from engine_api.config import Parallelism
 from engine_api.contract import Engine
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
+from engine_trainer.config.sections import MemorySection
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
 States = list[torch.Tensor]
@@ -55,7 +56,7 @@ def read_live(
     section = replace(
         config.engine,
         parallelism=Parallelism(),
-        memory=replace(Memory(), max_tokens=sum(len(ids) for ids in documents)),
+        memory=MemorySection(max_tokens=sum(len(ids) for ids in documents)),
     )
     engine: Engine = EngineRegistry.create(
         model_type=section.model_type,

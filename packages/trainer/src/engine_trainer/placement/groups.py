@@ -30,6 +30,8 @@ from engine_trainer.telemetry.logs import Timers
 if TYPE_CHECKING:
     import torch
 
+    from engine_trainer.placement.memory import FreeMemory
+
 T = TypeVar("T")
 
 
@@ -188,6 +190,21 @@ class Launcher(Protocol):
 
         Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with those
         of the engine ``other``.
+        """
+        ...
+
+    def survey(
+        self, device: str, served: str, rollouts: Sequence[str]
+    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
+        """Return what each rank of the engines has, before any is built.
+
+        A row has the free memory of the rank's device, and for each of the rollouts why it cannot
+        be used there, "" where it can.
+
+        Args:
+            device: type of the engines' device.
+            served: type of the rollout's device.
+            rollouts: names of rollouts.
         """
         ...
 

@@ -24,8 +24,9 @@ from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, PluginError, PluginUnavailable
 from engine_api.hf_config import unbuildable
+from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
@@ -60,6 +61,26 @@ def free_memory(device: str) -> FreeMemory:
     return FreeMemory(
         device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free
     )
+
+
+def look_around(
+    device: str, served: str, rollouts: Sequence[str]
+) -> tuple[FreeMemory, dict[str, str]]:
+    """Return a row of ``Launcher.survey`` for this process."""
+    # Without its local rank every rank would measure the first device.
+    device_of(device).adopt_local_rank()
+    return free_memory(device), {name: _why_unusable(name, served) for name in rollouts}
+
+
+def _why_unusable(rollout: str, device: str) -> str:
+    """Return why a rollout cannot be used on a device of this machine, or "" if it can."""
+    try:
+        RolloutRegistry.resolve(backend=rollout, device=device)
+    except PluginUnavailable as error:
+        return "; ".join(error.trace) or error.what
+    except PluginError as error:
+        return error.what
+    return ""
 
 
 def check(

@@ -134,6 +134,17 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
     return str(dtype)
 
 
+def records_experts(rollout: str) -> bool:
+    """Return whether a rollout records the experts of each token, as far as is known here.
+
+    A rollout that is not installed here may be where the replicas run, and is asked there.
+    """
+    plugins = [found.plugin for found, row in RolloutRegistry.rows() if rollout in row.backends]
+    return all(
+        plugin is not None and Capability.ROUTER_REPLAY in plugin.capabilities for plugin in plugins
+    )
+
+
 class Replica:
     """A rollout and the rewards of its completions.
 

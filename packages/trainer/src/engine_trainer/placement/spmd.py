@@ -26,7 +26,7 @@ from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import Trained, format_sizes, model_sizes, run_together
-from engine_trainer.placement.memory import check_here
+from engine_trainer.placement.memory import FreeMemory, check_here, look_around
 from engine_trainer.placement.rendezvous import connect_ranks
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
 from engine_trainer.telemetry.logs import Timers
@@ -235,6 +235,12 @@ class Spmd:
                     remedy="give both the same sizes, or one of them another backend",
                 )
         return found.device, found.plugin.capabilities
+
+    def survey(
+        self, device: str, served: str, rollouts: Sequence[str]
+    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
+        """Return what each rank has (see ``Launcher``)."""
+        return together(self.comm, lambda: look_around(device, served, rollouts))
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
         """Build an engine (see ``Launcher``).

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
 from engine_api.devices import Cuda
 from engine_api.errors import ConfigError
+from engine_api.registry import EngineRegistry
 from engine_trainer.config import Config, RLConfig
+from engine_trainer.config.sections import AUTO, EngineSection
 from engine_trainer.placement import memory
+from engine_trainer.placement.automatic import settle_precision
 from engine_trainer.preview.collect import Preview
 from engine_trainer.scaling import H200, Job, Shape, phases, step_of
 from engine_trainer.scaling.phases import Lengths
@@ -36,7 +41,7 @@ def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[s
         gpus: number of H200s.
     """
     parameters = memory.count_parameters(config.engine.model)
-    engine = config.engine.build(seed=0, total_steps=1)
+    engine = _build_for_gpus(config.engine)
     counts = (
         memory.engines_bytes(config, engine, Cuda.name)
         if isinstance(config, RLConfig)
@@ -65,6 +70,21 @@ def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[s
         yield "time     not calculated: the model has no sizes that docs/scaling.md's model knows"
     else:
         yield from _times(config, preview, shape, gpus)
+
+
+def _build_for_gpus(section: EngineSection) -> EngineConfig:
+    """Return the engine's configuration with the dtype that is chosen on a GPU."""
+    declared = [
+        found.plugin.capabilities
+        for found, row in EngineRegistry.rows()
+        if found.plugin is not None
+        and section.backend in row.backends
+        and section.model_type in row.model_types
+    ]
+    # An engine that is not installed here is taken for one that computes in bfloat16.
+    capabilities = declared[0] if declared else {Capability.BF16}
+    settled, _ = settle_precision(section, "cuda", capabilities)
+    return settled.build(seed=0, total_steps=1)
 
 
 def _times(config: Config, preview: Preview, shape: Shape, gpus: int) -> Iterator[str]:
@@ -110,9 +130,11 @@ def _times(config: Config, preview: Preview, shape: Shape, gpus: int) -> Iterato
     if config.algorithm.dynamic_sampling.enabled:
         rounds = config.algorithm.dynamic_sampling.max_rounds
         yield f"time     dynamic sampling generates up to {rounds} times as much"
-    if config.rollout.name == "local":
+    slower = {"local": "`local`", AUTO: "`local`, which is chosen without vllm and sglang,"}
+    if config.rollout.name in slower:
         yield (
-            "time     it is that of a serving rollout: `local` generates without one, and is slower"
+            f"time     it is that of a serving rollout: {slower[config.rollout.name]} generates "
+            "without one, and is slower"
         )
 
 

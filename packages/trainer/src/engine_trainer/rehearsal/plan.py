@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from engine_trainer.config import Config, RLConfig, SFTConfig
 from engine_trainer.config.combined_reward import COMBINE
 from engine_trainer.config.evaluation import EvalSection
 from engine_trainer.config.loading import read_tree
-from engine_trainer.config.sections import EngineSection
+from engine_trainer.config.sections import AUTO, EngineSection
 from engine_trainer.utils.hf_models import hf_config
 
 NOISE = "engine_trainer.rehearsal.noise:rehearsal_noise"
@@ -234,6 +234,20 @@ def _place_engine(plan: Plan, config: Config, why: str) -> None:
         if getattr(engine.precision, name) == "float8":
             plan.missing.append(f"engine.precision.{name}: float8, which is bfloat16 here")
             _put(plan.tree, f"engine.precision.{name}", "bfloat16")
+    automatic = _list_automatic(engine)
+    if automatic:
+        plan.missing.append(f"what auto chooses on a GPU for {', '.join(automatic)}")
+
+
+def _list_automatic(section: EngineSection) -> list[str]:
+    """Return the keys of an engine's section that are ``auto``."""
+    parts = {"precision": section.precision, "memory": section.memory}
+    return [
+        f"engine.{name}.{one.name}"
+        for name, part in parts.items()
+        for one in fields(part)
+        if getattr(part, one.name) == AUTO
+    ]
 
 
 def _place_model(plan: Plan, config: Config, section: str, small: Path) -> None:
@@ -305,12 +319,18 @@ def _with_noise(plan: Plan, config: RLConfig) -> dict[str, Any]:
 def _place_rollout(plan: Plan, config: RLConfig | SFTConfig) -> None:
     """Generate with the rollout ``local`` where the configuration's own does not run here."""
     rollout = config.rollout
-    try:
-        RolloutRegistry.resolve(backend=rollout.name, device="cpu")
-    except PluginError as error:
-        plan.missing.append(f"the rollout {rollout.name} ({error.what}); local takes its place")
-    else:
+    # Without a reward SFT generates nothing.
+    if config.reward is None:
         return
+    if rollout.name == AUTO:
+        plan.missing.append("the rollout that auto chooses on a GPU; local takes its place")
+    else:
+        try:
+            RolloutRegistry.resolve(backend=rollout.name, device="cpu")
+        except PluginError as error:
+            plan.missing.append(f"the rollout {rollout.name} ({error.what}); local takes its place")
+        else:
+            return
     _put(plan.tree, "rollout.name", "local")
     _put(plan.tree, "rollout.quantization", "none")
     _put(plan.tree, "rollout.lora", "merged")

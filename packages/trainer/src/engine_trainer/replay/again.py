@@ -98,10 +98,13 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
 
 
 def _replay(run: Run, recorded: RecordedRun, start: Start | None) -> Replayed:
+    check_critic(recorded.config, run.launcher, world_size())
+    # An override may have brought an auto back.
+    settled = run.settle()
+    assert isinstance(settled, RLConfig)
     # The learner's configuration has the overlap of the run, which decides about old tokens.
-    config = recorded.config
+    config = replace(recorded.config, engine=settled.engine, algorithm=settled.algorithm)
     algorithm = config.algorithm
-    check_critic(config, run.launcher, world_size())
     run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
     learner = Learner(run, config)
     state = run.resume(int(recorded.state.get("rows", 0)))

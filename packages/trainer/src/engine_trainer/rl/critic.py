@@ -28,6 +28,7 @@ class Critic:
 
     Attributes:
         apart: True if it divides documents over other data-parallel ranks than the policy.
+        shares_prefixes: True if it computes a group's prompt once.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
@@ -39,6 +40,7 @@ class Critic:
         steps = run.total_steps * config.algorithm.mini_batches * section.epochs
         built = engine.build(seed=config.run.seed, total_steps=steps)
         device, _ = run.launcher.resolve(engine)
+        self.shares_prefixes = engine.memory.share_prefixes
         self.engines = run.launcher.engines(engine, built, device)
         run.companions["critic"] = self.engines
         own = (self.engines.dp_size, list(self.engines.local_dp_ranks))

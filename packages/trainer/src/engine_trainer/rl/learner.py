@@ -110,7 +110,11 @@ class Learner:
         documents = self._documents(groups)
         self.kept = KeptTokens(groups, documents, keep)
         mini_batches = self._divide(documents, len(groups), completions)
-        partition = Partition(self.policy, [m.documents for m in mini_batches])
+        partition = Partition(
+            self.policy,
+            [m.documents for m in mini_batches],
+            keeps_groups=self.config.engine.memory.share_prefixes,
+        )
         packed = run_together(self._comm, partition.pack)
 
         # Old and reference log-probs.
@@ -308,7 +312,11 @@ class Learner:
         if self.critic is None:
             return None
         if self.critic.apart:
-            partition = Partition(self.critic.engines, [m.documents for m in mini_batches])
+            partition = Partition(
+                self.critic.engines,
+                [m.documents for m in mini_batches],
+                keeps_groups=self.critic.shares_prefixes,
+            )
             packed = run_together(self._comm, partition.pack)
         with self.timers.phase("values"):
             values = self.critic.values(packed)

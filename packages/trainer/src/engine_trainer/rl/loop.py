@@ -70,8 +70,12 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
     )
     with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
+        # First, so that an error about one of them names its own keys.
         check_critic(config, run.launcher, ranks)
         check_teacher(config, run.launcher, ranks, tokenizer)
+        settled = run.settle()
+        assert isinstance(settled, RLConfig)
+        config = settled
         check_replay(config, run.launcher)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)

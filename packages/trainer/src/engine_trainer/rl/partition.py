@@ -7,6 +7,7 @@ them in the other partition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from engine_api.batch import ROUTED_EXPERTS, Batch
-from engine_api.microbatch import balance
+from engine_api.microbatch import Bins, balance
 from engine_trainer.placement.groups import EngineGroup
 from engine_trainer.rl.credit import CompletionIndex
 
@@ -69,17 +70,22 @@ class Partition:
 
     Args:
         mini_batches: documents by mini-batch, the same in every process.
+        keeps_groups: true where the engine computes a group's prompt once
+            (``memory.share_prefixes``). A group then stays on one rank, or on few where there are
+            fewer groups than ranks, and its prompt counts once.
     """
 
     def __init__(
-        self, engines: EngineGroup, mini_batches: Sequence[Sequence[TrainingDocument]]
+        self,
+        engines: EngineGroup,
+        mini_batches: Sequence[Sequence[TrainingDocument]],
+        *,
+        keeps_groups: bool = False,
     ) -> None:
         self._engines = engines
+        divide = _divide_groups if keeps_groups else _divide_documents
         parts = [
-            [
-                [documents[i] for i in part]
-                for part in balance([len(d.tokens) for d in documents], engines.dp_size)
-            ]
+            [[documents[i] for i in part] for part in divide(documents, engines.dp_size)]
             for documents in mini_batches
         ]
         self._counts = [[len(part) for part in parts_of_ranks] for parts_of_ranks in parts]
@@ -149,6 +155,35 @@ def _at_end(values: torch.Tensor, length: int) -> torch.Tensor:
     """Return the last ``length`` values, with zeros in front of fewer."""
     kept = values[max(len(values) - length, 0) :]
     return torch.cat([values.new_zeros(length - len(kept)), kept]) if len(kept) < length else kept
+
+
+def _divide_documents(documents: Sequence[TrainingDocument], ranks: int) -> Bins:
+    """Return the indices of each rank's documents, balanced by tokens."""
+    return balance([len(d.tokens) for d in documents], ranks)
+
+
+def _divide_groups(documents: Sequence[TrainingDocument], ranks: int) -> Bins:
+    """Return the indices of each rank's documents, balanced by the tokens that are computed.
+
+    With fewer groups than ranks, each group is cut into as many parts as there are ranks for it.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, document in enumerate(documents):
+        groups.setdefault(document.group, []).append(index)
+    cuts = math.ceil(ranks / len(groups)) if groups else 1
+    parts = [members[cut::cuts] for members in groups.values() for cut in range(cuts)]
+    parts = [part for part in parts if part]
+    costs = [_count_computed([documents[i] for i in part]) for part in parts]
+    return [
+        sorted(i for number in chosen for i in parts[number]) for chosen in balance(costs, ranks)
+    ]
+
+
+def _count_computed(group: Sequence[TrainingDocument]) -> int:
+    """Return the tokens of documents of one group, of which the prompt is computed once."""
+    # Nothing of a prompt counts in the loss.
+    prompt = min(next((i for i, one in enumerate(d.mask) if one), len(d.mask)) for d in group)
+    return prompt + sum(len(d.tokens) - prompt for d in group)
 
 
 def _pack(documents: Sequence[TrainingDocument]) -> Batch:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine_api.capabilities import Capability, unsupported
 from engine_api.errors import UnsupportedCapability
-from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.placement.groups import Launcher
+from engine_trainer.placement.replica import records_experts
 
 _OFF = "set rollout.routed_experts=off"
 
@@ -14,7 +14,8 @@ _OFF = "set rollout.routed_experts=off"
 def check_replay(config: RLConfig, launcher: Launcher) -> None:
     """Raise ``UnsupportedCapability`` for an engine or a rollout that cannot replay experts.
 
-    A rollout that is not installed here may be where the replicas run, and is asked there.
+    The configuration is the run's, with a rollout in place of ``auto``. A rollout that is not
+    installed here may be where the replicas run, and is asked there.
     """
     if config.rollout.routed_experts == "off":
         return
@@ -22,12 +23,10 @@ def check_replay(config: RLConfig, launcher: Launcher) -> None:
     if Capability.ROUTER_REPLAY not in capabilities:
         raise unsupported(Capability.ROUTER_REPLAY, config.engine.backend, capabilities, off=_OFF)
     name = config.rollout.name
-    for found, row in RolloutRegistry.rows():
-        declared = frozenset() if found.plugin is None else found.plugin.capabilities
-        if name in row.backends and Capability.ROUTER_REPLAY not in declared:
-            raise UnsupportedCapability(
-                Capability.ROUTER_REPLAY,
-                where=f"rollout {name!r}",
-                why="it records no experts",
-                remedy=f"use rollout.name=local or vllm, or {_OFF}",
-            )
+    if not records_experts(name):
+        raise UnsupportedCapability(
+            Capability.ROUTER_REPLAY,
+            where=f"rollout {name!r}",
+            why="it records no experts",
+            remedy=f"use rollout.name=local or vllm, or {_OFF}",
+        )

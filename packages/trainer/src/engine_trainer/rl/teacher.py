@@ -65,20 +65,33 @@ def create_teacher(run: Run, config: RLConfig) -> Teacher | None:
     if section.url is not None:
         return ServedTeacher(TeacherClient(section), run.comm)
     if section.engine is None:
-        return EngineTeacher(run.policy, run.comm, is_policy=True)
+        shares = config.engine.memory.share_prefixes
+        return EngineTeacher(run.policy, run.comm, is_policy=True, keeps_groups=shares)
     engine = section.engine.engine(config.engine)
     device, _ = run.launcher.resolve(engine)
     built = engine.build(seed=config.run.seed, total_steps=run.total_steps)
-    return EngineTeacher(run.launcher.engines(engine, built, device), run.comm, is_policy=False)
+    engines = run.launcher.engines(engine, built, device)
+    shares = engine.memory.share_prefixes
+    return EngineTeacher(engines, run.comm, is_policy=False, keeps_groups=shares)
 
 
 class EngineTeacher:
-    """A teacher on an engine of its own, or the policy itself."""
+    """A teacher on an engine of its own, or the policy itself.
 
-    def __init__(self, engines: EngineGroup, comm: Comm, *, is_policy: bool) -> None:
+    Args:
+        engines: the engine.
+        comm: communicator between all processes of the loop.
+        is_policy: True for the policy's engine, which the teacher does not close.
+        keeps_groups: True if the engine computes a group's prompt once (see ``Partition``).
+    """
+
+    def __init__(
+        self, engines: EngineGroup, comm: Comm, *, is_policy: bool, keeps_groups: bool
+    ) -> None:
         self._engines = engines
         self._comm = comm
         self._is_policy = is_policy
+        self._keeps_groups = keeps_groups
 
     @property
     def engines(self) -> EngineGroup | None:
@@ -92,7 +105,7 @@ class EngineTeacher:
         temperature: float,
     ) -> list[torch.Tensor]:
         """Return the log-probs (see ``Teacher``)."""
-        own = Partition(self._engines, [documents])
+        own = Partition(self._engines, [documents], keeps_groups=self._keeps_groups)
         packed = run_together(self._comm, own.pack)
         bare = [Batch(input_ids=b.input_ids, cu_seqlens=b.cu_seqlens) for b in packed]
         outputs = self._engines.infer(bare, temperature=temperature)
@@ -148,12 +161,16 @@ def teacher_documents(
         if prompt.teacher_tokens is None:
             found.append(document)
             continue
-        completion = document.tokens[len(prompt.tokens) :]
-        tokens = [*prompt.teacher_tokens, *completion]
-        zeros = [0.0] * len(tokens)
+        begin = len(prompt.tokens)
+        before = [0.0] * len(prompt.teacher_tokens)
+        tokens = [*prompt.teacher_tokens, *document.tokens[begin:]]
         found.append(
             replace(
-                document, tokens=tokens, mask=zeros, rollout_log_probs=zeros, weight_versions=None
+                document,
+                tokens=tokens,
+                mask=[*before, *document.mask[begin:]],
+                rollout_log_probs=[0.0] * len(tokens),
+                weight_versions=None,
             )
         )
     return found

@@ -39,7 +39,7 @@ from engine_api.generators import seed_all
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
 from engine_trainer.errors import DataError
-from engine_trainer.placement import loopback
+from engine_trainer.placement import automatic, loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
 from engine_trainer.placement.spmd import Spmd, SpmdEngines
 from engine_trainer.run.best import BestStep
@@ -163,6 +163,7 @@ class Run:
         saves: bool = True,
     ) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
+        self._is_settled = False
         self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
         self.log = RunLog(
@@ -227,6 +228,22 @@ class Run:
         assert isinstance(self.policy, SpmdEngines), "a controller holds no engine"
         return self.policy.engine
 
+    def settle(self) -> Config:
+        """Replace each ``auto`` of the configuration by a choice for the device, and log them.
+
+        Returns the configuration of the run, which is also that of ``config.yaml``. ``start``
+        calls it, for a loop that has not.
+
+        Raises ``PluginError``, ``ConfigError``.
+        """
+        if not self._is_settled:
+            self.config, choices = automatic.settle(self.config, self.launcher)
+            self._is_settled = True
+            self.log.describe(to_plain(self.config))
+            if choices and self.is_main:
+                log.info("chosen: %s", ", ".join(map(str, choices)))
+        return self.config
+
     def start(self, *, schedule_steps: int | None = None) -> EngineGroup:
         """Create and initialize the policy.
 
@@ -240,7 +257,7 @@ class Run:
         # This seed is for code other than the engine: rewards, agents, plug-ins. An engine seeds
         # its process again when it is created.
         seed_all(self.config.run.seed, rank=global_rank())
-        section = self.config.engine
+        section = self.settle().engine
         updates = schedule_steps or self.total_steps
         self.engine_config = replace(
             section.build(seed=self.config.run.seed, total_steps=updates),
@@ -266,6 +283,13 @@ class Run:
                 remedy="set eval.source and eval.every, or run.keep_best: null",
             )
         self.device, capabilities = self.launcher.resolve(section)
+        if section.memory.share_prefixes and Capability.SHARED_PREFIXES not in capabilities:
+            raise unsupported(
+                Capability.SHARED_PREFIXES,
+                section.backend,
+                capabilities,
+                off="set engine.memory.share_prefixes=false",
+            )
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
             raise unsupported(
                 Capability.SAVE_HF, section.backend, capabilities, off="set run.save_hf=false"

@@ -116,7 +116,9 @@ def evaluate_model(config: RLConfig) -> Metrics:
     with Run(only, kind="eval", total_steps=1, saves=False) as run:
         run.start()
         evaluated = run.load_evaluated()
-        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
+        chosen = run.config
+        assert isinstance(chosen, RLConfig)
+        sampler = Sampler.create(run, tokenizer, chosen.rollout, config.reward, config.agent)
         figures = Evaluator(run, sampler, sets, "evaluation").measure(evaluated.step)
         write_evaluation(run, evaluated, figures)
         sampler.close()

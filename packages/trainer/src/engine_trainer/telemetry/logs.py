@@ -156,6 +156,10 @@ class RunLog:
             if project is not None
         ]
 
+    def describe(self, config: Mapping[str, Any]) -> None:
+        """Take the configuration that trackers show, before the logs are opened."""
+        self._config = dict(config)
+
     def open(self, step: int) -> None:
         """Open the logs to continue after ``step``.
 

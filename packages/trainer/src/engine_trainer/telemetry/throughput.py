@@ -99,6 +99,9 @@ def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | Non
 
     It is meant for a loop that holds no engine. Returns None where no MFU is reported.
     """
+    # Tokens that documents share would count several times.
+    if config.memory.share_prefixes:
+        return None
     peak, model = _peak(device, config.precision.compute), text_config(config.model)
     if peak is None or _is_mixture(model) or not hasattr(model, "intermediate_size"):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine_api.capabilities import Capability
@@ -13,6 +14,7 @@ from engine_api.errors import ConfigError, RankFailure
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.placement import memory
+from engine_trainer.placement.memory import FreeMemory
 from engine_trainer.placement.ray import cluster
 from engine_trainer.placement.ray.calls import Pool, WorkerLost, attempt, finish
 from engine_trainer.placement.ray.engines import RayEngines
@@ -62,6 +64,12 @@ class OnRay:
             [pool.start(0, "resolve", section, other)]
         )[0].value
         return found
+
+    def survey(
+        self, device: str, served: str, rollouts: Sequence[str]
+    ) -> list[tuple[FreeMemory, Mapping[str, str]]]:
+        """Ask the workers of the engines (see ``Launcher``)."""
+        return self._engine_pool().call_all("survey", device, served, rollouts)
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
         """Build an engine in the workers of all engines (see ``Launcher``).

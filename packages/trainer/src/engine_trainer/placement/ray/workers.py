@@ -23,6 +23,7 @@ from engine_api.stores import reach_store, serve_store
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import Trained
+from engine_trainer.placement.memory import FreeMemory, look_around
 from engine_trainer.placement.ray import channel
 from engine_trainer.placement.ray.actor import Worker, address
 from engine_trainer.placement.ray.agent_rollouts import AgentRollouts
@@ -101,6 +102,12 @@ class EngineWorker(Worker):
     ) -> tuple[str, frozenset[Capability]]:
         """Resolve an engine on this worker alone (see ``Launcher.resolve``)."""
         return self.spmd.resolve(section, other)
+
+    def survey(
+        self, device: str, served: str, rollouts: Sequence[str]
+    ) -> tuple[FreeMemory, dict[str, str]]:
+        """Return this worker's row of ``Launcher.survey``."""
+        return look_around(device, served, rollouts)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
         """Build one more engine.

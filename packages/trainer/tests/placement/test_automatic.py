@@ -1,0 +1,402 @@
+"""What takes the place of ``auto``: by device, engine and memory, and nothing new on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig, Memory, ModelSource, Precision
+from engine_api.errors import ConfigError
+from engine_trainer.config import DPOConfig, RLConfig, SFTConfig
+from engine_trainer.config.loading import from_tree, to_plain
+from engine_trainer.placement import memory
+from engine_trainer.placement.activations import Decoder
+from engine_trainer.placement.automatic import settle
+from engine_trainer.placement.memory import GIB, FreeMemory
+
+# Qwen3-0.6B.
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+}
+MIXTURE = SMALL | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+FSDP = frozenset(
+    {Capability.BF16, Capability.COMPILE, Capability.RECOMPUTE, Capability.EXPORT_SHARDS}
+)
+DPO = {"data": {"source": "pairs.jsonl"}, "run": {"output_dir": "out", "steps": 1}}
+RL = DPO | {"reward": {"name": "math"}}
+
+
+@pytest.fixture(autouse=True)
+def parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 596_000_000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+class Launcher:
+    """A machine with ranks of one device, on which some servers can be used."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        free: float = 140 * GIB,
+        ranks: int = 1,
+        servers: tuple[str, ...] = ("vllm",),
+        lacks: frozenset[Capability] = frozenset(),
+        others: dict[str, frozenset[Capability]] | None = None,
+    ) -> None:
+        self.device = device
+        self.surveys = 0
+        self.free = [FreeMemory(device=f"gpu{n}", free=int(free)) for n in range(ranks)]
+        self.reasons = {
+            name: "" if name in servers else f"rollout {name!r} is not installed"
+            for name in ("vllm", "sglang")
+        }
+        self.capabilities = {"fsdp2": FSDP - lacks} | (others or {})
+
+    def resolve(self, section: Any, other: Any = None) -> tuple[str, frozenset[Capability]]:
+        return self.device, self.capabilities[section.backend]
+
+    def survey(self, device: str, served: str, rollouts: Any) -> list[Any]:
+        self.surveys += 1
+        return [(free, {name: self.reasons[name] for name in rollouts}) for free in self.free]
+
+
+def configure(cls: Any, folder: Path, tree: dict[str, Any], **engine: Any) -> Any:
+    return from_tree(cls, {**tree, "engine": {"model": {"path": str(folder)}, **engine}})
+
+
+def choose(config: Any, launcher: Any) -> tuple[Any, dict[str, Any]]:
+    settled, choices = settle(config, launcher)
+    return settled, {one.key: one.value for one in choices}
+
+
+def test_a_cpu_computes_what_it_did_before_there_were_choices(folder: Path) -> None:
+    launcher = Launcher("cpu")
+    settled, _ = choose(configure(RLConfig, folder, RL), launcher)
+    built = settled.engine.build(seed=0, total_steps=1)
+    assert built == EngineConfig(
+        model=built.model,
+        optimizer=built.optimizer,
+        schedule=built.schedule,
+        precision=Precision(master="float32", compute="float32", reduce="float32"),
+        memory=Memory(logit_chunk=4096, recompute="none", compile=False),
+    )
+    assert settled.rollout.name == "local"
+    assert settled.algorithm.correction.weight == "none"
+    assert launcher.surveys == 0
+
+
+def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder: Path) -> None:
+    settled, choices = settle(configure(RLConfig, folder, RL), Launcher("cuda"))
+    assert [str(one) for one in choices] == [
+        "rollout.name=vllm (installed, and supports cuda)",
+        "engine.precision.compute=bfloat16 (on cuda)",
+        "engine.memory.compile=true (the engine declares it, on cuda)",
+        "engine.memory.logit_chunk=3328 (logits of 0.94 GiB)",
+        "engine.memory.recompute=none (needs 35.9 GiB without it, 126.0 GiB are usable)",
+    ]
+    assert settled.algorithm.correction.weight == "token"
+    assert "auto" not in json.dumps(to_plain(settled)["engine"]["memory"])
+    # The file of the run says what ran, and a second reading chooses nothing.
+    again, choices = settle(from_tree(RLConfig, to_plain(settled)), Launcher("cuda"))
+    assert (again, choices) == (settled, [])
+
+
+def test_an_explicit_value_is_never_changed(folder: Path) -> None:
+    given = {
+        "precision": {"compute": "float32"},
+        "memory": {"compile": False, "recompute": "full", "logit_chunk": 17},
+    }
+    config = configure(RLConfig, folder, RL | {"rollout": {"name": "local"}}, **given)
+    launcher = Launcher("cuda")
+    settled, choices = choose(config, launcher)
+    assert (settled, choices) == (config, {})
+    assert launcher.surveys == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens", "want"), [(140, 16384, "none"), (30, 16384, "full"), (30, 4096, "none")]
+)
+def test_activations_are_recomputed_where_they_do_not_fit(
+    folder: Path, free: int, tokens: int, want: str
+) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"max_tokens": tokens})
+    _, choices = choose(config, Launcher("cuda", free=free * GIB))
+    assert choices["engine.memory.recompute"] == want
+
+
+def test_ranks_on_one_device_share_its_memory(folder: Path) -> None:
+    launcher = Launcher("cuda", ranks=2, free=60 * GIB)
+    launcher.free = [replace(one, device="gpu0") for one in launcher.free]
+    _, choices = choose(configure(SFTConfig, folder, DPO), launcher)
+    assert choices["engine.memory.recompute"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("lacks", "key", "want"),
+    [
+        (Capability.BF16, "engine.precision.compute", "float32"),
+        (Capability.COMPILE, "engine.memory.compile", False),
+        (Capability.RECOMPUTE, "engine.memory.recompute", "none"),
+        (Capability.EXPORT_SHARDS, "rollout.name", "local"),
+    ],
+)
+def test_nothing_is_chosen_that_the_engine_does_not_declare(
+    folder: Path, lacks: Capability, key: str, want: Any
+) -> None:
+    launcher = Launcher("cuda", free=20 * GIB, lacks=frozenset({lacks}))
+    _, choices = choose(configure(RLConfig, folder, RL), launcher)
+    assert choices[key] == want
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"parallelism": {"tp": 2}},
+        {"memory": {"offload_params": True}},
+        {"optimizer": None},
+    ],
+)
+def test_blocks_that_no_compilation_was_measured_for_are_not_compiled(
+    folder: Path, engine: dict[str, Any]
+) -> None:
+    _, choices = choose(configure(SFTConfig, folder, DPO, **engine), Launcher("cuda"))
+    assert choices["engine.memory.compile"] is False
+
+
+def test_a_mixture_is_not_compiled(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    _, choices = choose(configure(SFTConfig, folder, DPO), Launcher("cuda"))
+    assert choices["engine.memory.compile"] is False
+
+
+def test_an_npu_computes_in_bfloat16_and_is_not_compiled_for(folder: Path) -> None:
+    _, choices = choose(configure(SFTConfig, folder, DPO), Launcher("npu"))
+    assert choices["engine.precision.compute"] == "bfloat16"
+    assert choices["engine.memory.compile"] is False
+
+
+@pytest.mark.parametrize(
+    ("servers", "rollout", "want"),
+    [
+        (("vllm", "sglang"), {}, "vllm"),
+        (("sglang",), {}, "sglang"),
+        ((), {}, "local"),
+        (("vllm",), {"device": "cpu"}, "local"),
+    ],
+)
+def test_the_first_server_that_can_be_used_generates(
+    folder: Path, servers: tuple[str, ...], rollout: dict[str, Any], want: str
+) -> None:
+    config = configure(RLConfig, folder, RL | {"rollout": rollout})
+    settled, choices = settle(config, Launcher("cuda", servers=servers))
+    assert settled.rollout.name == want
+    if not servers:
+        assert "not vllm: rollout 'vllm' is not installed" in choices[0].why
+
+
+def test_a_run_that_generates_nothing_chooses_no_rollout(folder: Path) -> None:
+    for cls in (SFTConfig, DPOConfig):
+        _, choices = choose(configure(cls, folder, DPO), Launcher("cuda"))
+        assert "rollout.name" not in choices
+
+
+def test_a_server_that_stays_awake_has_the_rest_of_the_memory(folder: Path) -> None:
+    config = configure(RLConfig, folder, RL | {"rollout": {"sleep": False}})
+    _, choices = choose(config, Launcher("cuda"))
+    assert choices["engine.memory.recompute"] == "full"
+
+
+def test_a_critic_on_another_engine_has_choices_of_its_own(folder: Path) -> None:
+    algorithm = {"advantage": "gae", "critic": {"backend": "megatron"}}
+    others = {"megatron": frozenset({Capability.BF16, Capability.RECOMPUTE})}
+    config = configure(RLConfig, folder, RL | {"algorithm": algorithm})
+    settled, choices = choose(config, Launcher("cuda", others=others))
+    assert choices["engine.memory.compile"] is True
+    assert choices["algorithm.critic.memory.compile"] is False
+    critic = settled.algorithm.critic.engine(settled.engine)
+    assert critic.memory.compile is False
+    assert critic.precision.compute == "bfloat16"
+
+
+def test_a_teacher_on_another_engine_has_choices_of_its_own(folder: Path) -> None:
+    teacher = {"engine": {"model": {"path": str(folder)}, "backend": "megatron"}}
+    others = {"megatron": frozenset({Capability.RECOMPUTE})}
+    config = configure(RLConfig, folder, RL | {"algorithm": {"teacher": teacher}})
+    settled, choices = choose(config, Launcher("cuda", others=others))
+    assert choices["engine.precision.compute"] == "bfloat16"
+    assert choices["algorithm.teacher.engine.precision.compute"] == "float32"
+    # It only infers.
+    assert choices["algorithm.teacher.engine.memory.compile"] is False
+    assert choices["algorithm.teacher.engine.memory.recompute"] == "none"
+    own = to_plain(settled)["algorithm"]["teacher"]["engine"]
+    assert "auto" not in json.dumps([own["precision"], own["memory"]])
+    engine = settled.algorithm.teacher.engine.engine(settled.engine)
+    assert engine.precision.compute == "float32"
+    _, again = settle(settled, Launcher("cuda", others=others))
+    assert again == []
+
+
+@pytest.mark.parametrize(
+    ("servers", "want"), [(("vllm", "sglang"), "vllm"), (("sglang",), "local")]
+)
+def test_a_server_that_records_no_experts_is_passed_over_where_they_are_replayed(
+    folder: Path, servers: tuple[str, ...], want: str
+) -> None:
+    pytest.importorskip("rollout_fp8", reason="the servers' descriptors are its own")
+    config = configure(RLConfig, folder, RL | {"rollout": {"routed_experts": "replay"}})
+    settled, choices = settle(config, Launcher("cuda", servers=servers))
+    assert settled.rollout.name == want
+    if want == "local":
+        assert "not sglang: it records no experts" in choices[0].why
+
+
+def test_a_correction_of_overlap_is_decided_with_the_rollout(folder: Path) -> None:
+    tree = RL | {
+        "launcher": "ray",
+        "ray": {"rollouts": 1},
+        "overlap": {"mode": "one_step_off"},
+    }
+    config = configure(RLConfig, folder, tree)
+    settled, _ = settle(config, Launcher("cuda"))
+    assert settled.algorithm.correction.weight == "token"
+    with pytest.raises(Exception, match="needs a correction"):
+        settle(config, Launcher("cpu"))
+
+
+def test_every_field_of_a_section_reaches_the_engine(folder: Path) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"share_prefixes": True, "max_tokens": 5})
+    built = config.engine.build(seed=0, total_steps=1)
+    assert {one.name for one in fields(config.engine.memory)} == {f.name for f in fields(Memory)}
+    assert (built.memory.share_prefixes, built.memory.max_tokens) == (True, 5)
+
+
+def test_an_engine_takes_no_section_that_nothing_was_chosen_for(folder: Path) -> None:
+    section = configure(SFTConfig, folder, DPO).engine
+    parts = {"precision": section.precision, "memory": section.memory}
+    for name, key in {"precision": "precision.compute", "memory": "memory.recompute"}.items():
+        with pytest.raises(ConfigError, match=key):
+            EngineConfig(model=section.model, **{name: parts[name]})
+    explicit = replace(section.memory, recompute="none", logit_chunk=4096)
+    with pytest.raises(ConfigError, match=r"memory\.compile: expected true or false, got 'auto'"):
+        EngineConfig(model=section.model, memory=explicit)
+
+
+def kept(family: str, dtype: torch.dtype, layers: int, **sizes: Any) -> tuple[int, Any]:
+    """Return the bytes that autograd keeps of 64 tokens beside the weights, and the sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=layers,
+        **sizes,
+    )
+    lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").model
+    weights = {one.untyped_storage().data_ptr() for one in lm.parameters()}
+    found: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        # The result lives until the bytes are counted.
+        result = lm(input_ids=torch.arange(64)[None], use_cache=False)
+        count = sum(found.values())
+    del result
+    return count, config
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_estimate_of_a_block_is_what_autograd_keeps_of_it(
+    family: str, sizes: dict[str, int], dtype: torch.dtype
+) -> None:
+    less, _ = kept(family, dtype, 1, **sizes)
+    more, config = kept(family, dtype, 3, **sizes)
+    measured = (more - less) / 2 / 64
+    decoder = Decoder.of(config)
+    assert decoder is not None
+    estimate = decoder.kept_by_block(dtype.itemsize)
+    # Never less than what is kept, and not much more.
+    assert 0.8 * estimate <= measured <= estimate
+
+
+# Peaks of training on an H200 in docs/benchmarks.md, in GiB: one GPU, compiled, nothing recomputed.
+MEASURED = [
+    (1024, 3072, 0.596e9, 8192, 19.7),
+    (1024, 3072, 0.596e9, 16384, 29.4),
+    (1024, 3072, 0.596e9, 32768, 48.9),
+    (2048, 6144, 1.72e9, 8192, 38.9),
+    (2048, 6144, 1.72e9, 32768, 85.4),
+]
+
+
+@pytest.mark.parametrize(("hidden", "inner", "parameters", "tokens", "peak"), MEASURED)
+def test_the_estimate_of_a_run_is_above_its_measured_peak_and_near_it(
+    hidden: int, inner: int, parameters: float, tokens: int, peak: float
+) -> None:
+    sizes = SMALL | {"hidden_size": hidden, "intermediate_size": inner}
+    decoder = Decoder.of(SimpleNamespace(**sizes, to_dict=lambda: sizes))
+    assert decoder is not None
+    built = EngineConfig(
+        model=ModelSource(path="none"),
+        precision=Precision(compute="bfloat16"),
+        memory=Memory(max_tokens=tokens, compile=True),
+    )
+    need = 16 * parameters + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
+    assert peak <= need / GIB <= 1.4 * peak
+
+
+def test_a_model_of_other_sizes_has_no_estimate() -> None:
+    text = SimpleNamespace(model_type="odd", to_dict=dict)
+    assert Decoder.of(text) is None
