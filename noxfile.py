@@ -664,7 +664,7 @@ def fresh(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Compare steps of GRPO, DPO and reward models with TRL's, in an environment of their own.
+    """Compare steps of GRPO, DPO, KTO and reward models with TRL's, in an environment of their own.
 
     After `--`: `--write` puts the table into docs/peers.md, or words of the cases to run.
     """

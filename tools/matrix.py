@@ -69,7 +69,9 @@ engine-conformance merge PART-1/report.json PART-2/report.json --certify \\
     --report conformance/reports/fsdp2-0.1.0/cuda
 ```
 
-`merge` refuses reports of different versions, files or kinds of machine, and says which differ.
+`merge` refuses reports of different versions, files or kinds of machine, and says which differ. One
+certificate can be spread over machines of one kind, too: `engine-conformance run … --certify
+--part 2/5` runs one part of five, and `merge --certify` joins all of them.
 
 ### CI
 

@@ -1,4 +1,4 @@
-"""Compare steps of GRPO, DPO and reward models with those of TRL's own trainers.
+"""Compare steps of GRPO, DPO, KTO and reward models with those of TRL's own trainers.
 
 Both sides start from the same tiny weights in float32 on a CPU, learn from the same tokens with
 plain SGD, and make two updates: in the second one the policy is no longer the one that sampled, and
@@ -36,18 +36,23 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from engine_trainer.config import DPOConfig as OwnDPOConfig
+from engine_trainer.config import KTOConfig as OwnKTOConfig
 from engine_trainer.config import RewardModelConfig, RLConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.preferences.dpo import train_dpo
+from engine_trainer.preferences.kto import train_kto
 from engine_trainer.preferences.reward_model import train_reward_model
 from engine_trainer.rewards import Score, register
 from engine_trainer.rl.learner import Learner
@@ -370,10 +375,39 @@ def draw_pairs() -> list[dict[str, Any]]:
     return rows
 
 
-def write_pairs(folder: Path) -> Path:
-    """Write the pairs for this package."""
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in draw_pairs()))
+def draw_short_pairs() -> list[dict[str, Any]]:
+    """Return pairs whose prompts have one token, and whose chosen responses have one length.
+
+    TRL's term of supervised fine-tuning is a mean over all tokens of a batch, those of the prompts
+    included (ORPO). With these pairs it is the mean of the responses' own means.
+    """
+    dice = random.Random(6)
+    return [
+        {
+            "prompt": str(dice.randrange(10)),
+            "chosen": str(dice.randrange(10)),
+            "rejected": str(dice.randrange(10)) * dice.randint(1, 4),
+        }
+        for _ in range(10)
+    ]
+
+
+def draw_labelled() -> list[dict[str, Any]]:
+    """Return labelled completions, two thirds of them desirable."""
+    return [
+        {
+            "prompt": row["prompt"],
+            "completion": row["rejected" if number % 3 == 0 else "chosen"],
+            "label": number % 3 != 0,
+        }
+        for number, row in enumerate(draw_pairs())
+    ]
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows for this package."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -382,13 +416,14 @@ def dpo(
     ours: dict[str, Any],
     trainer: Any = DPOTrainer,
     config: Any = DPOConfig,
+    draw: Callable[[], list[dict[str, Any]]] = draw_pairs,
 ) -> Callable[[Path], tuple[Weights, Weights, Weights]]:
     """Return the comparison of two updates of DPO."""
 
     def compare(folder: Path) -> tuple[Weights, Weights, Weights]:
         tokenizer = AutoTokenizer.from_pretrained(folder / "language")
         model = AutoModelForCausalLM.from_pretrained(folder / "language", dtype=torch.float32)
-        rows = [{k: v for k, v in row.items() if k != "margin"} for row in draw_pairs()]
+        rows = [{k: v for k, v in row.items() if k != "margin"} for row in draw()]
         settings = {"per_device_train_batch_size": len(rows), "max_length": 64, **theirs}
         trainer(
             model=model,
@@ -400,11 +435,43 @@ def dpo(
         tree = own_tree(
             folder,
             "language",
-            data={"source": str(write_pairs(folder))},
+            data={"source": str(write_rows(folder, draw()))},
             batch_size=len(rows),
             dpo=ours,
         )
         train_dpo(from_tree(OwnDPOConfig, tree))
+        own = read_weights(folder / "own" / "hf")
+        return weights_of(model), own, read_weights(folder / "language")
+
+    return compare
+
+
+def kto(
+    theirs: dict[str, Any], ours: dict[str, Any]
+) -> Callable[[Path], tuple[Weights, Weights, Weights]]:
+    """Return the comparison of two updates of KTO, in which both sides keep the rows' order."""
+
+    def compare(folder: Path) -> tuple[Weights, Weights, Weights]:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "language")
+        model = AutoModelForCausalLM.from_pretrained(folder / "language", dtype=torch.float32)
+        rows = draw_labelled()
+        KTOTrainer(
+            model=model,
+            args=KTOConfig(
+                **arguments(folder, per_device_train_batch_size=len(rows), max_length=64, **theirs)
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            optimizers=sgd(model),
+        ).train()
+        tree = own_tree(
+            folder,
+            "language",
+            data={"source": str(write_rows(folder, rows)), "shuffle": False},
+            batch_size=len(rows),
+            kto=ours,
+        )
+        train_kto(from_tree(OwnKTOConfig, tree))
         own = read_weights(folder / "own" / "hf")
         return weights_of(model), own, read_weights(folder / "language")
 
@@ -446,7 +513,7 @@ def reward_model(
         tree = own_tree(
             folder,
             "value",
-            data={"source": str(write_pairs(folder))},
+            data={"source": str(write_rows(folder, draw_pairs()))},
             batch_size=len(rows),
             rm=ours,
             run={"steps": updates},
@@ -516,6 +583,16 @@ def cases() -> Iterator[Case]:
         ),
         ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss": "robust"}),
         ({"loss_type": "sigmoid_norm"}, {"loss": "sigmoid_norm"}),
+        # With one pair in a micro-batch AOT sorts nothing, and is DPO with label smoothing.
+        (
+            {
+                "loss_type": "aot",
+                "label_smoothing": 0.1,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 10,
+            },
+            {"loss_options": {"label_smoothing": 0.1}},
+        ),
     ):
         yield Case("DPO", _said(theirs), _said(ours), dpo(theirs, ours))
     simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5}
@@ -523,6 +600,30 @@ def cases() -> Iterator[Case]:
     yield Case(
         "DPO", f"CPOTrainer, {_said(simpo)}", _said(ours), dpo(simpo, ours, CPOTrainer, CPOConfig)
     )
+    rpo = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    ours = {"sft_coefficient": 0.5}
+    yield Case("DPO", _said(rpo), _said(ours), dpo(rpo, ours, draw=draw_short_pairs))
+    orpo, ours = {"beta": 0.5}, {"loss": "orpo", "beta": 0.5}
+    yield Case(
+        "DPO",
+        f"ORPOTrainer, {_said(orpo)}",
+        _said(ours),
+        dpo(orpo, ours, ORPOTrainer, ORPOConfig, draw=draw_short_pairs),
+    )
+    # In the second update the baseline is above 0 with the first two, and held to 0 with the third.
+    for theirs, ours in (
+        ({}, {}),
+        (
+            {"beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 0.1},
+            {"beta": 0.5, "desirable": 2.0, "undesirable": 0.1},
+        ),
+        (
+            {"beta": 0.5, "desirable_weight": 0.5, "undesirable_weight": 1.5},
+            {"beta": 0.5, "desirable": 0.5, "undesirable": 1.5},
+        ),
+        ({"loss_type": "apo_zero_unpaired"}, {"loss": "apo_zero_unpaired"}),
+    ):
+        yield Case("KTO", _said(theirs), _said(ours), kto(theirs, ours))
     center = {"center_rewards_coefficient": 0.01}
     for theirs, ours, updates in (
         ({}, {}, UPDATES),

@@ -6,15 +6,20 @@ In addition, the field's bugs that the cases were made from.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from engine_api.capabilities import Capability
+from engine_api.errors import UnsupportedCapability
 from engine_api.plugin import EnginePlugin, is_older
-from engine_conformance.cases import Case, Target, load_cases
+from engine_conformance.cases import Case, Target, load_cases, run_case
 from engine_conformance.cases.contract import _member_problems
+from engine_conformance.rank_failure import REFUSED, FailedRank, RankError
+from engine_conformance.report.view import facts
+from report_samples import made, row
 
 CASES = load_cases()
 CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
@@ -129,6 +134,45 @@ def test_an_engine_is_asked_only_for_what_the_contract_had_that_it_was_written_f
     target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
     assert "written for 1.0" in (CASES["lora.base"].why_not(target) or "")
     assert CASES["lora.train"].why_not(target) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "package", "status"),
+    [
+        ("linear_attention", "no-such-distribution", "refused"),
+        ("linear_attention", "pytest no-such-distribution>=1", "refused"),
+        # The package is there, or the refusal is of something else.
+        ("linear_attention", "pytest", "failed"),
+        ("moe", "no-such-distribution", "failed"),
+    ],
+)
+def test_a_mechanism_is_refused_for_want_of_a_package_that_the_refusal_names(
+    capability: str, package: str, status: str
+) -> None:
+    error = UnsupportedCapability(capability, why="no kernel", remedy=f"pip install {package}")
+
+    def refuse(_: Target) -> None:
+        name = f"{UnsupportedCapability.__module__}.{UnsupportedCapability.__qualname__}"
+        text = f"{REFUSED} lfm2\n{error}"
+        failed = FailedRank(rank=0, kind="raised", text=text, exception=name)
+        raise RankError("refuse", 1, [failed], 0.0)
+
+    capabilities = frozenset({Capability.LINEAR_ATTENTION})
+    plugin = EnginePlugin(name="x", contract="1.4", rows=(), capabilities=capabilities)
+    target = Target(backend="x", root=Path())
+    target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
+    one = replace(CASES["mechanisms.linear_attention"], function=refuse)
+    outcome = run_case(one, target)
+    assert (outcome.status, package in outcome.message) == (status, True)
+
+
+def test_a_certificate_names_a_capability_that_was_refused_for_want_of_a_package() -> None:
+    refused = row(
+        "mechanisms.sinks", "refused", group="sinks", message="pip install no-such-distribution"
+    )
+    run, verdicts = made([row("forward.llama"), refused], declared=["sinks"])
+    assert [one.verdict for one in verdicts] == ["conformant"]
+    assert ("Declared, and refused here: sinks", refused.outcome.message) in facts(run, "0" * 64)
 
 
 def test_an_engine_is_asked_only_for_the_model_families_that_it_declares(tmp_path: Path) -> None:

@@ -99,7 +99,10 @@ def ends(done: Ended, code: int, *texts: str) -> None:
         (["odd", "--parallelism", "tp"], 2, ["NAME=SIZE"]),
         (["odd", "--option", "spec"], 2, ["--option spec", "NAME=VALUE"]),
         (["odd", "--option", "9=1"], 2, ["--option 9=1", "NAME=VALUE"]),
-        (["odd", "--certify", "--case", "train.moe"], 2, ["leave out --case"]),
+        (["odd", "--certify", "--tier", "quick"], 2, ["leave out --tier quick"]),
+        (["odd", "--part", "2/5"], 2, ["add --certify"]),
+        (["odd", "--certify", "--part", "6/5"], 2, ["K from 1 to N", "2/5, got '6/5'"]),
+        (["odd", "--certify", "--part", "1/2", "--case", "train.*"], 2, ["leave out one"]),
         (["odd", "--patience", "0"], 2, ["--patience"]),
         (["odd", "--seed", "-1"], 2, ["--seed -1", "0 or more"]),
         (["odd", "--plugin", "no.such:PLUGIN"], 2, ["no module 'no.such'"]),
@@ -157,10 +160,21 @@ def test_a_class_that_cannot_be_imported_fails_its_case(cli: Cli, install: Insta
     assert "SUITE-ERROR" not in done.told
 
 
+def test_options_of_variants_need_a_dataclass_that_the_descriptor_names(
+    cli: Cli, install: Install
+) -> None:
+    variants = "rows=(Row(", 'variants=(Variant(options={"fast": True}),), rows=(Row('
+    descriptor = DESCRIPTOR.replace(*variants).replace("import ", "import Variant, ", 1)
+    install("odd_plugin", descriptor.replace('"1.0"', '"1.3"'))
+    install("odd_engine", "class Odd:\n    pass\n")
+    done = cli("run", "odd", "--case", "plugin.classes", "--world", "1")
+    ends(done, 1, "variants have options, and no options dataclass is named")
+
+
 def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
     cli: Cli, install: Install
 ) -> None:
-    install("odd_plugin", DESCRIPTOR)
+    install("odd_plugin", DESCRIPTOR.replace("rows=", 'options="odd_engine:Options", rows=', 1))
     install(
         "odd_engine",
         "class Odd:\n"

@@ -15,7 +15,15 @@ import pytest
 from engine_conformance import environment
 from engine_conformance.cli import main
 from engine_conformance.errors import UsageError
-from engine_conformance.report import certificate, merge, read_document, shown, to_document, verify
+from engine_conformance.report import (
+    certificate,
+    check_whole,
+    merge,
+    read_document,
+    shown,
+    to_document,
+    verify,
+)
 from engine_conformance.report.document import digest
 from engine_conformance.results import STATUSES, Row, SuiteRun
 from engine_conformance.verdict import compute_verdicts
@@ -253,6 +261,106 @@ def test_a_forged_joined_report_shows_though_its_digest_is_right(
     document["digest"] = digest(document)
     problems = verify(stored(tmp_path / "report.json", document), suite=SUITE)
     assert any(told in problem for problem in problems), problems
+
+
+ALL = [row.key for row in GOOD]
+
+
+def part(*rows: Row, part: str = "", cases: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+    selection = {"worlds": [1, 2], "part": part, "cases": list(cases), "complete": False}
+    given = {"selection": selection, "certify": True, "planned": ALL} | changes
+    return report(list(rows), seconds=2.0, **given)
+
+
+THIRDS = [part(*GOOD[index::3], part=f"{index + 1}/3") for index in range(3)]
+
+
+def test_the_parts_of_a_certificate_make_the_certificate_of_one_run(tmp_path: Path) -> None:
+    for one in THIRDS:
+        assert verify(stored(tmp_path / "report.json", one), suite=SUITE) == []
+        assert {entry["verdict"] for entry in one["verdicts"]} == {"partial"}
+        assert certificate(one).startswith("# Part of a certificate: acme")
+    whole = joined(*reversed(THIRDS))
+    assert verify(stored(tmp_path / "report.json", whole), suite=SUITE) == []
+    one_run = report(GOOD, certify=True, selection={"worlds": [1, 2], "part": ""})
+    same = set(one_run) - {"digest", "command", "seconds", "parts"}
+    assert {name for name in same if whole[name] != one_run[name]} == set()
+    assert certificate(whole).startswith("# Certificate: acme")
+    check_whole(read_document(whole)[0])
+
+
+def test_a_larger_part_is_joined_with_the_rest() -> None:
+    two = joined(*THIRDS[:2])
+    assert (two["complete"], two["selection"]["part"]) == (False, "1/3, 2/3")
+    assert joined(two, THIRDS[2])["complete"] is True
+
+
+def test_parts_that_were_picked_by_their_cases_make_a_certificate_too() -> None:
+    names = sorted({one.case for one in GOOD})
+    halves = [
+        part(*(one for one in GOOD if one.case in chosen), cases=tuple(chosen))
+        for chosen in (names[:3], names[3:])
+    ]
+    whole = joined(*halves)
+    assert (whole["complete"], whole["selection"]["cases"]) == (True, [])
+    with pytest.raises(UsageError, match=r"a part of the certificate is missing: \d of 8 rows"):
+        check_whole(read_document(joined(halves[0]))[0])
+
+
+def test_certificates_of_two_precisions_are_each_joined_from_parts() -> None:
+    half = in_half(GOOD)
+    other = {"planned": [one.key for one in half]}
+    parts = [
+        part(
+            *half[index::2],
+            **other,
+            selection={
+                "worlds": [1, 2],
+                "dtypes": ["bfloat16"],
+                "part": f"{index + 1}/2",
+                "complete": False,
+            },
+        )
+        for index in range(2)
+    ]
+    both = joined(joined(*THIRDS), joined(*parts))
+    assert both["complete"] is True
+    assert joined(*THIRDS, parts[0])["complete"] is False
+
+
+def test_a_part_that_is_missing_doubled_or_of_another_certificate_is_named() -> None:
+    with pytest.raises(UsageError, match=r"part 2/3 of the certificate is missing: 3 of 8 rows"):
+        check_whole(read_document(joined(THIRDS[0], THIRDS[2]))[0])
+    again = part(*GOOD[1::3], part="2/3", started="2026-02-01T00:00:00+00:00")
+    with pytest.raises(UsageError, match=r"report 3 \(part 2/3\) has rows that report 1 \(part"):
+        joined(*THIRDS, again)
+    quarter = part(*GOOD[:2], part="1/4")
+    with pytest.raises(UsageError, match=r"report 1 \(part 1/4\) has rows that report 0 \(part"):
+        joined(THIRDS[0], quarter)
+    smaller = part(*GOOD[1:3], part="2/3", planned=ALL[:-1])
+    with pytest.raises(UsageError, match="report 1 and report 0 are parts of two certifi") as told:
+        joined(THIRDS[0], smaller)
+    assert f"{GOOD[-1].case} in {GOOD[-1].setting}" in str(told.value)
+
+
+def test_a_row_that_a_part_did_not_come_to_leaves_the_certificate_partial() -> None:
+    late = replace(GOOD[1], outcome=replace(GOOD[1].outcome, status="not-run", message="late"))
+    parts = [THIRDS[0], part(late, *GOOD[4::3], part="2/3"), THIRDS[2]]
+    whole = joined(*parts)
+    check_whole(read_document(whole)[0])
+    assert "partial" in {one["verdict"] for one in whole["verdicts"]}
+    # The row that is shown later is not there twice.
+    assert joined(*parts, part(GOOD[1], part="2/3"))["counts"]["not-run"] == 0
+
+
+def test_a_joined_certificate_that_states_a_shorter_plan_than_its_rows_is_not_complete(
+    tmp_path: Path,
+) -> None:
+    document = copy.deepcopy(joined(*THIRDS))
+    document["planned"][0]["cases"].pop()
+    document["digest"] = digest(document)
+    problems = verify(stored(tmp_path / "report.json", document), suite=SUITE)
+    assert any("complete: states True, its selection says False" in one for one in problems)
 
 
 def test_the_command_line_joins_verifies_and_compares_with_the_parts(

@@ -174,7 +174,6 @@ class LoopbackEngine(ExportEngine):
     def _accumulation(self, *, last: bool) -> Iterator[None]:
         # Gradients are this rank's own until the step.
         del last
-        self._expect_loaded("train")
         self.model.training = True
         try:
             yield
@@ -183,7 +182,6 @@ class LoopbackEngine(ExportEngine):
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
-        self._expect_loaded("infer")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not adapter:
@@ -193,7 +191,6 @@ class LoopbackEngine(ExportEngine):
     # --- the step ------------------------------------------------------------------------------
 
     def _clip_gradients(self, max_norm: float | None) -> float:
-        self._expect_loaded("train")
         for weight in self.held_and_trained():
             weight.held.grad = self.reduce_gradient(weight, self.own_gradient(weight))
         norm = self.gradient_norm()

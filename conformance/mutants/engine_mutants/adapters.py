@@ -207,3 +207,48 @@ class ShardsAlwaysMerged(LoopbackEngine):
     ) -> ShardExport:
         self.check_adapter(adapter)
         return super().get_per_tensor_param_shard(dtype=dtype)
+
+
+@mutant("export.first_values", group="lora")
+class AdapterOfPositiveValues(LoopbackEngine):
+    """A new adapter's A has positive values alone."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        for weight in self.weights.values():
+            if weight.adapter and weight.param is not None:
+                weight.local.abs_()
+
+
+@mutant("export.first_values", group="lora")
+class AdapterSpreadByRank(LoopbackEngine):
+    """A new adapter's A is spread by the adapter's rank, where the layer's inputs are meant."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        for weight in self.weights.values():
+            if weight.adapter and weight.param is not None:
+                weight.local.mul_(math.sqrt(weight.shape[1] / weight.shape[0]))
+
+
+@mutant("lora.resume", group="lora")
+class DropsWhenNeverTrained(LoopbackEngine):
+    """An adapter drops inputs in inference as long as the engine has not trained."""
+
+    @contextmanager
+    def _inference(self, adapter: bool) -> Iterator[None]:
+        with super()._inference(adapter):
+            self.model.training = self.optimizer is None
+            yield
+            self.model.training = False
+
+
+@mutant("lora.dropout_tp", group="lora", world=2)
+class DropoutIgnoredUnderTp(LoopbackEngine):
+    """Dropout of an adapter is accepted under tensor parallelism, and left out."""
+
+    def _build(self) -> None:
+        lora = self.config.lora
+        if lora is not None and self.config.parallelism.tp > 1:
+            self.config = replace(self.config, lora=replace(lora, dropout=0.0))
+        super()._build()

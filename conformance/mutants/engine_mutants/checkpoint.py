@@ -659,3 +659,12 @@ class ErrorOnOneRank(LoopbackEngine):
             return super().load_checkpoint(directory)
         finally:
             self._save_comm = comm
+
+
+@mutant("checkpoint.asynchronous_steps", group="async-checkpoint", world=2, deadline=0.2)
+class SaveInTheTrainingsGroup(LoopbackEngine):
+    """The ranks of an asynchronous save exchange messages in the process group of the training."""
+
+    @property
+    def _checkpoint_comm(self) -> Comm:
+        return self.comm

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
 from engine_api.contract import Adapter
+from engine_api.errors import CheckpointWriteError
+from engine_api.hf_folder import unwritable
 from engine_api.weights import ShardExport, WeightExport
 from engine_loopback.engine import LoopbackEngine
 from engine_loopback.weights import Weight
@@ -412,3 +417,47 @@ class TokenizerCopiedAsText(LoopbackEngine):
         super().write_folder(directory, tensors)
         for file in [*directory.glob("*.txt"), *directory.glob("*.jinja")]:
             file.write_text(file.read_text())
+
+
+@mutant("faults.save_hf", group="save-hf")
+class FolderWrittenInPlace(LoopbackEngine):
+    """The weights of save_hf are written under their final name, over those that are there."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise unwritable(directory, error) from error
+        super().write_folder(directory, tensors)
+
+
+@mutant("faults.save_hf", group="save-hf")
+class UnfinishedFolderStays(LoopbackEngine):
+    """A save_hf that fails leaves its unfinished folder beside the one that it was to replace."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            super().write_folder(directory, tensors)
+        except CheckpointWriteError:
+            directory.with_name(f"{directory.name}.unfinished").mkdir()
+            raise
+
+
+@mutant("faults.killed_in_save_hf", group="save-hf")
+class RemainsInTheWay(LoopbackEngine):
+    """The unfinished folder of a save_hf that was killed is in the way of the next one."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        partial = directory.with_name(f"{directory.name}.partial")
+        if partial.exists():
+            raise unwritable(directory, FileExistsError(errno.EEXIST, "exists", str(partial)))
+        super().write_folder(directory, tensors)
+
+
+@mutant("contract.defaults", group="core")
+class ExportOfTheDefaultDtype(LoopbackEngine):
+    """An export without a dtype is in torch's default dtype, in place of the stored one."""
+
+    def shard(self, weight: Weight, dtype: Dtype) -> Tensor:
+        return super().shard(weight, dtype or torch.get_default_dtype())

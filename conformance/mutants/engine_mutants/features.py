@@ -501,3 +501,25 @@ class AdapterSubtracted(Model):
                 weight.local.add_(delta).sub_(delta)
         with super().without_adapter():
             yield
+
+
+@mutant("memory.half_precision", group="bf16", part="model")
+class HeadInMastersDtype(Model):
+    """The head computes in the dtype of the masters, in place of the computation's."""
+
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
+        del weight
+        head = "model.embed_tokens.weight" if self.shape.tied else "lm_head.weight"
+        own = self.weights[head].held.to(self.device)
+        return super().log_probs(hidden.to(own.dtype), own, targets, temperature)
+
+
+@mutant("memory.chunks", group="core", part="model")
+class ChunksOfOneTokenShift(Model):
+    """With chunks of one token each token has the log-prob of the one before it."""
+
+    def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        result = super().chunked(hidden, targets, temperature)
+        return result.roll(1, 0) if self.memory.logit_chunk == 1 else result

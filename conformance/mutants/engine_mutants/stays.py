@@ -52,6 +52,8 @@ STAYS: dict[str, str] = {
         "the layout or combination that it names; "
         "a defect of one layout mostly breaks its combinations too"
     ),
+    "contract.defaults": "about defaults of torch, which no other case changes",
+    "memory.away": "about parts that are away, which they are on an accelerator alone",
     "memory.chunks": "the only one with padding, chunks and kept weights together",
     "memory.precisions": "the only one whose masters, computation and sums differ in their dtypes",
     "lora.*": "the whole life of an adapter; narrower cases catch single defects as well",

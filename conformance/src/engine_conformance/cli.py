@@ -125,7 +125,9 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, required=True, metavar="DIR", help="write the joined reports there"
     )
     parser.add_argument(
-        "--certify", action="store_true", help="exit 0 only if every verdict is conformant"
+        "--certify",
+        action="store_true",
+        help="exit 0 only if every verdict is conformant, and no part of a certificate is missing",
     )
     parser.set_defaults(command=_merge)
 
@@ -164,7 +166,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--partner", help="another engine, for checkpoints and rollouts that two share"
     )
     parser.add_argument(
-        "--certify", action="store_true", help="all cases, and exit 0 only for conformant"
+        "--certify",
+        action="store_true",
+        help="all cases, and exit 0 only for conformant; with --case or --part: a part of a "
+        "certificate, which merge joins",
+    )
+    parser.add_argument(
+        "--part",
+        default="",
+        metavar="K/N",
+        help="with --certify: the K-th of N parts of about the same length, as 2/5",
     )
     parser.add_argument(
         "--report",
@@ -298,7 +309,7 @@ def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
     if folder:
         write_reports(folder, run, verdicts)
     print(f"\n{summary(run, verdicts, folder=folder)}")
-    return exit_code(run.rows, verdicts, certify=certify)
+    return exit_code(run.rows, verdicts, certify=certify, part=run.is_part)
 
 
 def _read_continued_report(
@@ -346,15 +357,14 @@ def _read_verified_report(path: Path) -> dict[str, Any]:
 
 
 def _merge(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from engine_conformance.report import merge
+    from engine_conformance.report import check_whole, merge
 
     documents = {str(path): _read_verified_report(path) for path in options.reports}
     _check_writable(options.report)
-    return _conclude(
-        merge(documents, command=given, certify=options.certify),
-        options.report,
-        certify=options.certify,
-    )
+    run = merge(documents, command=given, certify=options.certify)
+    if options.certify:
+        check_whole(run)
+    return _conclude(run, options.report, certify=options.certify)
 
 
 def _selection(options: argparse.Namespace) -> Selection:
@@ -376,9 +386,14 @@ def _selection(options: argparse.Namespace) -> Selection:
         seed=options.seed,
         plugin=options.plugin,
         options=dict(map(_option, options.option)),
+        part=_part(options.part),
     )
-    if options.certify and not selection.complete:
-        raise UsageError("--certify runs every case: leave out --case and --tier quick")
+    if options.certify and selection.quick:
+        raise UsageError("--certify runs every case: leave out --tier quick")
+    if options.part and not options.certify:
+        raise UsageError("--part is a part of a certificate: add --certify")
+    if options.part and options.case:
+        raise UsageError("--part and --case both choose a part of a certificate: leave out one")
     if options.commit and not _COMMIT.fullmatch(options.commit):
         raise UsageError(
             f"--commit: expected 7 to 64 hexadecimal digits, and -dirty for changed files, got "
@@ -406,6 +421,16 @@ def _worlds(text: str) -> tuple[int, ...]:
             f"--world: expected positive integers separated by commas, such as 1,2,4, got {text!r}"
         )
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _part(text: str) -> str:
+    number, _, count = text.partition("/")
+    numbers = number.isdecimal() and count.isdecimal()
+    if text and not (numbers and 1 <= int(number) <= int(count) and int(count) > 1):
+        raise UsageError(
+            f"--part: expected K/N with K from 1 to N and N of 2 or more, as 2/5, got {text!r}"
+        )
+    return f"{int(number)}/{int(count)}" if text else ""
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -182,6 +182,12 @@ def assert_weights_close(
     return worst
 
 
+def _view_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element, ``[n, itemsize]``."""
+    # A copy, since a tensor of one element may have any stride, which a view to bytes refuses.
+    return tensor.reshape(-1, 1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def assert_bitwise(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, name: str = "export"
 ) -> float:
@@ -197,9 +203,7 @@ def assert_bitwise(
         if have.dtype != exact.dtype:
             raise ConformanceFailure(name, f"dtype {have.dtype}, expected {exact.dtype}", where=key)
         _assert_shape(f"{name} {key}", have, exact)
-        # As bytes, with an axis for the bytes of one element; a scalar has no axis to view.
-        have_bytes = have.reshape(-1, 1).view(torch.uint8)
-        exact_bytes = exact.reshape(-1, 1).view(torch.uint8)
+        have_bytes, exact_bytes = (_view_bytes(tensor) for tensor in (have, exact))
         differ = (have_bytes != exact_bytes).any(dim=-1)
         if differ.any():
             index = int(differ.nonzero()[0])

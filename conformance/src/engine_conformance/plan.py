@@ -18,11 +18,11 @@ from engine_conformance.cases._case import EXPERTS
 from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.oracle.config import FAMILIES
-from engine_conformance.results import Setting
+from engine_conformance.results import Key, Setting
 from engine_conformance.variants import changed_sizes, repetitions
 from engine_conformance.verdict import is_complete
 
-__all__ = ["Item", "Selection", "make_plan", "resolve", "resolve_kind"]
+__all__ = ["Item", "Selection", "choose_part", "make_plan", "resolve", "resolve_kind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,7 @@ class Selection:
         seed: the seed of the batches.
         plugin: ``module:ATTR`` of a descriptor that is not installed.
         options: the engine's or the rollout's own options, by name.
+        part: the part of a certificate that runs, ``1/5`` to ``5/5``; empty means all.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Selection:
     seed: int = 0
     plugin: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    part: str = ""
 
     @property
     def complete(self) -> bool:
@@ -66,7 +68,7 @@ class Selection:
 
         No verdict is ``conformant`` without it.
         """
-        return is_complete({"cases": self.cases, "quick": self.quick})
+        return is_complete({"cases": self.cases, "quick": self.quick, "part": self.part})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a report.
@@ -103,6 +105,11 @@ class Item:
             dtype=target.dtype,
             variant=self.variant,
         )
+
+    @property
+    def key(self) -> Key:
+        """The subject of the item's row: the case in its setting."""
+        return self.case.id, self.setting
 
 
 def resolve_kind(selection: Selection) -> bool:
@@ -206,6 +213,47 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
             f"nothing to run: no case applies to {selection.name!r} in these settings{reasons}"
         )
     return items
+
+
+def choose_part(plan: Sequence[Item], selection: Selection) -> list[Item]:
+    """Return the items of a certificate's plan that belong to the selection's part, in their order.
+
+    Settings and options of a case cost about the same, so that all items are dealt out in the order
+    of the cases, forwards and backwards by turns: each part then has its share of every case, and
+    no part has all items of one number of ranks.
+
+    Raises:
+        UsageError: if there are more parts than items, or a glob fits no case.
+        CannotRun: if no item is in the part.
+    """
+    if not selection.part:
+        ids = {case.id for case in _chosen(selection.cases)}
+        items = [item for item in plan if item.case.id in ids]
+        if not items:
+            raise CannotRun(
+                f"nothing to run: the certificate of {selection.name!r} in these settings has no "
+                f"row of --case {','.join(selection.cases)}"
+            )
+        if len(items) == len(plan):
+            raise UsageError(
+                f"--case {','.join(selection.cases)} has all rows of the certificate: leave it out"
+            )
+        return items
+    number, count = map(int, selection.part.split("/"))
+    if count > len(plan):
+        raise UsageError(
+            f"--part {selection.part}: expected at most {len(plan)} parts, "
+            f"one for each row of the certificate, got {count}"
+        )
+    dealt = sorted(range(len(plan)), key=lambda index: (plan[index].case.id, index))
+    rounds = [dealt[start : start + count] for start in range(0, len(dealt), count)]
+    own = {
+        index
+        for turn, items in enumerate(rounds)
+        for hand, index in enumerate(items)
+        if number - 1 == (hand if turn % 2 == 0 else count - 1 - hand)
+    }
+    return [item for index, item in enumerate(plan) if index in own]
 
 
 def _repeated(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["BAD", "STATUSES", "Outcome", "Part", "Row", "Setting", "Status", "SuiteRun"]
+__all__ = ["BAD", "STATUSES", "Key", "Outcome", "Part", "Row", "Setting", "Status", "SuiteRun"]
 
 Status = Literal[
     "passed",
@@ -67,6 +67,10 @@ class Setting:
         return f"{text}, {self.variant}" if self.variant else text
 
 
+Key = tuple[str, Setting]
+"""The subject of a row: the id of a case, and its setting."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One case in one setting.
@@ -94,6 +98,11 @@ class Row:
     hints: str = ""
     repeat: str = ""
     deviation: Mapping[str, str] | None = None
+
+    @property
+    def key(self) -> Key:
+        """The subject of the row: a case in a setting."""
+        return self.case, self.setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +148,8 @@ class SuiteRun:
         commits: the commits that the packages of ``sources`` and the suite were made from, by
             package, as far as they are known; ``-dirty`` at the end of a commit means that files
             differed from it.
+        planned: the rows of the whole certificate, in its order, if this run is a part of one or
+            was joined from parts; empty for any other run.
     """
 
     name: str
@@ -158,3 +169,9 @@ class SuiteRun:
     parts: Sequence[Part] = ()
     commits: Mapping[str, str] = field(default_factory=dict[str, str])
     families: Sequence[str] = ()
+    planned: Sequence[Key] = field(default=(), repr=False)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the run has some rows of a certificate, and not all."""
+        return not {row.key for row in self.rows}.issuperset(self.planned)

@@ -23,7 +23,7 @@ from engine_conformance.deviations import Deviation, with_deviations
 from engine_conformance.environment import commits, environment, parts_of, sources, suite
 from engine_conformance.errors import CannotRun
 from engine_conformance.oracle.config import FAMILIES
-from engine_conformance.plan import Item, Selection, make_plan, resolve
+from engine_conformance.plan import Item, Selection, choose_part, make_plan, resolve
 from engine_conformance.ranks import RankError, close_pools
 from engine_conformance.results import Outcome, Row, Setting, SuiteRun
 from engine_conformance.variants import GROUP, changed_sizes
@@ -55,7 +55,8 @@ def run_selection(
     Args:
         selection: what to run.
         command: the command line's arguments, for the report.
-        certify: whether a certificate was asked for, for the report.
+        certify: whether a certificate was asked for; then a selection that is not complete is a
+            part of one, and the report says which rows the whole has.
         commit: the commit that packages without a commit of their own were made from.
         deviations: the known deviations of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
@@ -70,11 +71,11 @@ def run_selection(
     # The oracle's tensors are so small that threads would cost more than they gain.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        items = [
-            item
-            for item in make_plan(selection, Path(folder))
-            if (item.case.id, item.setting) not in done
-        ]
+        in_parts = certify and not selection.complete
+        whole = replace(selection, cases=(), part="") if in_parts else selection
+        plan = make_plan(whole, Path(folder))
+        chosen = choose_part(plan, selection) if in_parts else plan
+        items = [item for item in chosen if item.key not in done]
         rows: list[Row] = []
         try:
             _check_classes(items)
@@ -88,7 +89,8 @@ def run_selection(
                     listen(rows[-1])
         finally:
             close_pools()
-    return replace(about, seconds=time.monotonic() - began, rows=rows)
+    planned = [item.key for item in plan] if in_parts else []
+    return replace(about, seconds=time.monotonic() - began, rows=rows, planned=planned)
 
 
 def describe_run(

@@ -11,6 +11,7 @@ import torch
 
 from engine_api.errors import CheckpointCorrupt
 from engine_api.generators import capture, check, restore, seed_all
+from engine_api.torch_defaults import plain_defaults
 
 
 def draws():
@@ -21,6 +22,26 @@ def draws():
     python = random.random(), random.gauss(0, 1)
     numpy = np.random.rand(), np.random.randn()  # noqa: NPY002 - the global one
     return *python, *numpy, float(torch.rand(())), float(torch.randn(()))
+
+
+def test_tensors_are_of_torchs_own_defaults_inside_the_block_alone():
+    def look():
+        made = torch.zeros(2)
+        return made.dtype, made.device.type
+
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with plain_defaults():
+            assert look() == (torch.float32, "cpu")
+        with pytest.raises(ZeroDivisionError), plain_defaults():
+            raise ZeroDivisionError
+        assert look() == (torch.float64, "meta")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    with plain_defaults():
+        assert look() == (torch.float32, "cpu")
 
 
 def test_generators_come_back_as_they_were():

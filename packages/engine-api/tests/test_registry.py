@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 
+from engine_api.config import EngineConfig, ModelSource
 from engine_api.errors import (
+    ConfigError,
     ContractMismatch,
     PluginConflict,
     PluginLoadError,
@@ -18,7 +21,7 @@ from engine_api.errors import (
     PluginUnavailable,
 )
 from engine_api.plugin import contract_problem
-from engine_api.registry import Registry, RolloutRegistry
+from engine_api.registry import EngineRegistry, Registry, RolloutRegistry
 
 GOOD = """
 from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
@@ -304,6 +307,25 @@ def test_registering_in_process(registry):
     registry.unregister("mine")
     with pytest.raises(PluginNotFound):
         registry.resolve(backend="mine")
+
+
+def test_options_of_an_engine_whose_descriptor_names_none_are_refused():
+    made = []
+
+    def build(config, *, resolution):
+        made.append((config.options, resolution.plugin.name))
+
+    config = EngineConfig(model=ModelSource(path="."), options={"fast": True})
+    try:
+        EngineRegistry.register(backend="plain", device="cpu")(build)
+        with pytest.raises(ConfigError, match=r"options: expected none, got \{'fast': True\}"):
+            EngineRegistry.create(backend="plain", config=config)
+        EngineRegistry.create(backend="plain", config=replace(config, options={}))
+        EngineRegistry.register(backend="plain", device="cpu", options="acme:Options")(build)
+        EngineRegistry.create(backend="plain", config=config)
+    finally:
+        EngineRegistry.unregister("plain")
+    assert made == [({}, "plain"), ({"fast": True}, "plain")]
 
 
 def test_entry_points_are_read_again_after_refresh(registry, add_distribution):

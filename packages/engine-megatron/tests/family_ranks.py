@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from layout_ranks import create
 from torch import Tensor
 
 from engine_api import Batch, OptimizerConfig, sft_loss
-from engine_api.config import Memory
+from engine_api.config import LoraConfig, Memory
 from engine_api.errors import EngineError
 from engine_api.weights import ShardSpec
 
@@ -25,9 +26,13 @@ def compute(
     parallelism: dict[str, int],
     options: dict[str, Any],
     documents: list[list[int]],
+    experts: list[Tensor] | None = None,
     **config: Any,
 ) -> Result:
-    """Return log-probs by document, exported weights whole and as shards, and the moved weights."""
+    """Return log-probs by document, exported weights whole and as shards, and the moved weights.
+
+    ``experts`` are replayed, by document.
+    """
     engine = create(
         path, parallelism, options, optimizer=SGD, memory=Memory(max_tokens=128), **config
     )
@@ -39,6 +44,8 @@ def compute(
         for i in own
     ]
     batch = Batch.pack(rows)
+    if experts is not None:
+        batch = batch.with_fields(routed_experts=torch.cat([experts[i] for i in own]))
     log_probs = engine.infer_batch(batch).log_probs.split([len(documents[i]) for i in own])
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     shards = [
@@ -48,6 +55,63 @@ def compute(
     after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     engine.close()
     return dict(zip(own, log_probs, strict=True)), before, shards, after
+
+
+Adapted = dict[str, Any]
+
+
+def adapt(
+    path: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    documents: list[list[int]],
+    lora: LoraConfig,
+) -> Adapted:
+    """Return an adapter before and after each of two steps, and outputs and exports between them.
+
+    Layers are recomputed.
+    """
+    engine = create(
+        path,
+        parallelism,
+        options,
+        optimizer=SGD,
+        memory=Memory(max_tokens=128, recompute="full"),
+        lora=lora,
+    )
+    engine.initialize()
+    place = engine.topology
+    own = range(place.dp_rank, len(documents), place.dp_size)
+    batch = Batch.pack(
+        [
+            {"input_ids": documents[i], "loss_weight": [0.0] + [1.0] * (len(documents[i]) - 1)}
+            for i in own
+        ]
+    )
+
+    def export(adapter: str) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in engine.get_per_tensor_param(adapter=adapter)}
+
+    def infer(*, adapter: bool) -> dict[int, Tensor]:
+        outputs = engine.infer_batch(batch, adapter=adapter).log_probs
+        return dict(zip(own, outputs.split([len(documents[i]) for i in own]), strict=True))
+
+    adapters = [export("only")]
+    engine.train_batch(batch, sft_loss)
+    adapters.append(export("only"))
+    found = {
+        "on": infer(adapter=True),
+        "off": infer(adapter=False),
+        "merged": export("merged"),
+        "base": export("base"),
+        "shards": [
+            (name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()
+        ],
+    }
+    engine.train_batch(batch, sft_loss)
+    adapters.append(export("only"))
+    engine.close()
+    return found | {"adapters": adapters}
 
 
 ADAMW = OptimizerConfig(lr=1e-2, clip_norm=None, eps=1e-4)

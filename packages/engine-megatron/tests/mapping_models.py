@@ -39,6 +39,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "llama": {"output_bias": True, "mlp_bias": True},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "granite_swa": {"sinks": True},
     "mixtral": {"mixture": MIXTURE},
     "qwen2_moe": {"mixture": replace(MIXTURE, shared=12, gated=True), "qkv_bias": True},
     "qwen3_moe": {

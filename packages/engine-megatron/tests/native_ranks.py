@@ -70,6 +70,29 @@ def run_uninterrupted(
     return result
 
 
+def pass_base(
+    path: str, other: str, folder: str, **config: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return base weights under an adapter, and those of another model's checkpoint after its load.
+
+    The latter are exported in float32 and in bfloat16, in which the model computes.
+    """
+    engine = start(other, {"dp_shard": 2}, "megatron", **config)
+    step(engine)
+    engine.save_checkpoint(folder).result()
+    engine.close()
+    engine = start(path, {"dp_shard": 2}, "megatron", **config)
+
+    def export(dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        return {n: t.clone() for n, t in engine.get_per_tensor_param(dtype=dtype, adapter="base")}
+
+    before = export()
+    engine.load_checkpoint(folder)
+    result = before, export(), export(torch.bfloat16)
+    engine.close()
+    return result
+
+
 def resume(
     path: str, parallelism: dict[str, int], folder: str, **config: Any
 ) -> tuple[State, State, list[float]]:

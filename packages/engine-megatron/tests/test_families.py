@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from family_ranks import infer
 from safetensors.torch import load_file
 from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from engine_api.config import LoraConfig
 from engine_api.hf_names import saved_buffers
+from engine_api.hf_routers import Routers
 from engine_api.weights import assemble
 from engine_conformance.ranks import RankPool
 from engine_megatron.shape import FAMILIES
@@ -29,6 +32,7 @@ YARN |= {"original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
 # No scores are dropped in training.
 WHOLE = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
@@ -51,12 +55,14 @@ class Model:
     Attributes:
         layouts: parallelism and options to compute it with.
         now: number of the layout that is computed in CI, or None for `nox -s nightly` alone.
+        adapted: whether adapters are computed in CI, too, in that layout.
     """
 
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     layouts: list[tuple[dict[str, int], dict[str, Any]]] = field(default_factory=lambda: DENSE)
     now: int | None = None
+    adapted: bool = False
 
 
 MODELS = {
@@ -64,6 +70,7 @@ MODELS = {
         family="llama",
         keys={"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
         now=0,
+        adapted=True,
     ),
     "llama, biased MLP": Model(
         family="llama",
@@ -78,6 +85,12 @@ MODELS = {
         family="ministral", keys={"layer_types": ["sliding_attention", "full_attention"] * 2}
     ),
     "mistral": Model(family="mistral"),
+    "granite": Model(family="granite", keys=FACTORS | {"attention_bias": True, "mlp_bias": True}),
+    "granite_swa": Model(
+        family="granite_swa",
+        keys=FACTORS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        now=1,
+    ),
     "qwen2": Model(
         family="qwen2",
         keys={"use_sliding_window": True, "max_window_layers": 1, "rope_parameters": YARN}
@@ -91,6 +104,7 @@ MODELS = {
         keys={"use_sliding_window": True, "sliding_window": WINDOW, "mlp_only_layers": [2]},
         layouts=EXPERTS,
         now=0,
+        adapted=True,
     ),
     "qwen3_moe": Model(
         family="qwen3_moe", keys={"decoder_sparse_step": 2, "norm_topk_prob": True}, layouts=EXPERTS
@@ -112,6 +126,7 @@ MODELS = {
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_routed_experts": 8},
         layouts=EXPERTS,
         now=0,
+        adapted=True,
     ),
     "moonlight": Model(
         family="deepseek_v3",
@@ -125,13 +140,15 @@ MODELS = {
 }
 
 
-def _runs() -> list[Any]:
+def _runs(*, adapted: bool = False) -> list[Any]:
     """Return a parameter for each model and layout."""
     return [
         pytest.param(
             name,
             *layout,
-            marks=() if number == model.now else pytest.mark.nightly,
+            marks=()
+            if number == model.now and (model.adapted or not adapted)
+            else pytest.mark.nightly,
             id=f"{name}-{'-'.join(f'{key}{value}' for key, value in layout[0].items()) or 'alone'}"
             + ("-sp" if layout[1] else ""),
         )
@@ -160,18 +177,40 @@ def write(folder: Path, model: Model) -> str:
     return str(folder)
 
 
-def expected(folder: Path, model: Model) -> Expected:
-    """Write a model and compute it."""
+def score(model: Any, ids: Tensor, total: int) -> Tensor:
+    """Return a document's log-probs, and add the gradient of its loss over ``total`` tokens."""
+    scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
+    (-picked.sum() / total).backward()
+    return torch.cat([picked.new_zeros(1), picked.detach()])
+
+
+def drawn_experts(path: str) -> list[Tensor]:
+    """Return experts for each token and layer by document, and for some tokens none."""
+    routing = Routers(oracle(path), where="transformers").routing
+    generator = torch.Generator().manual_seed(5)
+    found: list[Tensor] = []
+    for one in documents():
+        scores = torch.rand(len(one), routing.layers, routing.experts, generator=generator)
+        experts = scores.argsort(-1)[..., : routing.top_k]
+        experts[::5] = -1
+        found.append(experts)
+    return found
+
+
+def expected(folder: Path, model: Model, *, replays: bool = False) -> Expected:
+    """Write a model and compute it, with the experts of `drawn_experts` if ``replays``."""
     path = write(folder, model)
     exact = oracle(path)
     ids = documents()
+    routers = Routers(exact, where="transformers") if replays else None
+    experts = drawn_experts(path) if replays else [None] * len(ids)
     total = sum(len(one) - 1 for one in ids)
     log_probs: list[Tensor] = []
-    for one in ids:
-        scores = exact(input_ids=one[None], use_cache=False).logits[0].log_softmax(-1)
-        picked = scores[:-1].gather(-1, one[1:, None])[:, 0]
-        (-picked.sum() / total).backward()
-        log_probs.append(torch.cat([picked.new_zeros(1), picked.detach()]))
+    for one, selected in zip(ids, experts, strict=True):
+        if routers is not None:
+            routers.replay(selected)
+        log_probs.append(score(exact, one, total))
     # Gradients are named as weights are once they are saved in the place of these.
     with torch.no_grad():
         for tensor in exact.state_dict(keep_vars=True).values():
@@ -235,6 +274,123 @@ def test_a_family_is_computed_as_in_transformers(
         documents=ids,
     )
     compare(results, want, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "deepseek_v3" else pytest.mark.nightly)
+        for name, model in MODELS.items()
+        if model.layouts in (EXPERTS, BIASED)
+    ],
+)
+def test_replayed_experts_are_computed_as_in_transformers(
+    pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
+) -> None:
+    """The router's gradient is among those that are compared."""
+    model = MODELS[name]
+    want = expected(tmp_path / "model", model, replays=True)
+    parallelism, options = model.layouts[0]
+    results = pool.run(
+        "family_ranks:compute",
+        path=want.path,
+        parallelism=parallelism,
+        options=options,
+        documents=ids,
+        experts=drawn_experts(want.path),
+        router_replay=True,
+    )
+    compare(results, want, name)
+
+
+LORA = LoraConfig(rank=3, alpha=4.5)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, ``W x + alpha / rank · B A x``."""
+
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(a.double())
+        self.b = nn.Parameter(b.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        low: Tensor = x @ self.a.T
+        result: Tensor = self.base(x) + LORA.alpha / LORA.rank * (low @ self.b.T)
+        return result
+
+
+def adapted_oracle(path: str, adapter: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return transformers' model in float64 with adapters, and their parameters by PEFT's names.
+
+    Each linear layer but the head must have one in ``adapter``.
+    """
+    model = oracle(path)
+    own: dict[str, Tensor] = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            a, b = (f"base_model.model.{name}.lora_{part}.weight" for part in "AB")
+            adapted = Adapted(module, adapter[a], adapter[b])
+            model.set_submodule(name, adapted)
+            own |= {a: adapted.a, b: adapted.b}
+    assert set(adapter) == set(own)
+    return model, own
+
+
+@pytest.mark.parametrize(("name", "parallelism", "options"), _runs(adapted=True))
+def test_adapters_on_every_linear_layer_of_a_family_are_exact(
+    request: pytest.FixtureRequest,
+    written: Callable[[str], Expected],
+    ids: list[list[int]],
+    name: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+) -> None:
+    """The gradients of the second step are those of A, too: B was zero before the first."""
+    want = written(name)
+    ranks: RankPool = request.getfixturevalue("pool" if parallelism else "one")
+    results = ranks.run(
+        "family_ranks:adapt",
+        path=want.path,
+        parallelism=parallelism,
+        options=options,
+        documents=ids,
+        lora=LORA,
+    )
+    first = results[0]
+    for before, after in pairwise(first["adapters"]):
+        model, parameters = adapted_oracle(want.path, before)
+        exact = [score(model, torch.tensor(one), sum(map(len, ids)) - len(ids)) for one in ids]
+        norm = float(torch.stack([one.grad.norm() for one in parameters.values()]).norm())
+        for key, parameter in parameters.items():
+            apart = (before[key].double() - after[key].double() - parameter.grad).norm()
+            size = max(float(parameter.grad.norm()), 1e-3 * norm)
+            assert float(apart) < 1e-3 * size, f"gradient of {key}: {apart / size:.1e}"
+    scale = LORA.alpha / LORA.rank
+    trained = first["adapters"][1]
+    for result in results:
+        for one, step in zip(result["adapters"], first["adapters"], strict=True):
+            assert_same(one, step, "adapter")
+        assert_same(result["base"], want.saved, "base")
+        assert_close(result["off"], want.log_probs)
+        assert_close(result["on"], exact)
+        for key, tensor in result["merged"].items():
+            stem = f"base_model.model.{key.removesuffix('.weight')}"
+            exact_weight = want.saved[key].double()
+            if f"{stem}.lora_A.weight" in trained:
+                a, b = (trained[f"{stem}.lora_{part}.weight"].double() for part in "AB")
+                exact_weight = exact_weight + scale * (b @ a)
+            torch.testing.assert_close(tensor.double(), exact_weight, atol=1e-6, rtol=1e-6)
+    for parts in zip(*(result["shards"] for result in results), strict=True):
+        whole = assemble([(part, spec) for _, part, spec in parts])
+        torch.testing.assert_close(whole, first["merged"][parts[0][0]], atol=1e-6, rtol=1e-6)
+
+
+def assert_close(got: dict[int, Tensor], want: list[Tensor]) -> None:
+    """Compare log-probs by document."""
+    for number, outputs in got.items():
+        torch.testing.assert_close(outputs.double(), want[number], atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize(

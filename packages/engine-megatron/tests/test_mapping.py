@@ -11,6 +11,7 @@ import pytest
 import torch
 from mapping_models import MIXTURE, SHAPE, layouts, parameters_of, shape_of
 
+from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec, assemble
 from engine_megatron import export
@@ -70,7 +71,7 @@ def test_written_weights_are_read_bit_for_bit(
     multiple = 3
     tables = []
     for layout in layouts(*sizes):
-        table = weight_table(shape, layout, multiple, torch.float32)
+        table = weight_table(shape, layout, multiple, torch.float32, LoraConfig(rank=3))
         attach(table, parameters_of(table, layout, shape, multiple), layout)
         tables.append(table)
     names = [[weight.name for weight in table] for table in tables]

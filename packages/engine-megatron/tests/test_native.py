@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine_api import OptimizerConfig
-from engine_api.config import Precision
+from engine_api.config import LoraConfig, Precision
 from engine_api.errors import CheckpointCorrupt, ConfigError
 from engine_api.manifest import read_manifest, seal
 from engine_api.weights import assemble
@@ -30,6 +31,7 @@ from engine_megatron.options import megatron_options
 
 BF16 = {"precision": Precision(compute="bfloat16")}
 BF16_MASTERS = {"precision": Precision(compute="bfloat16", master="bfloat16")}
+LORA = {"lora": LoraConfig(rank=2, target_modules=["q_proj", "down_proj"])}
 SGD = {"optimizer": OptimizerConfig(name="torch.optim.SGD", lr=1e-2, kwargs={"momentum": 0.9})}
 DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
 # Parallelism of two ranks, changes of the configuration, and whether the model has experts.
@@ -38,6 +40,7 @@ RESUMES = [
     ({"dp_shard": 2}, BF16, False),
     ({"dp_shard": 2}, BF16_MASTERS, False),
     ({"dp_shard": 2}, SGD | BF16, False),
+    ({"dp_shard": 2}, LORA | BF16, False),
     ({"tp": 2}, {}, False),
     ({"pp": 2}, BF16, False),
     ({"pp": 2}, {"options": {"virtual_stages": 2}}, False),
@@ -92,6 +95,27 @@ def assert_same_bits(got: Any, want: Any, about: str) -> None:
     exact = assemble_state(want)
     assert set(found) == set(exact)
     assert [key for key in exact if not torch.equal(found[key], exact[key])] == [], about
+
+
+@pytest.mark.parametrize(
+    "config", [LORA | BF16, pytest.param(LORA | BF16 | SGD, marks=pytest.mark.nightly)]
+)
+def test_frozen_weights_keep_their_masters(
+    pool: RankPool, model: str, tmp_path: Path, config: Any
+) -> None:
+    other = write_checkpoint(tmp_path / "other", TinyModel(tied=True, seed=1, **DEEP))
+    want = [load_file(Path(path, "model.safetensors")) for path in (model, other)]
+    for before, after, rounded in pool.run(
+        "native_ranks:pass_base",
+        path=model,
+        other=str(other),
+        folder=str(tmp_path / "step-1"),
+        **config,
+    ):
+        for name in after:
+            assert torch.equal(before[name], want[0][name]), name
+            assert torch.equal(after[name], want[1][name]), name
+            assert torch.equal(rounded[name], want[1][name].bfloat16()), name
 
 
 @pytest.mark.parametrize(("parallelism", "config", "moe"), RESUMES)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mapping_models import SHAPE, layouts
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engine_api import (
@@ -24,13 +26,14 @@ from engine_api import (
     Parallelism,
     sft_loss,
 )
-from engine_api.config import Precision
+from engine_api.config import LoraConfig, Precision
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.errors import ConfigError, EngineError, PluginUnavailable, UnsupportedCapability
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_megatron.head import Vocabulary, log_probs
 from engine_megatron.layers import PackedAttention, build_packing
 from engine_megatron.plugin import probe
+from engine_megatron.weights import check_stages, weight_table
 
 BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}])
 
@@ -224,6 +227,39 @@ def refusal(folder: Path, **config: Any) -> EngineError:
         create(folder, **config).initialize()
     assert not torch.distributed.is_initialized(), "refused before any process group is built"
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["k_prj"], "matches no layer"),
+        ("model.layers.0", "matches no layer"),
+        ("(q_proj", "no regular expression"),
+        (["q_proj", "embed_tokens"], "model.embed_tokens cannot carry an adapter"),
+        (["w1"], "model.layers.0.block_sparse_moe.experts.0.w1 is an expert's matrix"),
+    ],
+)
+def test_targets_without_a_linear_layer_are_refused(
+    tmp_path: Path, targets: Any, said: str
+) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    error = refusal(tmp_path, lora=LoraConfig(target_modules=targets))
+    assert "lora.target_modules" in str(error)
+    assert said in str(error)
+    assert "all-linear" in error.remedy
+
+
+def test_a_pipeline_stage_without_an_adapter_is_refused() -> None:
+    layout = layouts(1, 1, 2)[0]
+    lora = LoraConfig(target_modules=r"model\.layers\.0\..*")
+    with pytest.raises(ConfigError, match="pipeline stage 1"):
+        check_stages(weight_table(SHAPE, layout, 1, torch.float32, lora), layout)
+
+
+def test_a_model_without_experts_cannot_replay(folder: Path) -> None:
+    error = refusal(folder, router_replay=True)
+    assert isinstance(error, UnsupportedCapability)
+    assert error.capability == "router_replay"
 
 
 def test_configurations_are_refused_before_any_group_is_built(tmp_path: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from attention_reference import random_inputs, random_sinks, reference
 from torch import Tensor
 
-from engine_torch import attention, flex, head, mixers, plain, varlen
+from engine_torch import attention, flex, head, mechanisms, mixers, plain, varlen
 from engine_torch.attention import build_packing, packed_attention, register_kernel
 from engine_torch.head import chunked_log_probs
 
@@ -273,6 +274,18 @@ def test_a_mixer_with_a_mask_of_tokens_is_refused() -> None:
     mixers.divide_mixers(lm, None).set(build_packing([3], "sdpa", CPU))
     with pytest.raises(attention.UnsupportedCapability, match="mask"):
         lm["conv"](torch.zeros(1, 3, 4), mask=torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_layers_that_select_tokens_are_known_by_both_of_their_names(kind: str) -> None:
+    text = SimpleNamespace(layer_types=["full_attention", kind])
+    assert mechanisms.selects_tokens(text)
+    assert [one.name for one in mechanisms.MECHANISMS if one.find(text, None, None)] == [
+        "sparse_attention"
+    ]
+    text.layer_types.append("qwen_sparse_attention")
+    found = {one.name: one.find(text, None, None) for one in mechanisms.MECHANISMS}
+    assert found["other_layers"] == "layers of type qwen_sparse_attention"
 
 
 def test_a_mixer_on_cuda_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ A case is one MUST of the contract as a function that runs against any engine by
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 
-from engine_api.capabilities import Capability
+from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.plugin import is_older
 from engine_conformance.cases._target import Target
@@ -84,6 +86,9 @@ _REFUSED = (
     "the engine is asked for every model family of the suite, unless its descriptor states the "
     'families that it builds, EnginePlugin(families=("llama",)): then no other is made.'
 )
+# The arguments of a remedy's command, and the name that begins a requirement (PEP 508).
+_INSTALL = re.compile(r"pip install ([^\n`]+)")
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Several ranks are data parallel, unless a layout says otherwise.
 _MODEL_PARALLEL = frozenset(
     {Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES}
@@ -265,9 +270,41 @@ def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> No
         raise ConformanceFailure(quantity, problem, where=where)
 
 
-def _outcome_of_failure(failure: RankError, *, may_refuse: bool, seconds: float) -> Outcome:
+def _is_for_want_of_a_package(failure: RankError, one: Case) -> bool:
+    """Return whether an engine refuses a case's mechanism and names a package that is not there.
+
+    Every rank must raise ``UnsupportedCapability`` that names the mechanism, with a remedy
+    ``pip install NAME`` of which one name is not installed here.
+    """
+    if not MECHANISMS & {*one.requires} or not failure.raised_everywhere(UnsupportedCapability):
+        return False
+    return all(
+        f"capability {str(one.requires[0])!r}" in rank.text and _names_absent_package(rank.text)
+        for rank in failure.failures
+    )
+
+
+def _names_absent_package(text: str) -> bool:
+    words = " ".join(_INSTALL.findall(text)).split()
+    names = [found.group() for word in words if (found := _DISTRIBUTION.match(word))]
+    return any(not _is_installed(name) for name in names)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _outcome_of_failure(
+    failure: RankError, one: Case, *, may_refuse: bool, seconds: float
+) -> Outcome:
     """Return how a case ended in which a rank raised, died or stalled."""
     if may_refuse and failure.raised_everywhere(*_REFUSALS):
+        return Outcome(status="refused", seconds=seconds, message=failure.failures[0].error)
+    if _is_for_want_of_a_package(failure, one):
         return Outcome(status="refused", seconds=seconds, message=failure.failures[0].error)
     if failure.refusal:
         return Outcome(status="failed", seconds=seconds, message=failure.refusal, hints=_REFUSED)
@@ -299,7 +336,8 @@ def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
     except RankError as failure:
-        return _outcome_of_failure(failure, may_refuse=may_refuse, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return _outcome_of_failure(failure, one, may_refuse=may_refuse, seconds=seconds)
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
         return outcome("suite-error", traceback.format_exc())
     return outcome("refused" if one.probes else "passed", margin=margin)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from engine_conformance.cases._expect import (
     oracle_training,
     raised_everywhere,
     same_on_all_ranks,
+    same_step,
     training_matches,
 )
 from engine_conformance.cases._journeys import moments_match
@@ -56,6 +60,8 @@ from engine_conformance.tolerances import weight_tolerance
 PORTABLE = (Capability.PORTABLE_CHECKPOINT,)
 TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
+# Far longer than a few steps of a tiny model take.
+_HELD_SECONDS = 60.0
 SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2, total_steps=12)
 
 
@@ -626,6 +632,80 @@ def asynchronous(target: Target) -> float:
     )
     return assert_bitwise(
         read_state(folder / "last"), read_state(folder / "end"), name="state at close"
+    )
+
+
+class _HeldDisk:
+    """A disk on which background threads of this process wait at each fsync until ``let_go``.
+
+    An engine whose step waits for the files would wait for ever: the disk goes on by itself after
+    a while.
+    """
+
+    def __init__(self) -> None:
+        self._gone = threading.Event()
+        self._caller = threading.get_ident()
+        self._fsync = os.fsync
+
+    def __enter__(self) -> Self:
+        os.fsync = self._wait_and_sync
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+        os.fsync = self._fsync
+
+    def _wait_and_sync(self, handle: int) -> None:
+        if threading.get_ident() != self._caller:
+            self._gone.wait(_HELD_SECONDS)
+        self._fsync(handle)
+
+    def let_go(self) -> None:
+        """Let the waiting threads go on."""
+        self._gone.set()
+
+
+def step_during_save(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
+    """Take steps while rank 0 still writes its files, and the other ranks wait for it."""
+    with opened(setup) as engine, ExitStack() as stack:
+        outputs = [step(engine, setup, batches[0])]
+        held = _HeldDisk() if engine.topology.rank == 0 else None
+        if held:
+            stack.enter_context(held)
+        handle = engine.save_checkpoint(folder / "during")
+        outputs += [step(engine, setup, batch) for batch in batches[1:]]
+        if held:
+            held.let_go()
+        handle.result()
+        return summary(engine, outputs)
+
+
+@case(
+    id="checkpoint.asynchronous_steps",
+    since="1.4",
+    requires=(Capability.ASYNC_CHECKPOINT, *PORTABLE),
+    world=(2, 4),
+)
+def asynchronous_steps(target: Target) -> float:
+    """Steps while the ranks of an asynchronous save wait for each other MUST be as without it.
+
+    So is the checkpoint, which rank 0 is slow to write.
+
+    If this fails: the save's ranks exchange messages in the process group of the training, where
+    each takes the other's.
+    """
+    model = target.model()
+    folder = target.scratch()
+    batches = _batches()[:3]
+    config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
+    later = replace(config, checkpoint=CheckpointConfig(async_save=True))
+    ranks: list[Trained] = target.run(step_during_save, later, batches=batches, folder=folder)
+    plain: list[Trained] = target.run(train, config, batches=batches)
+    target.run(train, config, batches=batches[:1], save_to=folder / "plain")
+    for rank, (got, want) in enumerate(zip(ranks, plain, strict=True)):
+        same_step(got, want, rank, after="an asynchronous save")
+    return assert_bitwise(
+        read_state(folder / "during"), read_state(folder / "plain"), name="state at the call"
     )
 
 

@@ -6,8 +6,8 @@ import inspect
 import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
 from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry
+from engine_api.results import TrainOutput
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._losses import default_loss
@@ -53,6 +54,7 @@ from engine_conformance.cases._surroundings import (
     read_surroundings,
 )
 from engine_conformance.cases._target import Setup, Target
+from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments
 
 _MEMBERS = (
@@ -493,3 +495,65 @@ def _follow_seed(ranks: Sequence[list[tuple[Draws, Draws]]]) -> None:
         problem = f"draw {first} after one state of the process and {second} after another"
         must(first == second, "generators", problem, where=where)
         must(next_seed != first, "generators", f"draw {first} with the next seed, too", where=where)
+
+
+Computed = tuple[dict[str, torch.Tensor], TrainOutput, dict[str, torch.Tensor]]
+
+
+@contextmanager
+def _torch_defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    """Let torch make tensors in a dtype and on a device inside the block."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(former)
+
+
+def compute_under_defaults(
+    setup: Setup, batch: PackedDocuments, dtype: torch.dtype, device: str | None
+) -> Computed:
+    """Build, infer, step and export under defaults of torch; return outputs, result and weights."""
+    with ExitStack() as stack:
+        with _torch_defaults(dtype, device):
+            engine = stack.enter_context(opened(setup))
+        own = local_batch(engine, batch, setup.device)
+        loss = default_loss(setup.model_type)
+        with _torch_defaults(dtype, device):
+            outputs = engine.infer_batch(own)
+            trained = engine.train_batch(own, loss)
+            weights = {
+                name: tensor.to("cpu", copy=True) for name, tensor in engine.get_per_tensor_param()
+            }
+        fields = {
+            name: getattr(outputs, name).cpu()
+            for name in ("log_probs", "values")
+            if getattr(outputs, name) is not None
+        }
+        return fields, trained, weights
+
+
+@case(id="contract.defaults", since="1.4", world=(1, 2), model_types=(LM, VALUE))
+def defaults(target: Target) -> None:
+    """Torch's default dtype and default device MUST NOT change outputs, updates or exports.
+
+    The engine is built, infers, steps and exports where torch makes float64 tensors, and tensors
+    without values (on the device ``meta``), unless told.
+
+    If this fails: positions, masks or angles are made without a dtype or a device, so that a
+    notebook that has set one of them trains another model.
+    """
+    config = target.config(target.model())
+    batch = documents(8, "uneven")
+    plain, odd = (
+        target.run(compute_under_defaults, config, batch=batch, dtype=dtype, device=device)
+        for dtype, device in ((torch.float32, None), (torch.float64, "meta"))
+    )
+    for rank, (got, want) in enumerate(zip(odd, plain, strict=True)):
+        where = f"under other defaults of torch, rank {rank}"
+        assert_bitwise(got[0], want[0], name=f"outputs {where}")
+        must(got[1] == want[1], "train output", f"{got[1]}, {want[1]} without", where=where)
+        assert_bitwise(got[2], want[2], name=f"export {where}")

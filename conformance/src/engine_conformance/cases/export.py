@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
@@ -159,11 +160,12 @@ _ENOUGH = 1024
 
 
 def first_values(
-    setup: Setup, adapter: Adapter, spread: float | None
+    setup: Setup, adapter: Adapter, spread: float | None, as_peft: bool
 ) -> tuple[EngineError | None, str]:
     """Return the digest of a new engine's weights, or the error by which it refuses to make any.
 
-    ``spread`` is the standard deviation of its matrices, if it is to be compared.
+    ``spread`` is the standard deviation of its matrices, if it is to be compared. With ``as_peft``
+    an adapter must be distributed as PEFT's.
     """
     try:
         with opened(setup) as engine:
@@ -176,6 +178,8 @@ def first_values(
                 must(not equal, one, f"has the values of {other}: they do not depend on the name")
             if spread is not None:
                 _check_spread(weights, spread)
+            if adapter == "only" and as_peft:
+                _check_adapter(weights)
             return None, digest(weights)
     except (ConfigError, UnsupportedCapability) as error:
         return error, ""
@@ -191,6 +195,22 @@ def _check_spread(weights: Mapping[str, Tensor], spread: float) -> None:
             got = float(values.std())
             problem = f"standard deviation {got:.4g}, initializer_range is {spread}"
             must(0.8 * spread <= got <= 1.25 * spread, name, problem)
+
+
+def _check_adapter(weights: Mapping[str, Tensor]) -> None:
+    """Require A ``[rank, inputs]`` to be drawn as PEFT draws it, and B to be zero."""
+    for name, tensor in weights.items():
+        values = tensor.double()
+        if ".lora_B." in name:
+            must(not bool(values.any()), name, "is not zero at the start")
+            continue
+        spread = 1.0 / math.sqrt(3.0 * values.shape[1])
+        mean, got = float(values.mean()), float(values.std())
+        # Six times the deviation of a mean of so many values.
+        off = 6.0 * spread / math.sqrt(values.numel())
+        must(abs(mean) <= off, name, f"mean {mean:.4g}, expected 0 within {off:.4g}")
+        problem = f"standard deviation {got:.4g}, expected {spread:.4g} (1 / sqrt(3 * inputs))"
+        must(0.7 * spread <= got <= 1.4 * spread, name, problem)
 
 
 def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
@@ -218,7 +238,8 @@ def first_values_follow_seed(target: Target) -> None:
 
     Random weights (``init: random``), a new value head, a new adapter; another seed makes
     others. Random matrices have the standard deviation ``initializer_range`` of config.json,
-    and vectors are ones or zeros. An engine may refuse to make any.
+    and vectors are ones or zeros. An adapter's A has zero mean and the spread of PEFT's, and its
+    B is zero. An engine may refuse to make any.
 
     If this fails: a standard deviation of 0.02 whatever config.json says; each rank draws
     weights of its own, which the first reduction hides; a run of another world size starts
@@ -228,7 +249,11 @@ def first_values_follow_seed(target: Target) -> None:
     shown = _made_from_seed(target)
     for name, (config, adapter) in shown.items():
         spread = INITIALIZER_RANGE if config.model.init == "random" else None
-        asked = {"adapter": adapter, "spread": spread}
+        asked = {
+            "adapter": adapter,
+            "spread": spread,
+            "as_peft": target.is_asked_since("1.4"),
+        }
         ranks = target.run(first_values, replace(config, seed=3), **asked)
         if all(error is not None for error, _ in ranks):
             continue

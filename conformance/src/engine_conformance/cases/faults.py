@@ -48,7 +48,10 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._state import assert_same_state, read_manifest, read_rank_files
 from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._written import written_weights
+from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import read_safetensors
 from engine_conformance.ranks import RankError, RankPool
 
 TYPES = (LM, VALUE)
@@ -390,16 +393,18 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: i
         save(engine, folder / "one")
         step(engine, setup, batch)
         if engine.topology.rank == rank:
-            # The kernel kills whoever writes past the limit, unless the signal is ignored, as
-            # Python does.
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(
-                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-            )
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (_SMALL, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-            )
+            _die_past_small_files()
         save(engine, folder / "two")
+
+
+def _die_past_small_files() -> None:
+    """Let the kernel kill this process when it writes a large file."""
+    # The kernel kills whoever writes past the limit, unless the signal is ignored, as Python does.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (_SMALL, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
 
 
 @case(id="faults.killed_while_saving", world=(1, 2), slow=True)
@@ -416,7 +421,7 @@ def killed_while_saving(target: Target) -> float:
         (
             r
             for r, place in tries.items()
-            if _killed(target, model, folder=place, batch=batch, rank=r)
+            if _dies(target, model, "die_while_saving", folder=place, batch=batch, rank=r)
         ),
         None,
     )
@@ -446,12 +451,12 @@ def killed_while_saving(target: Target) -> float:
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
-def _killed(target: Target, model: Path, **arguments: Any) -> bool:
-    """Return whether a rank died while saving, and not all ended well."""
+def _dies(target: Target, model: Path, function: str, **arguments: Any) -> bool:
+    """Return whether a rank died in a function of this module, and not all ended well."""
     with RankPool(target.world, device=target.device) as pool:  # its own: it dies
         try:
             pool.run(
-                f"{__name__}:die_while_saving",
+                f"{__name__}:{function}",
                 setup=target.setup(target.config(model)),
                 **arguments,
             )
@@ -506,3 +511,140 @@ def file_in_the_way(target: Target) -> float:
     must((folder / "file").read_text() == "kept", "file", "was changed")
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+
+
+Folders = Mapping[str, Mapping[str, str]]
+
+
+def _looks(place: Path) -> Folders:
+    """Return the SHA-256 of every file in each folder of a place, by folder and name."""
+    return {
+        folder.name: {
+            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        for folder in sorted(place.iterdir())
+    }
+
+
+def write_without_room(setup: Setup, place: Path) -> tuple[list[list[EngineError | None]], Folders]:
+    """Write a Hugging Face folder over another and under a new name, without free space by turns.
+
+    Return the errors by the rank that has none, and what is there after all of them. A write with
+    free space is the last.
+    """
+    with opened(setup) as engine:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        errors = list[list[EngineError | None]]()
+        for rank in range(engine.topology.world_size):
+            if engine.topology.rank == rank:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL, hard))
+            errors.append(
+                [
+                    caught(lambda name=name: engine.save_hf(place / name))
+                    for name in ("over", f"new-{rank}")
+                ]
+            )
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        there = _looks(place)
+        engine.save_hf(place / "over")
+        return errors, there
+
+
+@case(id="faults.save_hf", since="1.4", requires=(Capability.SAVE_HF,), world=(1, 2))
+def save_hf_without_room(target: Target) -> float:
+    """A ``save_hf`` that fails MUST raise on every rank and leave the folder as it was.
+
+    A folder that was not there is not there after it, and nothing else is. The next one succeeds.
+
+    If this fails: files are written under their final names, so that a served model's folder has
+    half of its weights; an unfinished folder stays beside it.
+    """
+    model = target.model(vocab_size=2048)
+    place = target.scratch()
+    shutil.copytree(target.model(vocab_size=2048, seed=9), place / "over")
+    (place / "over" / "README.md").write_text("of the user")
+    before = _looks(place)
+    ranks = target.run(write_without_room, target.config(model), place=place)
+    wrote = list[int]()
+    for rank in range(target.world):
+        for index in range(2):
+            errors = [errors[rank][index] for errors, _ in ranks]
+            if any(errors):
+                name = f"save_hf without room on rank {rank}"
+                raised_everywhere(name, errors, EngineError, faulty=[rank])
+            else:
+                wrote.append(rank)
+    must(
+        set(wrote) != set(range(target.world)),
+        "fixture",
+        "a tensor file of this size was written without room on each rank",
+    )
+    # A rank that writes no large file is not disturbed, and what it wrote is complete.
+    if not wrote:
+        for rank, (_, there) in enumerate(ranks[:1]):
+            must(there == before, "save_hf", _difference(there, before), where=f"rank {rank}")
+    else:
+        left = {name for name in ranks[0][1] if name not in before}
+        whole = {f"new-{rank}" for rank in wrote}
+        must(left == whole, "save_hf", f"{sorted(left - whole)} stays after one that failed")
+    return assert_bitwise(
+        written_weights(place / "over"), read_safetensors(model), name="the next save_hf"
+    )
+
+
+def _difference(there: Folders, before: Folders) -> str:
+    """Return the folders and files in which two looks differ."""
+    found = [name for name in {*there, *before} if there.get(name) != before.get(name)]
+    files = [
+        f"{name}/{file}"
+        for name in found
+        for file in {*there.get(name, {}), *before.get(name, {})}
+        if there.get(name, {}).get(file) != before.get(name, {}).get(file)
+    ]
+    return f"{', '.join(sorted(files or found)[:5])} differ after one that failed"
+
+
+def die_while_writing(setup: Setup, folder: Path, rank: int) -> None:
+    """Write a Hugging Face folder, and kill ``rank`` in the middle of a file.
+
+    It is killed only if it writes a large one.
+    """
+    with opened(setup) as engine:
+        if engine.topology.rank == rank:
+            _die_past_small_files()
+        engine.save_hf(folder)
+
+
+@case(
+    id="faults.killed_in_save_hf",
+    since="1.4",
+    requires=(Capability.SAVE_HF,),
+    world=(1,),
+    slow=True,
+)
+def killed_in_save_hf(target: Target) -> float:
+    """A ``save_hf`` that is killed halfway MUST leave the folder as it was, and the next succeed.
+
+    If this fails: files are written under their final names; remains of the killed one are in the
+    way of the next.
+    """
+    model = target.model(vocab_size=2048)
+    place = target.scratch()
+    shutil.copytree(target.model(vocab_size=2048, seed=9), place / "over")
+    before = _looks(place)
+    died = _dies(target, model, "die_while_writing", folder=place / "over", rank=0)
+    must(died, "fixture", "a folder of this size was written without a large file")
+    there = {name: files for name, files in _looks(place).items() if name in before}
+    must(there == before, "save_hf", _difference(there, before))
+    target.run(write_folder, target.config(model), folder=place / "over")
+    return assert_bitwise(
+        written_weights(place / "over"), read_safetensors(model), name="the next save_hf"
+    )
+
+
+def write_folder(setup: Setup, folder: Path) -> None:
+    """Write a Hugging Face folder."""
+    with opened(setup) as engine:
+        engine.save_hf(folder)

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, LoraConfig, Memory, OptimizerConfig, Precision
+from engine_api.config import (
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    OptimizerConfig,
+    Parallelism,
+    Precision,
+)
 from engine_api.contract import Adapter
-from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_api.losses import sft_loss
 from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
@@ -332,7 +339,8 @@ Draws = tuple[int, list[Tensor], list[float]]
 def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
     """Train on the same documents on all ranks, and return what each call's loss has seen.
 
-    In addition, return the number of the data-parallel rank and the norms of the gradients.
+    In addition, return the number of the data-parallel rank and the norms of the gradients. Nothing
+    was seen on a rank without a loss, as in a pipeline's first stages.
     """
     # An engine may leave the process's generators as they are, and all ranks may have equal ones.
     torch.manual_seed(50)
@@ -345,7 +353,8 @@ def draw_dropout(setup: Setup, batch: PackedDocuments) -> Draws:
         for _ in range(2):
             recorder = _Recorder()
             engine.forward_backward(own, recorder)
-            seen.append(torch.cat(recorder.seen))
+            if recorder.seen:
+                seen.append(torch.cat(recorder.seen))
         norms.append(engine.optimizer_step().grad_norm)
         return engine.topology.dp_rank, seen, norms
 
@@ -361,11 +370,13 @@ def _drops_anew(target: Target, config: EngineConfig, batch: PackedDocuments) ->
         asked = replace(config, memory=Memory(recompute=recompute))
         ranks: list[Draws] = target.run(draw_dropout, asked, batch=batch)
         by_memory.append(ranks)
-        for rank, (data, seen, _) in enumerate(ranks):
+        lossy = [(rank, data, seen) for rank, (data, seen, _) in enumerate(ranks) if seen]
+        must(bool(lossy), "lora.dropout", "no rank has called the loss")
+        for index, (rank, data, seen) in enumerate(lossy):
             where = f"rank {rank}, recompute: {recompute}"
             same = torch.equal(seen[0], seen[1])
             must(not same, "lora.dropout", "drops the same inputs in each pass", where=where)
-            for other, (other_data, other_seen, _) in enumerate(ranks[:rank]):
+            for other, other_data, other_seen in lossy[:index]:
                 same = data != other_data and torch.equal(seen[0], other_seen[0])
                 problem = f"drops the same inputs as on rank {other}"
                 must(not same, "lora.dropout", problem, where=where)
@@ -396,11 +407,63 @@ def _stays_on(
     return outputs_match(target, adapted, InferCall(documents=batch), [row[1][2] for row in rows])
 
 
+def step_with_dropout(setup: Setup, batch: PackedDocuments) -> tuple[list[RankOutputs], Trained]:
+    """Take two steps with dropout, and return outputs of inference before, between and after."""
+    call = InferCall(documents=batch)
+    with opened(setup) as engine:
+        outputs = [infer_on_rank(engine, call, setup.device)]
+        trained = list[Trained]()
+        for _ in range(2):
+            trained.append(summary(engine, [step(engine, setup, batch)], adapter="only"))
+            outputs.append(infer_on_rank(engine, call, setup.device))
+        return outputs, trained[-1]
+
+
+@case(
+    id="lora.dropout_tp",
+    since="1.4",
+    requires=(*LORA, Capability.TP),
+    world=(2, 4),
+)
+def dropout_tp(target: Target) -> float | None:
+    """Dropout of an adapter under tensor parallelism MUST be right, or be refused by its name.
+
+    Where it is accepted, inference has the trained adapter and no dropout, on all ranks alike.
+
+    If this fails: the key is read in one layout and ignored in the other; the parts of a layer
+    drop different inputs, and the ranks' copies of an adapter drift apart.
+    """
+    model = target.model(tied=False)
+    batch = _batches()[0]
+    plain = target.config(model, lora=CONFIG, parallelism=Parallelism(tp=2))
+    dropping = replace(plain, lora=replace(CONFIG, dropout=0.5))
+    errors: list[EngineError | None] = target.run(build, dropping)
+    if any(errors):
+        for rank, error in enumerate(errors):
+            where = f"rank {rank}"
+            refused = isinstance(error, (ConfigError, UnsupportedCapability))
+            must(refused and "dropout" in str(error), "lora.dropout", f"{error!r}", where=where)
+        return None
+    rows = target.run(step_with_dropout, dropping, batch=batch)
+    without = target.run(step_with_dropout, plain, batch=batch)
+    for rank, (_, trained) in enumerate(rows):
+        must(trained.digest == rows[0][1].digest, "adapter", "differs", where=f"rank {rank}")
+    same = rows[0][1].digest == without[0][1].digest
+    must(not same, "lora.dropout", "0.5 gives the same steps as no dropout")
+    adapter = _write_adapter(target.scratch() / "end", rows[0][1].weights)
+    oracle = load_oracle(model, adapter=adapter)
+    last = [outputs[-1] for outputs, _ in rows]
+    return outputs_match(target, oracle, InferCall(documents=batch), last)
+
+
 @case(id="lora.resume", requires=(*LORA, Capability.PORTABLE_CHECKPOINT))
 def resume(target: Target) -> float:
     """An adapter's run MUST resume bit for bit, base weights included.
 
-    If this fails: only the base model is saved, or the adapter's moments are not.
+    An engine without an optimizer that loads it infers without the adapter's dropout.
+
+    If this fails: only the base model is saved, or the adapter's moments are not; a model that
+    was never trained is in training mode when it infers.
     """
     model = target.model()
     folder = target.scratch()
@@ -412,7 +475,35 @@ def resume(target: Target) -> float:
         train, replace(config, seed=3), batches=batches[2:], load=folder / "c", adapter="only"
     )
     must(again[0].outputs == whole[0].outputs[2:], "train outputs", "differ after the load")
+    if target.is_asked_since("1.4"):
+        _infers_without_dropout(target, config, batches[0], folder / "c")
     return assert_bitwise(again[0].weights, whole[0].weights, name="adapter after resuming")
+
+
+def infer_loaded(setup: Setup, call: InferCall, folder: Path) -> RankOutputs:
+    """Return the outputs of a new engine that has loaded a checkpoint."""
+    with opened(setup) as engine:
+        engine.load_checkpoint(folder)
+        return infer_on_rank(engine, call, setup.device)
+
+
+def _infers_without_dropout(
+    target: Target, config: EngineConfig, batch: PackedDocuments, folder: Path
+) -> None:
+    """Require the outputs of a trained adapter whose engine never trains, with dropout and without.
+
+    They are the same bits.
+    """
+    call = InferCall(documents=batch)
+    plain = replace(config, optimizer=None)
+    want: list[RankOutputs] = target.run(infer_loaded, plain, call=call, folder=folder)
+    # A layout may refuse dropout.
+    dropping = replace(plain, lora=replace(CONFIG, dropout=0.5))
+    refused = Capability.TP in target.spread and any(target.run(build, dropping))
+    got = [] if refused else target.run(infer_loaded, dropping, call=call, folder=folder)
+    for rank, outputs in enumerate(got):
+        name = f"outputs with lora.dropout 0.5, rank {rank}"
+        assert_bitwise(outputs.fields, want[rank].fields, name=name)
 
 
 def base_weights(

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
-from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
+from engine_api.errors import ConfigError, EngineError, EngineStateError, UnsupportedCapability
 from engine_api.losses import LossFn, needs_of
 from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
@@ -34,6 +34,7 @@ from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
     Trained,
+    caught,
     infer,
     infer_on_rank,
     local_batch,
@@ -46,10 +47,11 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
-from engine_conformance.compare import assert_bitwise
+from engine_conformance.compare import assert_bitwise, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig
 from engine_conformance.seeds import cached_by_seed
+from engine_conformance.tolerances import weight_tolerance
 
 TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
@@ -81,11 +83,16 @@ def _train_with_memory(target: Target, memory: Memory, **model: object) -> float
 def chunks(target: Target) -> float:
     """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
 
+    Chunks are of three tokens, and of one.
+
     If this fails: the last chunk, which is shorter, is dropped, or padding carries
-    loss.
+    loss; a chunk of one token loses a dimension.
     """
     memory = Memory(logit_chunk=3, pad_to_multiple=16, reshard_after_forward=False, max_tokens=32)
-    return _train_with_memory(target, memory, tied=False)
+    margin = _train_with_memory(target, memory, tied=False)
+    if target.model_type == VALUE:
+        return margin
+    return max(margin, _train_with_memory(target, Memory(logit_chunk=1), tied=False))
 
 
 @case(id="memory.recompute", requires=(Capability.RECOMPUTE,), model_types=TYPES, quick=True)
@@ -247,8 +254,12 @@ def compiled(target: Target) -> float:
 def half_precision(target: Target) -> float:
     """bfloat16 on float32 masters MUST stay within its tolerance and move the float32 weights.
 
+    All weights are computed with in bfloat16: outputs are, bit for bit, those of the weights
+    rounded to it.
+
     If this fails: masters are rounded to bfloat16 after the step, so that small updates
-    are lost; the computation is in float32 all the same; outputs are bfloat16.
+    are lost; the computation is in float32 all the same; outputs are bfloat16; embedding, last
+    norm or head, which are outside the blocks, keep the masters' dtype.
     """
     model = target.model()
     half = replace(target, dtype="bfloat16")
@@ -257,9 +268,11 @@ def half_precision(target: Target) -> float:
     full = replace(config, precision=Precision(compute="float32"))
     exact = target.run(train, full, batches=_batches()[:1])[0].outputs[0]
     must(exact != ranks[0].outputs[0], "precision.compute", "bfloat16 gives float32's bits")
-    for rank, (outputs,) in enumerate(
-        target.run(infer, config, calls=[asking(target, _batches()[0])])
-    ):
+    calls = [asking(target, _batches()[0])]
+    inferred: list[list[RankOutputs]] = target.run(infer, config, calls=calls)
+    if target.is_asked_since("1.4"):
+        _rounds_all_weights(target, config, inferred, calls)
+    for rank, (outputs,) in enumerate(inferred):
         for name, values in outputs.fields.items():
             must(values.dtype == torch.float32, name, f"{values.dtype}", where=f"rank {rank}")
             # A softmax in float32 gives more digits; values come of a linear layer.
@@ -271,6 +284,24 @@ def half_precision(target: Target) -> float:
         str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
     )
     return training_matches(half, ranks, want, oracle_of(str(model)))
+
+
+def _rounds_all_weights(
+    target: Target,
+    config: EngineConfig,
+    want: Sequence[Sequence[RankOutputs]],
+    calls: Sequence[InferCall],
+) -> None:
+    """Require the outputs of a folder whose weights are rounded already."""
+    rounded = replace(config.model, path=str(target.model(stored="bfloat16")))
+    ranks = target.run(infer, replace(config, model=rounded), calls=calls)
+    for rank, (got, exact) in enumerate(zip(ranks, want, strict=True)):
+        for name, values in exact[0].fields.items():
+            same = torch.equal(got[0].fields[name], values)
+            problem = (
+                "weights rounded to bfloat16 give other outputs: some are computed with in float32"
+            )
+            must(same, name, problem, where=f"rank {rank}")
 
 
 _Refused = (ConfigError, UnsupportedCapability)
@@ -340,6 +371,77 @@ def _sums_in_bfloat16(target: Target) -> float:
         margins.append(abs(got - want) / (_ROUNDED * want))
         must(margins[-1] <= 1.0, "grad_norm", f"{got}, {want} in float32", where=f"rank {rank}")
     return max(margins)
+
+
+Away = tuple[list[EngineError | None], list[EngineError | None], Trained]
+
+
+def call_while_away(setup: Setup, batches: Sequence[PackedDocuments]) -> Away:
+    """Call everything that needs model or optimizer while they are away, and step at home.
+
+    Return the errors of calls that need a part that is away, and of the others.
+    """
+    loss = default_loss(setup.model_type)
+    with opened(setup) as engine:
+        outputs = [step(engine, setup, batches[0])]
+        own = local_batch(engine, batches[1], setup.device)
+        engine.to("cpu")
+        engine.to("cpu")
+        needing = [
+            caught(lambda: engine.infer_batch(own)),
+            caught(lambda: engine.train_batch(own, loss)),
+            caught(lambda: engine.forward_backward(own, loss)),
+        ]
+        others = [caught(lambda: list(engine.get_per_tensor_param()))]
+        engine.to(setup.device)
+        engine.to(setup.device)
+        engine.to("cpu", model=False, grad=False)
+        others.append(caught(lambda: engine.infer_batch(own)))
+        needing.append(caught(lambda: engine.train_batch(own, loss)))
+        engine.to(setup.device, model=False, grad=False)
+        engine.forward_backward(own, loss)
+        engine.to("cpu")
+        needing.append(caught(engine.optimizer_step))
+        engine.to(setup.device)
+        others.append(caught(engine.optimizer_step))
+        outputs.append(step(engine, setup, batches[2]))
+        return needing, others, summary(engine, outputs)
+
+
+@case(id="memory.away", since="1.4", requires=(Capability.OFFLOAD,), model_types=TYPES)
+def away(target: Target) -> float | None:
+    """A call that needs a part that ``to`` moved away MUST raise ``EngineStateError``.
+
+    It changes nothing: the waiting gradient is there when the part is back. Inference needs the
+    model, and training and the step need the optimizer's state, too. On the CPU no part is ever
+    away, and the calls go on.
+
+    If this fails: the call computes on the host, or fails in a kernel; a second move in the same
+    direction drops what the first one moved; the gradient stays behind.
+    """
+    model = target.model()
+    batches = _batches()
+    ranks: list[Away] = target.run(call_while_away, target.config(model), batches=batches)
+    if target.device == "cpu":
+        for rank, (needing, _, _) in enumerate(ranks):
+            must(needing == [None] * len(needing), "error", f"{needing}", where=f"rank {rank}")
+        return None
+    for rank, (needing, others, _) in enumerate(ranks):
+        where = f"rank {rank}"
+        typed = all(isinstance(error, EngineStateError) for error in needing)
+        must(typed, "error", f"{needing} of calls that need what is away", where=where)
+        must(others == [None] * len(others), "error", f"{others}, at home", where=where)
+    want = oracle_training(str(model), batches)
+    trained = [one for _, _, one in ranks]
+    must(
+        all(one.version == len(want.steps) for one in trained),
+        "weight_version",
+        f"{trained[0].version} after three steps",
+    )
+    bounds = weight_tolerance(want, target.torch_dtype, layers=want.oracle.config.num_layers)
+    return assert_weights_close(
+        trained[0].weights, want.params, bounds, start=oracle_of(str(model)).trainable
+    )
 
 
 def move_about(

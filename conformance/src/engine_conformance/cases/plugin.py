@@ -100,6 +100,8 @@ def load_classes(setup: Setup) -> list[str]:
     if options := resolution.plugin.options:
         module, _, name = options.partition(":")
         targets[options] = getattr(import_module(module), name, None)
+    if not options and any(variant.options for variant in resolution.plugin.variants):
+        problems.append("variants have options, and no options dataclass is named")
     problems += [
         f"{target} is no class" for target, cls in targets.items() if not isinstance(cls, type)
     ]
@@ -139,7 +141,7 @@ def classes(target: Target) -> None:
     """The class and options dataclass of a descriptor MUST exist, and its data MUST be plain.
 
     If this fails: a renamed class; options that need arguments, so that none given
-    means an error.
+    means an error; options that the descriptor does not name, which the registry refuses.
     """
     problems = target.run(load_classes, target.config(target.model()))[0]
     must(not problems, "descriptor", "; ".join(problems))

@@ -10,7 +10,7 @@ from engine_conformance.report.badge import badge
 from engine_conformance.report.document import read_document, to_document
 from engine_conformance.report.files import write_reports
 from engine_conformance.report.junit import junit
-from engine_conformance.report.merge import differences, merge, shown
+from engine_conformance.report.merge import check_whole, differences, merge, shown
 from engine_conformance.report.render import certificate, html
 from engine_conformance.report.summary import summary
 from engine_conformance.report.verify import verify
@@ -18,6 +18,7 @@ from engine_conformance.report.verify import verify
 __all__ = [
     "badge",
     "certificate",
+    "check_whole",
     "differences",
     "html",
     "junit",

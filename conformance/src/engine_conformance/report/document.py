@@ -11,9 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from engine_conformance.results import STATUSES, Outcome, Part, Row, Setting, SuiteRun
+from engine_conformance.results import STATUSES, Key, Outcome, Part, Row, Setting, SuiteRun
 from engine_conformance.verdict import ProfileVerdict
 
 __all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document", "to_document"]
@@ -63,6 +65,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
         "sources": dict(run.sources),
         "commits": dict(run.commits),
         "parts": [asdict(part) for part in run.parts],
+        **({"planned": _plan(run.planned)} if run.planned else {}),
     }
     return document | {"digest": digest(document)}
 
@@ -92,6 +95,11 @@ def read_document(document: Mapping[str, Any]) -> tuple[SuiteRun, list[ProfileVe
         commits=document.get("commits", {}),
         parts=tuple(Part(**part) for part in document.get("parts", [])),
         families=tuple(document.get("families", ())),
+        planned=tuple(
+            (case, Setting(**{name: entry[name] for name in _SETTING}))
+            for entry in document.get("planned", [])
+            for case in entry["cases"]
+        ),
     )
     return run, [ProfileVerdict(**entry) for entry in document["verdicts"]]
 
@@ -138,6 +146,14 @@ def _row(row: Row) -> dict[str, Any]:
         "provisional": row.provisional,
         "deviation": None if row.deviation is None else dict(row.deviation),
     }
+
+
+def _plan(planned: Sequence[Key]) -> list[dict[str, Any]]:
+    """Return cases and settings, with the cases of one setting in one entry."""
+    return [
+        {name: getattr(setting, name) for name in _SETTING} | {"cases": [case for case, _ in keys]}
+        for setting, keys in groupby(planned, key=itemgetter(1))
+    ]
 
 
 def _margin(margin: float | None) -> float | str | None:

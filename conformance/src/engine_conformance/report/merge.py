@@ -3,8 +3,8 @@
 Joined reports must be about the same thing: engine, suite, versions, kind of machine
 and options. A case that ran in several of them counts as the worst that was seen, so
 that a verdict cannot be got by running until it passes. Only a result that showed
-nothing (not run, or a fault of the suite's own) gives way to one that did. Imports no
-torch.
+nothing (not run, or a fault of the suite's own) gives way to one that did. Of parts of
+one certificate each case and setting is in one part alone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from typing import Any
 
 from engine_conformance.errors import UsageError
 from engine_conformance.report.document import parts_of, read_document
-from engine_conformance.results import Row, Setting, Status, SuiteRun
+from engine_conformance.results import Key, Row, Status, SuiteRun
 from engine_conformance.verdict import is_complete
 
-__all__ = ["Key", "differences", "joined_environment", "joined_selection", "key", "merge", "shown"]
+__all__ = [
+    "check_whole",
+    "differences",
+    "joined_environment",
+    "joined_selection",
+    "merge",
+    "shown",
+]
 
-Key = tuple[str, Setting]
 # From the status that counts most: bad, a listed deviation, good, and those that show nothing.
 _STATUSES: tuple[Status, ...] = (
     "failed",
@@ -39,18 +45,15 @@ _SHOWED_NOTHING = ("suite-error", "not-run")
 _SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options", "seed")
 # Facts that belong to the kind of machine only where the cases ran on them.
 _HOST = ("cpu",)
+# The most cases and settings that an error lists.
+_MOST = 3
 # Numbers of devices and cores: a larger machine of the same kind is the same kind.
 _COUNTED = re.compile(r"^\d+ x |, \d+ cores$")
 
 
-def key(row: Row) -> Key:
-    """Return the subject of a row: a case in a setting."""
-    return row.case, row.setting
-
-
 def shown(run: SuiteRun) -> frozenset[Key]:
     """Return the cases and settings of which a run has shown something and that need no rerun."""
-    return frozenset(key(row) for row in run.rows if row.outcome.status not in _SHOWED_NOTHING)
+    return frozenset(row.key for row in run.rows if row.outcome.status not in _SHOWED_NOTHING)
 
 
 def differences(first: SuiteRun, other: SuiteRun) -> list[str]:
@@ -115,31 +118,118 @@ def merge(
         raise UsageError(
             f"merge: the run with digest {twice[0][:12]}… is given twice; name each report once"
         )
-    rows = _joined_rows(row for run in runs.values() for row in run.rows)
-    selection = joined_selection([part.selection for part in parts])
-    complete = is_complete(selection, rows, [part.selection for part in parts])
+    planned = _joined_plan(runs)
+    rows = _joined_rows((row for run in runs.values() for row in run.rows), planned)
+    selections = [part.selection for part in parts]
+    complete = is_complete({}, rows, selections, planned)
     return replace(
         first,
         trace=list(dict.fromkeys(line for run in runs.values() for line in run.trace)),
         command=list(command),
-        selection=selection | {"complete": complete},
+        selection=joined_selection(selections, complete=complete) | {"complete": complete},
         certify=certify,
         environment=joined_environment([part.environment for part in parts]),
         started=min(part.started for part in parts),
         seconds=sum(part.seconds for part in parts),
         rows=rows,
         parts=tuple(parts),
+        planned=planned,
     )
 
 
-def _joined_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return one row per case and setting, the worst seen, in the order of first appearance."""
+def check_whole(run: SuiteRun) -> None:
+    """Raise unless every row of the certificate is there whose parts were joined.
+
+    Raises:
+        UsageError: it names the parts and the cases that are missing.
+    """
+    there = {row.key for row in run.rows}
+    missing = [key for key in run.planned if key not in there]
+    if not missing:
+        return
+    words = [part.selection["part"] for part in run.parts if part.selection.get("part")]
+    counts = {word.partition("/")[2] for word in words}
+    # Parts that were picked by --case, or of two certificates, have no numbers.
+    if len(counts) == 1 and len(words) == len(run.parts):
+        count = counts.pop()
+        absent = [f"{n}/{count}" for n in range(1, int(count) + 1) if f"{n}/{count}" not in words]
+        named = f"part {', '.join(absent)}"
+    else:
+        named = "a part"
+    raise UsageError(
+        f"merge: {named} of the certificate is missing: {len(missing)} of {len(run.planned)} rows "
+        f"are in no report{_list_keys(missing)}\n"
+        "  run what is missing, and join it; without --certify the result is a larger part"
+    )
+
+
+def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
+    """Return the rows of the certificates of which runs are parts.
+
+    Raises:
+        UsageError: if two parts have a row in common, or are of certificates that have some, and
+            not all, rows in common.
+    """
+    plans: dict[frozenset[Key], Sequence[Key]] = {}
+    labels: dict[frozenset[Key], str] = {}
+    owners: dict[Key, str] = {}
+    for label, run in runs.items():
+        if not run.planned:
+            continue
+        plan = frozenset(run.planned)
+        for other, first in labels.items():
+            if other != plan and other & plan:
+                alone = _list_keys(_sorted_keys(other ^ plan))
+                raise UsageError(
+                    f"{label} and {first} are parts of two certificates, which have only some "
+                    f"rows in common; one of them alone has{alone}\n"
+                    "  run both parts with the same --world, --dtype, --model-type and --profile"
+                )
+        plans.setdefault(plan, run.planned)
+        labels.setdefault(plan, label)
+        done = shown(run)
+        own = [key for key in run.planned if key in done]
+        if twice := [key for key in own if key in owners]:
+            owner = owners[twice[0]]
+            raise UsageError(
+                f"{label} ({_name_part(run)}) has rows that {owner} ({_name_part(runs[owner])}) "
+                f"has, too: {len(twice)}{_list_keys(twice)}\n"
+                "  each row of a certificate is in one part: name one of these reports alone"
+            )
+        owners |= dict.fromkeys(own, label)
+    return [key for plan in plans.values() for key in plan]
+
+
+def _sorted_keys(keys: Iterable[Key]) -> list[Key]:
+    """Return cases and settings by their texts."""
+    return sorted(keys, key=lambda key: (key[0], str(key[1])))
+
+
+def _name_part(run: SuiteRun) -> str:
+    if part := run.selection.get("part"):
+        return f"part {part}"
+    return f"--case {','.join(run.selection['cases'])}"
+
+
+def _list_keys(keys: Sequence[Key]) -> str:
+    """Return the first cases and settings, each on a line of its own."""
+    lines = [f"\n  {case} in {setting}" for case, setting in keys[:_MOST]]
+    more = f"\n  and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
+    return "".join(lines) + more
+
+
+def _joined_rows(rows: Iterable[Row], planned: Sequence[Key]) -> list[Row]:
+    """Return one row per case and setting, the worst seen.
+
+    Planned rows come first, in the plan's order, and others in that of their first appearance.
+    """
     found: dict[Key, Row] = {}
     for row in rows:
-        before = found.get(key(row))
+        before = found.get(row.key)
         if before is None or _rank(row) < _rank(before):
-            found[key(row)] = row
-    return list(found.values())
+            found[row.key] = row
+    inside = [found.pop(key) for key in planned if key in found]
+    return [*inside, *found.values()]
 
 
 def _rank(row: Row) -> tuple[int, float]:
@@ -147,16 +237,21 @@ def _rank(row: Row) -> tuple[int, float]:
     return _STATUSES.index(row.outcome.status), 0.0 if margin is None else -margin
 
 
-def joined_selection(selections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def joined_selection(selections: Sequence[Mapping[str, Any]], *, complete: bool) -> dict[str, Any]:
     """Return what was asked for altogether.
 
-    An empty list means all, and stays empty.
+    An empty list means all, and stays empty. Joined parts that are complete (`is_complete`) have
+    left no case out.
     """
     first = dict(selections[0])
     for name in ("worlds", "dtypes", "model_types", "profiles", "cases"):
         lists = [selection[name] for selection in selections]
         words = list(dict.fromkeys(word for words in lists for word in words))
         first[name] = words if all(lists) else []
+    asked = list(dict.fromkeys(selection.get("part", "") for selection in selections))
+    first["part"] = ", ".join(filter(None, asked))
+    if complete:
+        first |= {"cases": [], "part": ""}
     first["worlds"] = sorted(first["worlds"])
     first["quick"] = all(selection["quick"] for selection in selections)
     first["patience"] = max(selection["patience"] for selection in selections)

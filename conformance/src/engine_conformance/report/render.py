@@ -42,7 +42,10 @@ def _context(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "run": run,
         "verdicts": verdicts,
-        "certified": run.certify and exit_code(run.rows, verdicts, certify=True) == 0,
+        "certified": run.certify
+        and not run.is_part
+        and exit_code(run.rows, verdicts, certify=True) == 0,
+        "coverage": view.coverage(run) if run.is_part else "",
         "profiles": view.profiles(run, verdicts),
         "counts": {status: number for status, number in document["counts"].items() if number},
         "facts": view.facts(run, document["digest"]),

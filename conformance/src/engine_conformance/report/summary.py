@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine_conformance.report.document import counts
-from engine_conformance.report.view import margin_text, reasons, worst_row
+from engine_conformance.report.view import coverage, margin_text, reasons, worst_row
 from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import ProfileVerdict
 
@@ -27,6 +27,11 @@ def summary(run: SuiteRun, verdicts: Sequence[ProfileVerdict], *, folder: Path |
     if worst := worst_row(run.rows):
         lines.append(
             f"worst margin: {margin_text(worst.outcome.margin)}, {worst.case} [{worst.setting}]"
+        )
+    if run.is_part:
+        lines.append(
+            f"this is a part of a certificate, {coverage(run)}: "
+            "`engine-conformance merge PARTS --certify --report DIR` joins all parts"
         )
     if folder is not None:
         lines.append(f"reports: {folder}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine_api.plugin import is_older
 from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
-from engine_conformance.report.merge import joined_environment, joined_selection, key
+from engine_conformance.report.merge import joined_environment, joined_selection
 from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import compute_verdicts, is_complete
 
@@ -138,10 +138,11 @@ def _altered(document: Mapping[str, Any]) -> Iterator[str]:
 def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield every statement that does not follow from the rows and the selection."""
     run, stated = read_document(document)
-    complete = is_complete(document["selection"], run.rows, [part.selection for part in run.parts])
+    selections = [part.selection for part in run.parts]
+    complete = is_complete(document["selection"], run.rows, selections, run.planned)
     if document["complete"] != complete:
         yield f"complete: states {document['complete']}, its selection says {complete}"
-    yield from _joined_wrongly(document, run)
+    yield from _joined_wrongly(document, run, complete=complete)
     for status, number in counts(run.rows).items():
         if document["counts"][status] != number:
             yield f"counts.{status}: states {document['counts'][status]}, its rows give {number}"
@@ -165,23 +166,18 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]:
+def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun, *, complete: bool) -> Iterator[str]:
     """Yield what does not follow from a joined report's parts, and cases reported twice."""
-    for (case, setting), number in Counter(key(row) for row in run.rows).items():
-        if number > 1:
-            yield f"rows: {case} in {setting} is there {number} times"
+    for name, keys in (("rows", [row.key for row in run.rows]), ("planned", run.planned)):
+        twice = [(key, number) for key, number in Counter(keys).items() if number > 1]
+        for (case, setting), number in twice:
+            yield f"{name}: {case} in {setting} is there {number} times"
     if not run.parts:
         return
     selections = [part.selection for part in run.parts]
-    if document["selection"] != joined_selection(selections):
+    if document["selection"] != joined_selection(selections, complete=complete):
         yield "selection: is not what its parts asked for"
-    if document["environment"] != joined_environment([part.environment for part in run.parts]):
-        yield "environment: is not that of its parts"
-    if document["started"] != min(part.started for part in run.parts):
-        yield "started: is not when the first of its parts did"
-    seconds = sum(part.seconds for part in run.parts)
-    if abs(document["seconds"] - seconds) > _ROUNDED:
-        yield f"seconds: states {document['seconds']}, its parts took {seconds:.3f}"
+    yield from _sums_that_differ(document, run)
     for setting in dict.fromkeys(row.setting for row in run.rows):
         asked_for = any(
             setting.world in selection["worlds"] and setting.dtype in selection["dtypes"]
@@ -189,6 +185,17 @@ def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]
         )
         if not asked_for:
             yield f"rows: no part asked for {setting}"
+
+
+def _sums_that_differ(document: Mapping[str, Any], run: SuiteRun) -> Iterator[str]:
+    """Yield what a joined report states of its machine and its time, and its parts do not."""
+    if document["environment"] != joined_environment([part.environment for part in run.parts]):
+        yield "environment: is not that of its parts"
+    if document["started"] != min(part.started for part in run.parts):
+        yield "started: is not when the first of its parts did"
+    seconds = sum(part.seconds for part in run.parts)
+    if abs(document["seconds"] - seconds) > _ROUNDED:
+        yield f"seconds: states {document['seconds']}, its parts took {seconds:.3f}"
 
 
 def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str, str]) -> str:

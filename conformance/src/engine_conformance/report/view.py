@@ -12,7 +12,7 @@ from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Setting, SuiteRun
 from engine_conformance.variants import name_variant
-from engine_conformance.verdict import ProfileVerdict, Verdict, untested
+from engine_conformance.verdict import ProfileVerdict, Verdict, unavailable, untested
 
 __all__ = [
     "GroupView",
@@ -20,6 +20,7 @@ __all__ = [
     "absent",
     "by_case",
     "commands",
+    "coverage",
     "facts",
     "lane",
     "margin_text",
@@ -102,11 +103,23 @@ def reasons(run: SuiteRun, result: ProfileVerdict) -> list[str]:
     found = [", ".join(short)] if short else []
     if not rows:
         found.append("no case ran that counts")
-    if not run.selection["complete"]:
+    if run.is_part:
+        found.append(f"a part of a certificate, {coverage(run)}")
+    elif not run.selection["complete"]:
         found.append("not all cases were asked for")
-    if missing := untested(run.rows, run.declared):
+    missing = untested(run.rows, run.declared)
+    if missing and not run.is_part:
         found.append(f"declared, but shown by no case that passed: {', '.join(missing)}")
     return found
+
+
+def coverage(run: SuiteRun) -> str:
+    """Return what a part of a certificate covers: numbers of its rows, and how it was chosen."""
+    there = {row.key for row in run.rows}
+    rows = f"{sum(key in there for key in run.planned)} of {len(run.planned)} rows"
+    chosen = run.selection
+    by = f"part {chosen['part']}" if chosen.get("part") else f"--case {','.join(chosen['cases'])}"
+    return f"{rows} ({by})"
 
 
 def problems(rows: Iterable[Row]) -> list[Row]:
@@ -224,6 +237,10 @@ def facts(run: SuiteRun, digest: str) -> Sequence[tuple[str, str]]:
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
+        *(
+            (f"Declared, and refused here: {name}", reason)
+            for name, reason in unavailable(run.rows, run.declared).items()
+        ),
         *([("Model families", f"{', '.join(run.families)} alone")] if run.families else []),
         ("Devices", ", ".join(dict.fromkeys(devices))),
         (

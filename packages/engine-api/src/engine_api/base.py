@@ -59,6 +59,7 @@ from engine_api.results import (
     TrainOutput,
 )
 from engine_api.schedule import lr_factor
+from engine_api.torch_defaults import plain_defaults
 from engine_api.weights import ShardSpec
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class BaseEngine(EngineDefaults):
         """
         self._expect("initialize", "created")
         try:
-            with watched("initialize"):
+            with watched("initialize"), plain_defaults():
                 self._build()
         # Ctrl-C included: an engine that was not built keeps no process group.
         except BaseException:
@@ -162,7 +163,7 @@ class BaseEngine(EngineDefaults):
         See ``Engine.train_batch``.
         """
         self._expect("train_batch", "ready")
-        with watched(self._call_name("train_batch")):
+        with watched(self._call_name("train_batch")), plain_defaults():
             work = self._compute("train_batch", batch, loss, denominator, temperature, fresh=True)
             # Reading the norm or the loss waits for the device. With the norm first it waits once.
             norm = self._clip()
@@ -193,7 +194,7 @@ class BaseEngine(EngineDefaults):
         See ``Engine.forward_backward``.
         """
         self._expect("forward_backward", "ready")
-        with watched(self._call_name("forward_backward")):
+        with watched(self._call_name("forward_backward")), plain_defaults():
             work = self._compute("forward_backward", batch, loss, denominator, temperature)
             return self._gather_results(work)
 
@@ -208,7 +209,8 @@ class BaseEngine(EngineDefaults):
             raise EngineStateError(
                 "optimizer_step", "without a gradient", "past a forward_backward"
             )
-        with watched(self._call_name("optimizer_step")):
+        self._expect_loaded("optimizer_step", "model", "optimizer")
+        with watched(self._call_name("optimizer_step")), plain_defaults():
             return self._apply_clipped_step(self._clip())
 
     def _apply_clipped_step(self, norm: float) -> StepOutput:
@@ -234,7 +236,8 @@ class BaseEngine(EngineDefaults):
         See ``Engine.infer_batch``.
         """
         self._expect("infer_batch", "ready")
-        with watched(self._call_name("infer_batch")):
+        self._expect_loaded("infer_batch", "model")
+        with watched(self._call_name("infer_batch")), plain_defaults():
             together(
                 self.comm,
                 lambda: self._check_inference(batch, temperature, entropy=entropy, adapter=adapter),
@@ -259,7 +262,7 @@ class BaseEngine(EngineDefaults):
         self._expect("save_checkpoint", "ready")
         folder = folder_of(directory)
         check_extra(extra)
-        with watched(self._call_name("save_checkpoint")):
+        with watched(self._call_name("save_checkpoint")), plain_defaults():
             return self._save_checkpoint(folder, dict(extra or {}))
 
     def _save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> CheckpointHandle:
@@ -294,7 +297,7 @@ class BaseEngine(EngineDefaults):
         """
         self._expect("load_checkpoint", "ready")
         check_switches(optimizer=optimizer)
-        with watched(self._call_name("load_checkpoint")):
+        with watched(self._call_name("load_checkpoint")), plain_defaults():
             return self._load_checkpoint(folder_of(directory), optimizer=optimizer)
 
     def _load_checkpoint(self, directory: Path, *, optimizer: bool) -> CheckpointInfo:
@@ -483,12 +486,12 @@ class BaseEngine(EngineDefaults):
         else:
             self._offloaded.discard(part)
 
-    def _expect_loaded(self, called: str) -> None:
-        """Raise ``EngineStateError`` if a part that ``called`` needs is on the host."""
-        if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
+    def _expect_loaded(self, called: str, *parts: str) -> None:
+        """Raise ``EngineStateError`` if one of the parts that ``called`` needs is on the host."""
+        if away := self._offloaded.intersection(parts):
             raise EngineStateError(
                 called,
-                f"offloaded ({', '.join(sorted(self._offloaded))})",
+                f"offloaded ({', '.join(sorted(away))})",
                 f"back on its device: call to({self.device_type!r})",
             )
 
@@ -507,6 +510,7 @@ class BaseEngine(EngineDefaults):
         ``fresh`` drops earlier gradients, once the arguments of the call are checked.
         """
         self._require_optimizer(called)
+        self._expect_loaded(called, "model", "optimizer")
         together(self.comm, lambda: self._check_training(batch, loss, denominator, temperature))
         denominator = denominator_of(denominator)
         temperature = temperature_of(temperature)

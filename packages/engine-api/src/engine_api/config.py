@@ -264,7 +264,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """A low-rank adapter (arXiv:2106.09685), W + alpha / rank · B A, which engine-fsdp has."""
+    """A low-rank adapter (arXiv:2106.09685), W + alpha / rank · B A.
+
+    Engines with the capability ``lora`` have it.
+    """
 
     rank: int = 16
     """Rank of the matrices A and B, at least 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +250,8 @@ def save_hf(
     Files have at most 4 GiB (or one tensor). They are written under ``.partial``, and are on the
     disk before that folder takes the final name: a kill leaves the former model or the new one,
     complete. Files of the former folder that are not weights, and are not written again, are kept.
+    Layers that predict further tokens (MTP), which no engine computes, are copied from ``source``
+    as they are (`read_predictors`).
 
     Args:
         export: the export of all ranks together, from ``Engine.get_per_tensor_param``.
@@ -274,9 +276,38 @@ def save_hf(
                 writer.add(name, tensor)
             except (OSError, SafetensorError) as error:
                 writer.failure = error
+    if writer is not None and writer.failure is None:
+        try:
+            for name, tensor in read_predictors(source, hf_config):
+                writer.keep(name, tensor)
+        except (OSError, SafetensorError, ConfigError) as error:
+            writer.failure = error
     together(
         comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None
     )
+
+
+def read_predictors(source: str, hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the layers of a folder that predict further tokens than the next.
+
+    These are the folder's layers beyond ``num_hidden_layers`` (DeepSeek-V3, arXiv:2412.19437,
+    section 2.2; GLM-4.5), of which ``num_nextn_predict_layers`` in its config.json says the number.
+    There are none for a model with ``hf_config`` that has another number of layers. Raises
+    ``ConfigError`` for files that cannot be read.
+    """
+    file = Path(source) / "config.json"
+    keys: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    count = keys.get("num_nextn_predict_layers")
+    first: Any = keys.get("num_hidden_layers")
+    if not count or first != getattr(hf_config, "num_hidden_layers", None):
+        return
+    files = read_saved_tensors(source)
+    if files is None:
+        return
+    prefixes = tuple(f"model.layers.{number}." for number in range(first, first + count))
+    for name, handle in sorted(files.handles.items()):
+        if name.startswith(prefixes):
+            yield name, handle.get_tensor(name)
 
 
 class _Writer:
@@ -293,6 +324,11 @@ class _Writer:
         self.dtype = "float32"
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a CPU copy of a tensor, whose dtype is the model's."""
+        self.keep(name, tensor)
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a CPU copy of a tensor, and write a file when it is full."""
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.size + size > _FILE_BYTES:
@@ -300,7 +336,6 @@ class _Writer:
         self.pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self.size += size
         self.total += size
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
 
     def flush(self) -> None:
         """Write the pending tensors under a provisional name."""

@@ -16,6 +16,7 @@ from engine_api.config import EngineConfig, near_matches
 from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import (
+    ConfigError,
     ContractMismatch,
     PluginConflict,
     PluginLoadError,
@@ -335,8 +336,16 @@ class EngineRegistry:
             PluginError: no plug-in fits; the subclass and the text give reason and remedy.
             UnsupportedCapability: ``config`` requests a capability that the engine does not
                 declare.
+            ConfigError: ``config`` has options, and the descriptor names no dataclass of them.
         """
         resolution = _engines.resolve(model_type=model_type, backend=backend, device=device)
+        if config.options and resolution.plugin.options is None:
+            raise ConfigError(
+                "options",
+                f"expected none, got {config.options!r}",
+                why=f"the descriptor {resolution.plugin.name} names no dataclass of options",
+                remedy="leave them out, or name the dataclass in EnginePlugin(options=…)",
+            )
         return _engines.load(resolution)(config, resolution=resolution)
 
 

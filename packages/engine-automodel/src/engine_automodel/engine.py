@@ -66,7 +66,6 @@ class AutomodelEngine(DecoderEngine):
     # --- running -------------------------------------------------------------------------------
 
     def _clip_gradients(self, max_norm: float | None) -> float:
-        self._expect_loaded("train")
         # Norms of queries and keys have the gradient of a rank's own heads until then.
         synchronize_tp_replica_gradients([self.module.lm], self.layout.root)
         return super()._clip_gradients(max_norm)

@@ -47,7 +47,7 @@ def find_problem() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-automodel",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             backends=("automodel",),

@@ -1,6 +1,7 @@
 """The training state as boxes under canonical keys.
 
-The keys are ``model.<Hugging Face name>`` and ``optim.<name>.<field>``.
+The keys are ``model.<Hugging Face name>``, for adapters ``adapter.<PEFT's name>``, and
+``optim.<name>.<field>``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def state_of(table: Sequence[Weight], masters: Masters, optimizer: StageOptimize
     state: State = {}
     for weight in table:
         if weight.name in gathered:
-            state[f"model.{weight.name}"] = (gathered[weight.name], weight.box)
+            state[weight.key] = (gathered[weight.name], weight.box)
         elif not weight.params or not reader.gathers(weight):
-            state[f"model.{weight.name}"] = (reader.read(weight), weight.box)
+            state[weight.key] = (reader.read(weight), weight.box)
     if optimizer is not None:
         state |= _moments(table, optimizer)
     return state
@@ -82,7 +83,7 @@ def layout_of(
 
     Raises ``CheckpointMismatch`` if the state is of a different optimizer.
     """
-    wanted: BoxLayout = {f"model.{weight.name}": (weight.box, weight.dtype) for weight in table}
+    wanted: BoxLayout = {weight.key: (weight.box, weight.dtype) for weight in table}
     if optimizer is None:
         return wanted
     weights = {weight.name: weight for weight in table}
@@ -101,7 +102,7 @@ def install(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Copy loaded boxes into the weights and masters, and replace the optimizer's state."""
-    put(table, masters, lambda use: use.of(tensors[f"model.{use.weight.name}"]))
+    put(table, masters, lambda use: use.of(tensors[use.weight.key]))
     if optimizer is not None:
         optimizer.install(_whole_states(table, tensors))
 

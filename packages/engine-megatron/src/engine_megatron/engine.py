@@ -37,7 +37,7 @@ te.share_cudnn()
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from engine_megatron import checkpoint, export, native, pipeline
+from engine_megatron import checkpoint, export, lora, native, pipeline
 from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.mechanisms import find_local_mechanism
 from engine_megatron.model import (
@@ -54,8 +54,18 @@ from engine_megatron.parallel import (
     ModelParallel,
     build_layout,
 )
+from engine_megatron.replay import routing_of
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.weights import Reader, attach, check_layout, fill, weight_table
+from engine_megatron.weights import (
+    Reader,
+    Weight,
+    attach,
+    check_layout,
+    check_stages,
+    fill,
+    merges_of,
+    weight_table,
+)
 
 
 class MegatronEngine(BaseEngine):
@@ -117,12 +127,18 @@ class MegatronEngine(BaseEngine):
         check_layout(self.shape, self.layout, multiple)
         te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
+        if config.router_replay:
+            self.routing = routing_of(self.shape)
+        if config.lora is not None:
+            lora.check_targets(self.shape, config.lora)
         self.table = weight_table(
-            self.shape, self.layout, multiple, DTYPES[config.precision.master]
+            self.shape, self.layout, multiple, DTYPES[config.precision.master], config.lora
         )
+        if config.lora is not None:
+            check_stages(self.table, self.layout)
         files = None if config.model.init == "random" else WeightFiles(self.folder)
         if files is not None:
-            files.check({weight.name: weight.shape for weight in self.table})
+            files.check({weight.name: weight.shape for weight in self.table if not weight.adapter})
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
         settings = transformer_config(
             self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
@@ -175,7 +191,14 @@ class MegatronEngine(BaseEngine):
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        chunks = build_model(self.shape, settings, options, self.layout)
+        chunks = build_model(
+            self.shape,
+            settings,
+            options,
+            self.layout,
+            lora=config.lora,
+            replays=config.router_replay,
+        )
         attach(self.table, chunks, self.layout)
         chunks.eval()
         self.forward = Forward(
@@ -184,6 +207,7 @@ class MegatronEngine(BaseEngine):
             layout=self.layout,
             device=self.device,
             multiple=token_multiple(config, options, self.layout),
+            splits_tokens=options.sequence_parallel,
             logit_chunk=config.memory.logit_chunk,
         )
 
@@ -220,6 +244,14 @@ class MegatronEngine(BaseEngine):
         return self.forward.outputs(
             self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature
         )
+
+    @contextmanager
+    def _inference(self, adapter: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super()._inference(adapter))
+            if not adapter:
+                stack.enter_context(lora.disabled(self.forward.chunks))
+            yield
 
     @property
     def _chunks(self) -> Sequence[Any]:
@@ -290,7 +322,11 @@ class MegatronEngine(BaseEngine):
         check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
         tensors = export.export_whole(
-            self.table, self.layout, self._reader(dtype), bucket_bytes, self.device
+            self._exported(adapter),
+            self.layout,
+            self._reader(dtype, adapter),
+            bucket_bytes,
+            self.device,
         )
         return watched_each(self._call_name("get_per_tensor_param"), tensors)
 
@@ -301,10 +337,16 @@ class MegatronEngine(BaseEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self._check_adapter(adapter)
-        return export.export_shards(self.table, self._reader(dtype))
+        return export.export_shards(self._exported(adapter), self._reader(dtype, adapter))
 
-    def _reader(self, dtype: torch.dtype | None) -> Reader:
-        return Reader(self.masters, dtype)
+    def _exported(self, adapter: Adapter) -> list[Weight]:
+        return [weight for weight in self.table if weight.adapter == (adapter == "only")]
+
+    def _reader(self, dtype: torch.dtype | None, adapter: Adapter) -> Reader:
+        lora_config = self.config.lora
+        if lora_config is None or adapter != "merged":
+            return Reader(self.masters, dtype)
+        return Reader(self.masters, dtype, merges_of(self.table, lora_config))
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""

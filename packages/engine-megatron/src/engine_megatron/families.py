@@ -57,6 +57,9 @@ class Rule:
         woven: whether a saved tensor's rows are those of the parameter's two halves in turn.
         transposed: whether an expert's part of a stacked tensor has inputs as rows.
         frozen: whether it is a saved buffer, float32 in every precision and never trained.
+        linear: whether each saved tensor is the matrix of a linear layer in transformers, which an
+            adapter may be on.
+        adapter: whether it is a part of an adapter.
         te: the parameter's name in Transformer Engine's layers if it differs; these have norms
             inside the linear layers.
     """
@@ -70,6 +73,8 @@ class Rule:
     woven: bool = False
     transposed: bool = False
     frozen: bool = False
+    linear: bool = False
+    adapter: bool = False
     te: str | None = None
 
     def named(self, shape: Shape) -> Rule:
@@ -90,10 +95,12 @@ def _linear(
     split: Split,
     layout: Layout = "whole",
     bias: bool = False,
+    linear: bool = True,
 ) -> Iterator[Rule]:
     """Yield the rules of a matrix and its bias.
 
     ``outputs`` are the widths of the saved matrices' outputs by name, in the parameter's order.
+    ``linear`` says whether transformers has linear layers of them.
     """
     for kind, more in (("weight", (inputs,)), ("bias", ())):
         if kind == "weight" or bias:
@@ -104,6 +111,7 @@ def _linear(
                     for name, width in outputs.items()
                 ),
                 layout=layout,
+                linear=linear and kind == "weight",
                 # Every rank adds the whole bias to a sum over columns.
                 split="none" if kind == "bias" and split == "columns" else split,
             )
@@ -190,7 +198,9 @@ def _mixture(shape: Shape, mixture: Mixture) -> Iterator[Rule]:
     family = shape.family
     gate = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}.get(family, "mlp.gate")
     router = {gate: mixture.experts}
-    yield from _linear("mlp.router", router, shape.hidden, split="none", bias=mixture.biased)
+    yield from _linear(
+        "mlp.router", router, shape.hidden, split="none", bias=mixture.biased, linear=False
+    )
     if mixture.sigmoid:
         saved = Saved(name=f"{gate}.e_score_correction_bias", shape=(mixture.experts,))
         yield Rule(parameter="mlp.router.expert_bias", saved=(saved,), frozen=True)
@@ -203,8 +213,8 @@ def _mixture(shape: Shape, mixture: Mixture) -> Iterator[Rule]:
         prefix = "mlp.shared_expert" if mixture.gated else "mlp.shared_experts"
         yield from _mlp("mlp.shared_experts", _projections(prefix), shape, mixture.shared)
     if mixture.gated:
-        saved = Saved(name="mlp.shared_expert_gate.weight", shape=(1, shape.hidden))
-        yield Rule(parameter="mlp.shared_experts.gate_weight", saved=(saved,))
+        gate = {"mlp.shared_expert_gate": 1}
+        yield from _linear("mlp.shared_experts.gate", gate, shape.hidden, split="none")
 
 
 def _expert(shape: Shape, mixture: Mixture, number: int) -> Iterator[Rule]:
@@ -214,7 +224,7 @@ def _expert(shape: Shape, mixture: Mixture, number: int) -> Iterator[Rule]:
         names = (f"{one}.w1", f"{one}.w3", f"{one}.w2")
     for rule in _mlp("mlp.experts.local_experts.N", names, shape, mixture.intermediate):
         layer = rule.parameter.split(".")[-2]
-        yield replace(rule, expert=number, te=f"mlp.experts.{layer}.weightN")
+        yield replace(rule, expert=number, linear=False, te=f"mlp.experts.{layer}.weightN")
 
 
 def _stacked_experts(shape: Shape, mixture: Mixture) -> Iterator[Rule]:
@@ -277,7 +287,7 @@ def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
     yield None, _norm("decoder.final_layernorm", "model.norm", shape.hidden)
     if shape.kind == "value_model":
         for rule in _linear(
-            "score", {"score": 1}, shape.hidden, split="none", bias=shape.value_bias
+            "score", {"score": 1}, shape.hidden, split="none", bias=shape.value_bias, linear=False
         ):
             yield None, rule
     elif not shape.tied:

@@ -67,8 +67,10 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        # Gradients of chunks are added up in float32: sums in bfloat16 would lose small terms.
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            # Gradients of chunks are added up in float32: sums in bfloat16 would lose small terms.
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         size = ctx.vocabulary.size
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -82,8 +84,10 @@ class _LogProb(torch.autograd.Function):
             d_logits.scatter_add_(1, index[:, None], a * here[:, None])
             d_logits = (d_logits * ctx.scale).to(weight.dtype)
             torch.mm(d_logits, weight[:size], out=d_hidden[part])
-            d_weight[:size] += d_logits.T @ hidden[part]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+            if d_weight is not None:
+                d_weight[:size] += d_logits.T @ hidden[part]
+        d_rounded = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_rounded, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, vocabulary: Vocabulary) -> Tensor:

@@ -14,13 +14,13 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from engine_megatron.layers import WholeLinear
 from engine_megatron.shape import Rope
 
 if not isinstance(multi_latent_attention.TELinear, type):
@@ -30,30 +30,17 @@ if not isinstance(multi_latent_attention.TELinear, type):
 _EPS = 1e-6
 
 
-class LatentProjection(nn.Module):
-    """A linear layer that is whole on every tensor-parallel rank, as are its outputs.
+def _share_last(layer: WholeLinear, count: int) -> None:
+    """Sum the gradient of a layer's last ``count`` outputs, which the heads of every rank use."""
 
-    Under sequence parallelism a rank projects its own tokens.
-    """
+    def share(
+        _: nn.Module, __: tuple[Any, ...], outputs: tuple[Tensor, None]
+    ) -> tuple[Tensor, None]:
+        out = outputs[0]
+        first, rest = out.split([out.shape[-1] - count, count], dim=-1)
+        return torch.cat((first, copy_to_tensor_model_parallel_region(rest)), dim=-1), None
 
-    def __init__(self, config: Any, width: int, shared: int = 0) -> None:
-        """Project to ``width``, of which each rank's heads take all of the last ``shared``."""
-        super().__init__()
-        device = None if config.use_cpu_initialization else torch.accelerator.current_device_index()
-        weight = torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device)
-        self.weight = nn.Parameter(weight)
-        # The gradient is then summed over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.copies = 0 if config.sequence_parallel else shared
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return ``[…, width]`` and no bias, as Megatron's layers do."""
-        out = F.linear(x, self.weight)
-        if self.copies:
-            first, rest = out.split([out.shape[-1] - self.copies, self.copies], dim=-1)
-            # Heads of every rank use the rest: its gradient is the sum of theirs.
-            out = torch.cat((first, copy_to_tensor_model_parallel_region(rest)), dim=-1)
-        return out, None
+    layer.register_forward_hook(share)
 
 
 class LatentRotary(RotaryEmbedding):
@@ -79,10 +66,12 @@ class LatentAttention(MLASelfAttention):
         self.rotary_pos_emb = LatentRotary(rope, rotary, self.pg_collection.cp)
         self.core_attention.scale = rope.score_factor / math.sqrt(self.q_head_dim)
         width = config.kv_lora_rank + rotary
-        self.linear_kv_down_proj = LatentProjection(config, width, shared=rotary)
+        self.linear_kv_down_proj = WholeLinear(config, width)
+        if not config.sequence_parallel:
+            _share_last(self.linear_kv_down_proj, rotary)
         norms: list[Any] = [self.kv_layernorm]
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = LatentProjection(config, config.q_lora_rank)
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
             norms.append(self.q_layernorm)
         for norm in norms:
             norm.eps = _EPS

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ class Packing(PackedSeqParams):
     shard: ContextShard | None = None
     """This rank's tokens under context parallelism. None means that all tokens are on this rank."""
 
+    experts: Tensor | None = None
+    """``[n, L, k]`` int64: the experts to replay for the tokens that this rank's routers see."""
+
 
 def build_packing(
     lengths: Sequence[int],
@@ -42,6 +46,7 @@ def build_packing(
     shard: ContextShard | None = None,
     *,
     longest: int = 0,
+    experts: Tensor | None = None,
 ) -> Packing:
     """Build the packing of successive documents of these lengths, which Megatron's RoPE reads too.
 
@@ -62,6 +67,7 @@ def build_packing(
         max_seqlen_kv=longest,
         lengths=tuple(lengths),
         shard=shard,
+        experts=experts,
         **padded,
     )
 
@@ -94,6 +100,40 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, ``[…, hidden_size]``, over its last dimension."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class WholeLinear(nn.Module):
+    """A linear layer that is whole on every tensor-parallel rank, as are its outputs.
+
+    Under sequence parallelism a rank computes its own tokens.
+    """
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.accelerator.current_device_index()
+        weight = torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        # The gradient is then summed over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return ``[…, width]`` and no bias, as Megatron's layers do."""
+        return F.linear(x, self.weight), None
+
+
+class GatedSharedExperts(SharedExpertMLP):
+    """Megatron's shared expert with its gate as a layer, which an adapter may be on."""
+
+    def __init__(self, config: Any, submodules: Any, gate: bool, pg_collection: Any = None) -> None:
+        assert gate, "a shared expert without a gate is Megatron's own"
+        super().__init__(config, submodules, gate=False, pg_collection=pg_collection)
+        self.gate = WholeLinear(config, 1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return ``[…, d]``, the expert's outputs times the sigmoid of the gate."""
+        gate, _ = self.gate(hidden_states)
+        out: Tensor = super().forward(hidden_states)
+        return out * torch.sigmoid(gate)
 
 
 class BiasedRows(RowParallelLinear):

@@ -35,13 +35,23 @@ class Shard:
         return whole.reshape(-1)[self.start : end].view(self.tensor.shape)
 
 
+def mark_saved_buffer(param: Tensor) -> None:
+    """Mark a parameter as a saved buffer, which keeps its own dtype."""
+    param.is_saved_buffer = True  # type: ignore[attr-defined]
+
+
+def _is_saved_buffer(param: Tensor) -> bool:
+    return getattr(param, "is_saved_buffer", False)
+
+
 class Masters:
     """The master weights of this rank's stage.
 
     Attributes:
-        shards: the ranges updated here; a parameter without one is updated on other ranks.
+        shards: the ranges kept here, and updated unless the parameter is frozen; a parameter
+            without one is kept on other ranks.
         dtype: the dtype of the masters.
-        spread: whether each of the ranks that hold the same parameters updates its own flat range.
+        spread: whether each of the ranks that hold the same parameters keeps its own flat range.
     """
 
     def __init__(
@@ -51,12 +61,21 @@ class Masters:
         self.dtype = dtype
         self.spread = spread
 
+    def dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter's master, which is its own for a saved buffer."""
+        return param.dtype if _is_saved_buffer(param) else self.dtype
+
+    def divides(self, param: nn.Parameter) -> bool:
+        """Return whether each rank that holds a parameter keeps only a range of its master."""
+        is_master = not param.requires_grad and param.dtype == self.dtype_of(param)
+        return self.spread and not is_master
+
     def read(self, param: nn.Parameter) -> Tensor:
         """Return a parameter in the masters' dtype.
 
         Where masters are spread, all ranks that hold the parameter call it together.
         """
-        if param.dtype == self.dtype or not param.requires_grad:
+        if param.dtype == self.dtype_of(param):
             return param.detach()
         shard = self.shards.get(param)
         return self.gather(param, shard, None if shard is None else shard.tensor)
@@ -65,19 +84,18 @@ class Masters:
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Set a parameter and its master to ``value``.
 
-        ``value`` has the parameter's shape and the masters' dtype, or a frozen parameter's own.
+        ``value`` has the parameter's shape and its master's dtype.
         """
         param.copy_(value)
-        if not param.requires_grad:
-            return
-        if param.dtype != self.dtype and (shard := self.shards.get(param)) is not None:
+        is_master = param.dtype == self.dtype_of(param)
+        if not is_master and (shard := self.shards.get(param)) is not None:
             shard.tensor.copy_(shard.part_of(value))
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters that are updated here into the parameters."""
+        """Round the masters that are kept here into the parameters."""
         for param, shard in self.shards.items():
-            if param.dtype != self.dtype and param.requires_grad:
+            if param.dtype != self.dtype_of(param):
                 shard.part_of(param).copy_(shard.tensor)
 
     def gather(self, param: nn.Parameter, shard: Shard | None, value: Tensor | None) -> Tensor:
@@ -111,18 +129,38 @@ class Masters:
 def whole_masters(params: Iterable[nn.Parameter], dtype: torch.dtype) -> Masters:
     """Build masters that are whole on every rank.
 
-    They are the parameters themselves where these have the dtype or are frozen, copies if not.
+    They are the parameters themselves where these have the dtype or are saved buffers, copies if
+    not.
     """
-    shards = {
-        param: Shard(
-            tensor=param.detach()
-            if param.dtype == dtype or not param.requires_grad
-            else param.detach().to(dtype, copy=True),
-            start=0,
-        )
-        for param in params
-    }
+    shards = {param: _whole_shard(param, dtype) for param in params}
     return Masters(shards, dtype, spread=False)
+
+
+def frozen_masters(
+    params: Iterable[nn.Parameter], dtype: torch.dtype, *, spread: bool
+) -> dict[nn.Parameter, Shard]:
+    """Return the masters of frozen parameters.
+
+    Copies are divided evenly over the ranks that hold a parameter, if ``spread``.
+    """
+    shards: dict[nn.Parameter, Shard] = {}
+    for param in params:
+        if not spread or param.dtype == dtype or _is_saved_buffer(param):
+            shards[param] = _whole_shard(param, dtype)
+            continue
+        group = holders_group(param)
+        size = -(-param.numel() // dist.get_world_size(group))
+        start = min(size * dist.get_rank(group), param.numel())
+        part = param.detach().view(-1)[start : start + size]
+        if part.numel():
+            shards[param] = Shard(tensor=part.to(dtype, copy=True), start=start)
+    return shards
+
+
+def _whole_shard(param: nn.Parameter, dtype: torch.dtype) -> Shard:
+    own = param.detach()
+    is_master = param.dtype == dtype or _is_saved_buffer(param)
+    return Shard(tensor=own if is_master else own.to(dtype, copy=True), start=0)
 
 
 def check_precision(precision: Precision) -> None:

@@ -36,15 +36,21 @@ _CAPS = (
     "logits_soft_cap",
     "output_logit_soft_cap",
 )
+# Families whose output head has a bias in transformers, which no key of theirs says.
+_BIASED_HEADS = ("codegen", "ctrl", "gptj", "phi")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 # Families whose projections never have a bias, whatever attention_bias says in transformers.
 _UNBIASED = ("cwm", "ministral", "mistral", "mixtral", "qwen2", "qwen2_moe")
-_BIASED_MLPS = ("cwm", "llama", "seed_oss")
+_BIASED_MLPS = ("cwm", "granite", "granite_swa", "llama", "seed_oss")
+# Families with factors of embeddings, scores, what each layer adds, and logits.
+SCALED = ("granite", "granite_swa")
 # Families whose router is a sigmoid with a saved bias (DeepSeek-V3, arXiv:2412.19437, eq. 16).
 SIGMOIDS = ("deepseek_v3", "dots1", "glm4_moe")
 # Families whose code in transformers rotates a part of each head.
 PARTIAL_ROPES = ("glm4_moe",)
-_WINDOWLESS = ("deepseek_v3", "glm4_moe", "llama", "seed_oss")
+# Families with attention sinks.
+SINKS = ("gpt_oss", "granite_swa")
+_WINDOWLESS = ("deepseek_v3", "glm4_moe", "granite", "llama", "seed_oss")
 EVERY_LAYER_WINDOWS = ("mistral", "mixtral", "qwen3_moe")
 
 
@@ -101,6 +107,21 @@ def _partial_rope(config: Any) -> str:
     # YaRN's factor is of cosine and sine, and would be of the whole score.
     served = config.model_type in PARTIAL_ROPES and rope.get("rope_type") != "yarn"
     return "" if served or part in (None, 1.0) else f"RoPE on a part of each head: {part}"
+
+
+def _logit_scale(config: Any) -> str:
+    served = ("logits_scaling",) if config.model_type in SCALED else ()
+    return _set(config, [key for key in _SCALES if key not in served], (None, 1.0))
+
+
+def _layer_rope(config: Any) -> str:
+    """Return rotary positions that differ between layers, in words."""
+    rope = rope_parameters(config)
+    bases = set(config.layer_rope_theta or ()) - {rope.get("rope_theta")}
+    if bases:
+        return f"layer_rope_theta={config.layer_rope_theta}"
+    kind = rope.get("rope_type", "default")
+    return "" if kind == "default" else f"RoPE of type {kind} by layer"
 
 
 def _window(config: Any) -> str:
@@ -177,8 +198,11 @@ def _latent_heads(config: Any) -> str:
 _MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", *SIGMOIDS)
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    Mechanism(
+        name="head_bias", find=lambda _: "an output head with a bias", families=_BIASED_HEADS
+    ),
     Mechanism(name="softcap", find=lambda config: _set(config, _CAPS)),
-    Mechanism(name="logit_scale", find=lambda config: _set(config, _SCALES, (None, 1.0))),
+    Mechanism(name="logit_scale", find=_logit_scale),
     *(Mechanism(name=name, find=_layers(name)) for name in dict.fromkeys(_OTHER_LAYERS.values())),
     Mechanism(name="other_layers", find=_other_layers),
     Mechanism(name="rope", find=_rope_kind),
@@ -199,6 +223,7 @@ OF_FAMILIES: tuple[Mechanism, ...] = (
     Mechanism(name="single_expert", find=_single_expert, families=_MIXTURES),
     Mechanism(name="router_scores", find=_unnormalized, families=SIGMOIDS),
     Mechanism(name="router_groups", find=_groups, families=SIGMOIDS),
+    Mechanism(name="rope", find=_layer_rope, families=("granite_swa",)),
     Mechanism(name="rope_order", find=_rope_order, families=("deepseek_v3",)),
     Mechanism(name="latent_attention", find=_latent_heads, families=("deepseek_v3",)),
 )
@@ -234,7 +259,8 @@ def find_local_mechanism(config: Any) -> str:
     )
     found = {
         "latent attention": family == "deepseek_v3",
-        "attention sinks": family == "gpt_oss",
+        "attention sinks": family in SINKS,
+        "factors of embeddings and layers": family in SCALED,
         "a shared expert": family in ("qwen2_moe", *SIGMOIDS),
         "a sliding window": windowed,
         "scaled RoPE": rope_parameters(config).get("rope_type", "default") != "default",

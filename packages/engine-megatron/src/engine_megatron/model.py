@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from engine_api.batch import Batch
-from engine_api.config import EngineConfig
+from engine_api.batch import ROUTED_EXPERTS, Batch
+from engine_api.config import EngineConfig, LoraConfig
 from engine_api.results import TokenOutputs
 from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
@@ -42,14 +42,17 @@ from engine_megatron.layers import (
     BiasedColumns,
     BiasedRows,
     ExpertRows,
+    GatedSharedExperts,
     Norm,
     PackedAttention,
     Packing,
     build_packing,
     steady_longest,
 )
+from engine_megatron.lora import add_adapters, freeze_base, require_embedding_gradient
 from engine_megatron.options import MegatronOptions
 from engine_megatron.parallel import DTYPES, Layout, context_group, tensor_group
+from engine_megatron.replay import add_replay
 from engine_megatron.shape import Mixture, Shape
 from engine_megatron.te import FP8_TOKENS
 from engine_megatron.weights import padded_vocabulary
@@ -184,9 +187,12 @@ def _attention_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
             "original_max_position_embeddings": 2 * layout.context,
             "rotary_scaling_factor": 1.0,
         }
-    if shape.rope.factor != 1.0:
-        # Queries and keys both have the factor. Megatron applies it in its unfused RoPE alone.
-        settings["softmax_scale"] = shape.rope.factor**2 / math.sqrt(shape.head_dim)
+    if shape.rope.factor != 1.0 or shape.factors.scores is not None:
+        scale = shape.factors.scores
+        if scale is None:
+            scale = 1.0 / math.sqrt(shape.head_dim)
+        # Queries and keys both have RoPE's factor. Megatron applies it in its unfused RoPE alone.
+        settings["softmax_scale"] = shape.rope.factor**2 * scale
     if shape.window is not None:
         settings["window_size"] = (shape.window - 1, 0)
         settings["window_attn_skip_freq"] = [int(one is not None) for one in shape.windows]
@@ -249,14 +255,42 @@ def _expert_settings(shape: Shape, layout: Layout) -> dict[str, Any]:
 
 
 def build_model(
-    shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout
+    shape: Shape,
+    config: TransformerConfig,
+    options: MegatronOptions,
+    layout: Layout,
+    *,
+    lora: LoraConfig | None = None,
+    replays: bool = False,
 ) -> nn.ModuleList:
-    """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled."""
+    """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled.
+
+    With ``lora`` they have adapters, and all other weights but a value head are frozen. With
+    ``replays`` their routers take the experts that a packing brings along.
+    """
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
-    return nn.ModuleList(
+    chunks = nn.ModuleList(
         _build_chunk(shape, config, options, layout, number) for number in range(layout.virtual)
     )
+    # Megatron is not annotated.
+    built: list[Any] = list(chunks)
+    for number, chunk in enumerate(built):
+        layers = dict(enumerate(chunk.decoder.layers, _first_layer(shape, layout, number)))
+        if replays:
+            add_replay(layers)
+        if lora is not None:
+            add_adapters(layers, shape, lora, config)
+            freeze_base(chunk)
+            if chunk.pre_process:
+                require_embedding_gradient(chunk.embedding)
+    return chunks
+
+
+def _first_layer(shape: Shape, layout: Layout, number: int) -> int:
+    """Return the number in the model of the first layer of chunk ``number`` on this rank."""
+    count = shape.layers // (layout.stages * layout.virtual)
+    return (number * layout.stages + layout.here.stage) * count
 
 
 def _build_chunk(
@@ -277,7 +311,13 @@ def _build_chunk(
     )
     if shape.latent is None:
         model.rotary_pos_emb.inv_freq = torch.tensor(shape.rope.frequencies)
-    for layer in model.decoder.layers:
+    if is_first and shape.factors.embeddings != 1.0:
+        model.embedding.register_forward_hook(partial(_scale, shape.factors.embeddings))
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        if shape.factors.layers != 1.0:
+            for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                linear.register_forward_hook(partial(_scale_linear, shape.factors.layers))
         if shape.mixture is not None and shape.mixture.sigmoid:
             _add_router_bias(layer.mlp)
     if is_last and shape.kind == "value_model":
@@ -292,6 +332,17 @@ def _build_chunk(
             device=device,
         )
     return model
+
+
+def _scale(factor: float, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+    return out * factor
+
+
+def _scale_linear(
+    factor: float, _: nn.Module, __: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    out, bias = outputs
+    return out * factor, None if bias is None else bias * factor
 
 
 def release_model(chunks: nn.ModuleList) -> None:
@@ -334,7 +385,7 @@ def _chunk_spec(shape: Shape, layout: Layout, number: int) -> Any:
     """Return the spec of the layers of chunk ``number``, and of the last norm."""
     block: Any = TransformerBlockSubmodules
     count = shape.layers // (layout.stages * layout.virtual)
-    first = (number * layout.stages + layout.here.stage) * count
+    first = _first_layer(shape, layout, number)
     build = _te_layer if shape.spec == "te" else _local_layer
     # Equal layers share a spec.
     kinds = {sparse: build(shape, sparse=sparse) for sparse in (True, False) if _has(shape, sparse)}
@@ -393,6 +444,8 @@ def _local_layer(shape: Shape, *, sparse: bool) -> Any:
         attention.linear_proj = BiasedRows
     if sparse and shape.mixture is not None and shape.mixture.biased:
         parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRows
+    if sparse and shape.mixture is not None and shape.mixture.gated:
+        parts.mlp.submodules.shared_experts.module = GatedSharedExperts
     if shape.mlp_bias:
         parts.mlp.submodules.linear_fc1 = BiasedColumns
         parts.mlp.submodules.linear_fc2 = BiasedRows
@@ -423,14 +476,21 @@ class PackedInputs:
 
 
 def pack_inputs(
-    batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False
+    batch: Batch,
+    *,
+    multiple: int,
+    layout: Layout,
+    device: torch.device,
+    steady: bool = False,
+    splits_tokens: bool = False,
 ) -> PackedInputs:
     """Pad a micro-batch and move this rank's tokens to the device.
 
     The micro-batch is padded to a multiple of ``multiple`` with a separate document at its end; an
     empty one is all padding. Under context parallelism each document is padded to a multiple of
     twice the ranks. With ``steady`` the stated length of the longest document is rounded up
-    (`steady_longest`).
+    (`steady_longest`). With ``splits_tokens``, sequence parallelism, a router sees the tokens of
+    one tensor-parallel rank.
     """
     step = 2 * layout.context if layout.context > 1 else 1
     lengths, real = _pad_lengths(batch.lengths, multiple, step)
@@ -449,6 +509,15 @@ def pack_inputs(
             place=place.to(device),
             group=context_group(),
         )
+    experts: Tensor | None = None
+    if ROUTED_EXPERTS in batch.fields:
+        given = batch[ROUTED_EXPERTS].cpu().long()
+        # Padding is left to the router.
+        whole = given.new_full((len(ids), *given.shape[1:]), -1)
+        whole[real] = given
+        experts = whole[own].to(device)
+        if splits_tokens:
+            experts = experts.chunk(layout.tensor)[layout.here.tensor]
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return PackedInputs(
         ids=ids[own][None].to(device),
@@ -456,7 +525,7 @@ def pack_inputs(
         targets=ids.roll(-1)[own].to(device),
         source=place[(real - 1).clamp(min=0)].to(device),
         first=(positions[real] == 0).to(device),
-        packing=build_packing(lengths, device, shard, longest=longest),
+        packing=build_packing(lengths, device, shard, longest=longest, experts=experts),
     )
 
 
@@ -492,6 +561,7 @@ class Forward:
 
     Attributes:
         multiple: the tokens of a micro-batch are padded to a multiple of it.
+        splits_tokens: whether sequence parallelism divides them over tensor-parallel ranks.
         logit_chunk: number of tokens whose logits exist at the same time.
     """
 
@@ -499,6 +569,7 @@ class Forward:
     shape: Shape
     layout: Layout
     multiple: int
+    splits_tokens: bool
     logit_chunk: int
     device: torch.device
 
@@ -507,7 +578,12 @@ class Forward:
         # Transformer Engine's attention is built again for each longest length.
         steady = self.shape.spec == "te"
         return pack_inputs(
-            batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady
+            batch,
+            multiple=self.multiple,
+            layout=self.layout,
+            device=self.device,
+            steady=steady,
+            splits_tokens=self.splits_tokens,
         )
 
     @property
@@ -569,7 +645,7 @@ class Forward:
             hidden[:, 0],
             weight,
             targets,
-            temperature=temperature,
+            temperature=temperature * self.shape.factors.logits,
             chunk=self.logit_chunk,
             vocabulary=self._vocabulary(weight.shape[0]),
         )

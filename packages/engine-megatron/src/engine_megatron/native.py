@@ -103,9 +103,7 @@ def local_parameters(chunks: nn.Module, layout: Layout, masters: Masters) -> lis
                 param=param,
                 start=0 if shard is None else shard.start,
                 numel=0 if shard is None else shard.tensor.numel(),
-                copy=0
-                if masters.spread and param.requires_grad
-                else dist.get_rank(holders_group(param)),
+                copy=0 if masters.divides(param) else dist.get_rank(holders_group(param)),
             )
         )
     return parameters

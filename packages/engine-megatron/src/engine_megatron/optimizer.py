@@ -27,7 +27,7 @@ from engine_api.comm import Comm
 from engine_api.config import OptimizerConfig
 from engine_api.errors import ConfigError
 from engine_api.optimizers import build_optimizer, has_scalars_on_device
-from engine_megatron.masters import Masters, Shard, whole_masters
+from engine_megatron.masters import Masters, Shard, frozen_masters, whole_masters
 from engine_megatron.parallel import (
     Layout,
     holders_group,
@@ -158,9 +158,8 @@ class StageOptimizer:
         self.chunks = wrap_chunks(chunks, distributed_optimizer=self.distributed)
         self.params = [param for param in chunks.parameters() if param.requires_grad]
         self.groups = list(self._build_groups(config, dtype))
-        frozen = [param for param in chunks.parameters() if not param.requires_grad]
-        # A frozen parameter is its own master, whole on every rank.
-        shards = dict(whole_masters(frozen, dtype).shards)
+        self.frozen = [param for param in chunks.parameters() if not param.requires_grad]
+        shards = frozen_masters(self.frozen, dtype, spread=self.distributed)
         for group in self.groups:
             shards |= group.masters.shards
         self.masters = Masters(shards, dtype, spread=self.distributed)
@@ -232,6 +231,9 @@ class StageOptimizer:
     def publish(self) -> None:
         """Round new masters into the weights, and give every rank all new weights."""
         self.masters.publish()
+        for param in self.frozen:
+            if self.masters.divides(param):
+                param.detach().copy_(self.masters.read(param))
         self._fetch()
 
     def _fetch(self) -> None:

@@ -57,7 +57,7 @@ def missing() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-megatron",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=("language_model",),
@@ -79,13 +79,18 @@ PLUGIN = EnginePlugin(
             Capability.PP,
             Capability.CP,
             Capability.EP,
+            Capability.LORA,
             Capability.RECOMPUTE,
             Capability.BF16,
             Capability.MOE,
+            Capability.ROUTER_REPLAY,
             Capability.VALUE_HEAD,
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.LOGIT_SCALE,
+            Capability.SAVED_BUFFERS,
+            Capability.SINKS,
             *([Capability.FP8] if te.is_installed() else []),
         }
     ),

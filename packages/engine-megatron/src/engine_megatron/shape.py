@@ -22,7 +22,9 @@ from engine_megatron.mechanisms import (
     EVERY_LAYER_WINDOWS,
     MECHANISMS,
     OF_FAMILIES,
+    SCALED,
     SIGMOIDS,
+    SINKS,
     refuse,
     rope_parameters,
 )
@@ -35,6 +37,8 @@ FAMILIES = (
     "seed_oss",
     "mistral",
     "ministral",
+    "granite",
+    "granite_swa",
     "qwen2",
     "qwen3",
     "mixtral",
@@ -107,6 +111,14 @@ _OPTIONAL_ROPE_NUMBERS = (
 )
 
 
+_FACTORS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
     """Rotary positions.
@@ -175,6 +187,23 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """Factors of what a model computes (Granite).
+
+    Attributes:
+        embeddings: factor of the embeddings.
+        layers: factor of what attention, and the MLP, add to the residual stream.
+        scores: factor of a query's product with a key, or None for ``1 / sqrt(head_dim)``.
+        logits: divisor of the logits.
+    """
+
+    embeddings: float = 1.0
+    layers: float = 1.0
+    scores: float | None = None
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """The sizes and features of an architecture that the mapping and the model need.
 
@@ -210,6 +239,7 @@ class Shape:
     activation: str = "silu"
     windows: tuple[int | None, ...] = ()
     sinks: bool = False
+    factors: Factors = Factors()
     latent: Latent | None = None
     mixture: Mixture | None = None
     spec: Spec = "local"
@@ -318,6 +348,8 @@ def _check_numbers(config: Any, file: Path) -> None:
     }
     if family in SIGMOIDS:
         reals["routed_scaling_factor"] = config.routed_scaling_factor
+    if family in SCALED:
+        reals |= {key: getattr(config, key, None) for key in _FACTORS}
     if family == "gpt_oss":
         reals |= {key: getattr(config, key, None) for key in ("swiglu_limit", "swiglu_alpha")}
     wrong += [
@@ -326,6 +358,8 @@ def _check_numbers(config: Any, file: Path) -> None:
         if type(value) not in (int, float) or not math.isfinite(value)
     ]
     wrong += [] if wrong else _uneven_experts(config)
+    if not wrong and family in SCALED and not config.logits_scaling:
+        wrong.append("logits_scaling is 0, which no logits are divided by")
     types = getattr(config, "layer_types", None)
     if not wrong and _head_dim(config) % 2:
         wrong.append(f"heads of {_head_dim(config)} dimensions, which RoPE cannot pair")
@@ -394,7 +428,8 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
         max_positions=int(config.max_position_embeddings),
         activation=config.hidden_act,
         windows=_windows(config),
-        sinks=family == "gpt_oss",
+        sinks=family in SINKS,
+        factors=_factors(config) if family in SCALED else Factors(),
         latent=_latent(config) if family == "deepseek_v3" else None,
         mixture=mixture if mixture is not None and any(mixture.sparse) else None,
         spec=spec,
@@ -454,6 +489,15 @@ def _rope(config: Any, head_dim: int) -> Rope:
         grown = 0.1 * scale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
         scores = grown * grown
     return Rope(frequencies=tuple(frequencies.tolist()), factor=float(factor), score_factor=scores)
+
+
+def _factors(config: Any) -> Factors:
+    return Factors(
+        embeddings=float(config.embedding_multiplier),
+        layers=float(config.residual_multiplier),
+        scores=float(config.attention_multiplier),
+        logits=float(config.logits_scaling),
+    )
 
 
 def _latent(config: Any) -> Latent:

@@ -120,6 +120,8 @@ def _unfit(config: EngineConfig) -> str | None:
     if config.precision.compute == "float32":
         # Its matrix products in float32 are TF32, and its fused attention has no float32 kernel.
         return "it has no float32: its matrix products would be TF32"
+    if config.lora is not None:
+        return "its linear layers have norms inside, whose outputs an adapter would need"
     if config.model.attention == "sdpa":
         return "its attention is not model.attention: sdpa"
     return None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.weights import ShardSpec, random_weight
 from engine_megatron.families import EMBEDDING, HEAD, Cut, Rule, Split, cuts, rules_of
-from engine_megatron.masters import Masters
+from engine_megatron.lora import adapters_of, draw, module_of
+from engine_megatron.masters import Masters, mark_saved_buffer
 from engine_megatron.parallel import Layout, Place
 from engine_megatron.shape import Shape
 
@@ -39,6 +41,7 @@ class Weight:
             stacks, which all of them hold.
         is_stack: True if the tensor has all experts along its first dimension.
         frozen: True for a saved buffer, which is never trained and has its own dtype.
+        adapter: True for a part of an adapter, which has PEFT's name.
         params: the parameters on this rank, empty on ranks without a part of the weight.
     """
 
@@ -53,7 +56,13 @@ class Weight:
     owner: int | None = None
     is_stack: bool = False
     frozen: bool = False
+    adapter: bool = False
     params: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The canonical key of a checkpoint."""
+        return f"{'adapter' if self.adapter else 'model'}.{self.name}"
 
     @property
     def is_of_experts(self) -> bool:
@@ -213,15 +222,21 @@ def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
     return -(-shape.vocab_size // step) * step
 
 
-def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
+def weight_table(
+    shape: Shape,
+    layout: Layout,
+    multiple: int,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
+) -> list[Weight]:
     """Return every weight in the model's order, tied weights once, without parameters yet.
 
-    ``dtype`` is that of the masters.
+    A matrix is followed by its adapter. ``dtype`` is that of the masters.
     """
     vocabulary = padded_vocabulary(shape, layout, multiple)
     places = [layout.place(rank) for rank in range(layout.world)]
     table: list[Weight] = []
-    for layer, rule in rules_of(shape):
+    for layer, rule in _all_rules(shape, lora):
         stages = _stages(layer, rule, shape, layout)
         for saved, cut in zip(rule.saved, cuts(rule, shape), strict=True):
             dim = _DIMENSION[rule.split]
@@ -244,11 +259,42 @@ def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype
                 owner=owner,
                 is_stack=rule.stacked,
                 frozen=rule.frozen,
+                adapter=rule.adapter,
                 box=ShardSpec.nothing(saved.shape),
                 dtype=torch.float32 if rule.frozen else dtype,
             )
             table.append(replace(weight, box=_own_box(weight, places, layout.rank)))
     return table
+
+
+def _all_rules(shape: Shape, lora: LoraConfig | None) -> Iterator[tuple[int | None, Rule]]:
+    for layer, rule in rules_of(shape):
+        yield layer, rule
+        if lora is not None:
+            yield from ((layer, own) for own in adapters_of(rule, lora))
+
+
+def check_stages(table: Sequence[Weight], layout: Layout) -> None:
+    """Raise ``ConfigError`` if a part of the model would have nothing to train.
+
+    That is a chunk of a pipeline's stage without an adapter and without a value head.
+    """
+    trained = {
+        (stage, name.partition(".")[0])
+        for weight in table
+        if weight.adapter or weight.name.startswith("score.")
+        for stage, names in weight.parameters.items()
+        for name in names
+    }
+    for stage in range(layout.stages):
+        for chunk in range(layout.virtual):
+            if (stage, str(chunk)) not in trained:
+                raise ConfigError(
+                    "lora.target_modules",
+                    f"no layer of pipeline stage {stage} carries an adapter",
+                    why="each of its ranks must have a weight to train",
+                    remedy="name layers in every stage, or use fewer stages",
+                )
 
 
 def _stages(
@@ -315,6 +361,8 @@ def _mark(param: nn.Parameter, weight: Weight, layout: Layout) -> None:
     Megatron sets the first ones while it initializes weights, which it does not do here. Without
     them its gradient norm would count one rank's part alone.
     """
+    if weight.frozen:
+        mark_saved_buffer(param)
     is_split = weight.dim is not None and not weight.is_stack
     param.tensor_model_parallel = is_split  # type: ignore[attr-defined]
     param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
@@ -346,23 +394,55 @@ def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Use], Ten
     time.
     """
     for param, uses in by_parameter(table).items():
-        dtype = masters.dtype if param.requires_grad else param.dtype
+        dtype = masters.dtype_of(param)
         whole = torch.zeros(param.shape, dtype=dtype, device=param.device)
         for use in uses:
             use.weight.cut.write(whole, value_of(use).to(whole))
         masters.write(param, whole)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """The adapter ``scale · B A`` on a matrix."""
+
+    a: Weight
+    b: Weight
+    scale: float
+
+
+def merges_of(table: Sequence[Weight], lora: LoraConfig) -> dict[str, Merge]:
+    """Return the adapter of each matrix that has one, by the matrix's name."""
+    adapters = {weight.name: weight for weight in table if weight.adapter}
+    scale = lora.alpha / lora.rank
+    return {
+        f"{module_of(name)}.weight": Merge(
+            a=weight, b=adapters[name.replace(".lora_A.", ".lora_B.")], scale=scale
+        )
+        for name, weight in adapters.items()
+        if ".lora_A." in name
+    }
+
+
 class Reader:
     """A reader of this rank's boxes in one dtype.
 
-    Parameters that the model computes with are read directly, and spread masters are gathered.
+    Parameters that the model computes with are read directly, and spread masters are gathered. A
+    matrix with an adapter is read as the sum of both, formed from the masters in float32.
     """
 
-    def __init__(self, masters: Masters, dtype: torch.dtype | None = None) -> None:
-        """Read in ``dtype``, or if it is None in the dtype that each weight is kept in."""
+    def __init__(
+        self,
+        masters: Masters,
+        dtype: torch.dtype | None = None,
+        merges: Mapping[str, Merge] | None = None,
+    ) -> None:
+        """Read in ``dtype``, or if it is None in the dtype that each weight is kept in.
+
+        ``merges`` are the adapters to merge, by the name of the matrix.
+        """
         self.masters = masters
         self._dtype = dtype
+        self._merges = merges or {}
         # The parameter read last: the weights that are fused in it are read one after the other.
         self._last: tuple[nn.Parameter, Tensor] | None = None
 
@@ -374,7 +454,9 @@ class Reader:
         """Return True if all ranks that hold the weight must read it together."""
         if weight.frozen or not self.masters.spread:
             return False
-        known = (self.dtype_of(weight), self.masters.dtype)
+        known = [self.masters.dtype]
+        if weight.name not in self._merges:
+            known.append(self.dtype_of(weight))
         return any(param.dtype not in known for param in weight.params)
 
     def read(self, weight: Weight) -> Tensor:
@@ -382,11 +464,20 @@ class Reader:
         dtype = self.dtype_of(weight)
         if not weight.params:
             return torch.empty(weight.box.shape, dtype=dtype)
+        if (merge := self._merges.get(weight.name)) is not None:
+            return self._merged(weight, merge).to(dtype)
         return weight.part_of([self._value(param, dtype) for param in weight.params]).to(dtype)
+
+    def _merged(self, weight: Weight, merge: Merge) -> Tensor:
+        """Return this rank's box of ``W + scale · B A`` in float32."""
+        base = weight.part_of([self._value(param, self.masters.dtype) for param in weight.params])
+        # The matrix stays the parameter read last: others are fused with it.
+        a, b = (part.part_of([self.masters.read(part.params[0])]) for part in (merge.a, merge.b))
+        return base.float() + merge.scale * (b.float() @ a.float())
 
     def _value(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         # A parameter is its rounded master, so its own dtype needs nothing from other ranks.
-        if param.dtype == dtype or not param.requires_grad:
+        if param.dtype in (dtype, self.masters.dtype_of(param)):
             return param.detach()
         if self._last is None or self._last[0] is not param:
             self._last = (param, self.masters.read(param))
@@ -426,7 +517,9 @@ def fill(
 
     def value_of(use: Use) -> Tensor:
         name = use.weight.name
-        if files is not None and name in files:
+        if use.weight.adapter:
+            value = draw(name, use.weight.shape, seed)[use.box.slices]
+        elif files is not None and name in files:
             value = files.read(name, use.box.slices)
         else:
             if files is not None:

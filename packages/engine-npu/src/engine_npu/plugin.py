@@ -50,7 +50,7 @@ _MEGATRON = MEGATRON_ELSEWHERE.capabilities - {Capability.FP8}
 
 MEGATRON = EnginePlugin(
     name="engine-npu-megatron",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=_LM,
@@ -74,7 +74,7 @@ MEGATRON = EnginePlugin(
 
 MINDSPEED = EnginePlugin(
     name="engine-npu-mindspeed",
-    contract="1.3",
+    contract="1.4",
     rows=(
         Row(
             model_types=_LM,

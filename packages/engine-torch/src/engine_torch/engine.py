@@ -111,7 +111,6 @@ class DTensorEngine(BaseEngine):
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
-        self._expect_loaded("train")
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
             self.module.set_is_last_backward(last)
@@ -123,7 +122,6 @@ class DTensorEngine(BaseEngine):
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
-        self._expect_loaded("infer")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not adapter:
@@ -142,7 +140,6 @@ class DTensorEngine(BaseEngine):
             self.module.reshard()
 
     def _clip_gradients(self, max_norm: float | None) -> float:
-        self._expect_loaded("train")
         return clip(self.table, max_norm)
 
     def _apply_optimizer(self, lr: float) -> None:

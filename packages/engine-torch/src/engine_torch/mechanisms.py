@@ -65,7 +65,8 @@ _PLAIN_LAYERS = {
     "dense",
 }
 _MIXING_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
-_INDEXED_LAYERS = {"indexed_attention"}
+# The second name is that of transformers before 5.18.
+_INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 _COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 

@@ -26,7 +26,14 @@ from engine_api.devices import torch_version
 from engine_api.errors import ConfigError, EngineError, PluginNotFound, RankFailure
 from engine_api.heartbeat import raised_by_all
 from engine_api.plugin import CONTRACT
-from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config import (
+    Config,
+    DPOConfig,
+    KTOConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from engine_trainer.config.explain import explain, installed_names
 from engine_trainer.config.loading import load_config, schema_text, to_plain
 from engine_trainer.config.recipes import ALL, DEFAULT_FOLDER, copy_recipe, list_recipes
@@ -46,10 +53,11 @@ CONFIGS: dict[str, type[Config]] = {
     "sft": SFTConfig,
     "rl": RLConfig,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
     "rm": RewardModelConfig,
     "eval": RLConfig,
 }
-TASKS = ("sft", "rl", "dpo", "rm")
+TASKS = ("sft", "rl", "dpo", "kto", "rm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +251,10 @@ def _train(config: Config) -> Outcome:
             from engine_trainer.preferences.dpo import train_dpo
 
             return train_dpo(config)
+        case KTOConfig():
+            from engine_trainer.preferences.kto import train_kto
+
+            return train_kto(config)
         case RewardModelConfig():
             from engine_trainer.preferences.reward_model import train_reward_model
 
@@ -325,7 +337,7 @@ def _command_first(argv: Sequence[str]) -> list[str]:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine-train",
-        description="SFT, RL, DPO, reward models and evaluation over any engine, by name.",
+        description="SFT, RL, DPO, KTO, reward models and evaluation over any engine, by name.",
         epilog="`engine-train COMMAND --help` lists the arguments of a command.",
     )
     parser.add_argument("--version", action="version", version=_version())
@@ -533,6 +545,7 @@ COMMANDS = {
     "dpo": _task_command(
         "train a model on pairs of a better and a worse response (DPO, IPO, hinge)"
     ),
+    "kto": _task_command("train a model on responses that are labelled desirable or not (KTO)"),
     "rm": _task_command("train a reward model on pairs of responses"),
     "eval": Command(
         summary="measure a model on held-out problems or documents, with a file of `rl` or `sft`",

@@ -12,6 +12,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.config import (
     CorrectionSection,
     DPOConfig,
+    KTOConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
@@ -508,7 +509,7 @@ RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
 def test_every_recipe_loads(path):
-    kinds = {"dpo": DPOConfig, "reward_model": RewardModelConfig}
+    kinds = {"dpo": DPOConfig, "kto": KTOConfig, "reward_model": RewardModelConfig}
     kinds |= {"rl": RLConfig, "distill": RLConfig}
     kind = kinds.get(Path(path).parts[0]) or kinds.get(Path(path).stem, SFTConfig)
     given = ["engine.model.path=m", "run.output_dir=o"]

@@ -16,12 +16,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config import DPOConfig, KTOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.config.explain import explain
 from engine_trainer.config.loading import MAX_BASES, from_tree, load_config, to_plain, to_yaml
 from engine_trainer.extensions.functions import require_arguments
 
-CLASSES = (SFTConfig, RLConfig, DPOConfig, RewardModelConfig)
+CLASSES = (SFTConfig, RLConfig, DPOConfig, KTOConfig, RewardModelConfig)
 HEAD = {
     "engine": {"model": {"path": "m"}},
     "data": {"source": "a.jsonl"},
@@ -31,6 +31,7 @@ GOOD = {
     SFTConfig: HEAD,
     RLConfig: HEAD | {"reward": {"name": "math"}},
     DPOConfig: HEAD,
+    KTOConfig: HEAD,
     RewardModelConfig: HEAD | {"engine": {"model": {"path": "m"}, "model_type": "value_model"}},
 }
 

@@ -30,7 +30,9 @@ def test_each_recipe_is_listed_with_one_sentence(capsys):
 
     lines = capsys.readouterr().out.splitlines()
     listed = {line.split()[0]: line for line in lines if line}
-    assert {"rl/dapo", "sft/chat", "preferences/dpo", "quickstart"} <= set(listed)
+    assert {"rl/dapo", "sft/chat", "preferences/dpo", "preferences/kto", "quickstart"} <= set(
+        listed
+    )
     assert listed["sft/gsm8k"].split(maxsplit=1)[1] == (
         "Supervised fine-tuning on GSM8K's worked answers."
     )

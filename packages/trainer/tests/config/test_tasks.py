@@ -10,7 +10,7 @@ import yaml
 from engine_api.errors import ConfigError
 from engine_trainer.config.tasks import find_task
 
-TASKS = ("sft", "rl", "dpo", "rm")
+TASKS = ("sft", "rl", "dpo", "kto", "rm")
 RECIPES = Path(__file__).parents[4] / "recipes"
 
 
@@ -30,6 +30,8 @@ def write(folder, tree):
         ({"algorithm": {}}, "rl"),
         ({"batch_size": 2, "dpo": {"beta": 1}}, "dpo"),
         ({"batch_size": 2, "eval": {"source": "x", "max_pairs": 2}}, "dpo"),
+        ({"batch_size": 2, "kto": {"beta": 1}}, "kto"),
+        ({"batch_size": 2, "eval": {"source": "x", "max_rows": 2}}, "kto"),
         ({"engine": {"model_type": "value_model"}, "batch_size": 2}, "rm"),
         ({"engine": {"model": "${x}"}, "eval": None}, "sft"),
     ],

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, PromptDataset, SFTDataset
+from engine_trainer.data.labelled import LabelledDataset
 from engine_trainer.data.layouts import ROLES, SHAREGPT_ROLES, to_examples
 from engine_trainer.data.preferences import PairDataset
 from engine_trainer.data.readers import read_rows
@@ -97,6 +98,7 @@ COLUMNS = {
     "chosen": st.one_of(conversations, messages),
     "rejected": st.one_of(conversations, messages),
     "data_source": values,
+    "label": st.one_of(st.booleans(), st.booleans(), scalars, values),
     "output": values,
 }
 rows = st.lists(st.fixed_dictionaries({}, optional=COLUMNS), min_size=1, max_size=3)
@@ -305,7 +307,7 @@ def tokenizers(tokenizer_of):
 @given(
     rows,
     named,
-    st.sampled_from(["sft", "rl", "pairs"]),
+    st.sampled_from(["sft", "rl", "pairs", "labelled"]),
     st.booleans(),
     st.sampled_from(["all", "last"]),
 )
@@ -331,7 +333,13 @@ def test_rows_become_tokens_or_are_refused_by_row(
             assert found[index].tokens
             assert found[index].number == index + 1
             continue
-        documents = found[index].documents if task == "pairs" else [found[index]]
+        judged = task in ("pairs", "labelled")
+        documents = list(found[index].documents) if judged else [found[index]]
+        if task == "labelled":
+            mixed = found[index].with_completion_of(found[index - 1], None)
+            own = found[index].with_completion_of(found[index], None)
+            assert own.input_ids.tolist() == documents[0].input_ids.tolist()
+            documents.append(mixed)
         for document in documents:
             assert document.loss_weight.any()
             assert document.loss_weight[0] == 0
@@ -341,6 +349,8 @@ def test_rows_become_tokens_or_are_refused_by_row(
 def _dataset(task, tokenizer, section):
     if task == "pairs":
         return PairDataset.read(section.source, None, tokenizer, section)
+    if task == "labelled":
+        return LabelledDataset.read(section.source, None, tokenizer, section, label="label")
     examples = to_examples(
         read_rows(section.source), section.columns, "response" if task == "sft" else "prompt"
     )

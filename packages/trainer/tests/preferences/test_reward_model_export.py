@@ -16,7 +16,7 @@ from engine_trainer.config import RewardModelConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.data.preferences import score_token
 from engine_trainer.preferences import classifier
-from engine_trainer.preferences import loop as pairs_module
+from engine_trainer.preferences import pairs as pairs_module
 from engine_trainer.preferences.classifier import write_classifier
 from engine_trainer.preferences.reward_model import scored_document, train_reward_model
 

@@ -25,7 +25,7 @@ from engine_trainer.cli import main
 from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.errors import DataError
-from engine_trainer.preferences import loop as pairs_module
+from engine_trainer.preferences import pairs as pairs_module
 from engine_trainer.preferences.dpo import train_dpo
 from engine_trainer.preferences.reward_model import train_reward_model
 from engine_trainer.run.run import Run

@@ -270,6 +270,30 @@ def test_a_replay_reads_no_data_and_overwrites_nothing(run, tmp_path, capsys):
     assert "give a number from 1 to 4" in capsys.readouterr().err
 
 
+def test_a_replay_on_another_engine_says_all_that_must_be_overridden(run, capsys):
+    """The configuration of a run on a GPU, whose settings the other engine does not have."""
+    pytest.importorskip("engine_minimal", reason="the other engine is an example")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["engine"]["memory"] |= {"compile": True, "recompute": "full"}
+    config["engine"]["options"] = {"compile_mode": "max-autotune"}
+    config["engine"]["precision"]["compute"] = "bfloat16"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    command = ["replay", str(run), "--step", "4", "engine.backend=minimal"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "minimal does not have all that the run's configuration asks for" in said
+    overrides = said.split("add to the command: ")[1].split()
+    assert set(overrides) == {
+        "engine.memory.compile=false",
+        "engine.memory.recompute=none",
+        "engine.precision.compute=float32",
+        "engine.options={}",
+    }
+    assert main([*command, *overrides]) == 0
+    result = json.loads((run / "replay" / "step-000004" / "replay.json").read_text())
+    assert result["surroundings"]["backend"] == ["fsdp2", "minimal"]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_replay_on_two_ranks_is_the_step_of_two_ranks(sums_model, tmp_path):

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import rl_runs
 import torch
+import yaml
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from waiting import DEADLINE_S
 
 from engine_api.batch import ROUTED_EXPERTS
 from engine_api.capabilities import Capability
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import RolloutRegistry
+from engine_trainer.cli import main
+from engine_trainer.errors import DataError
+from engine_trainer.rl.learner import Learner
 from engine_trainer.rl.loop import train_rl
+from engine_trainer.rl.recorded import read_recorded_run, read_step
 from engine_trainer.rl.replay import check_replay
 from engine_trainer.rollouts.local import LocalRollout
 from engine_trainer.run.reference import Reference
+from engine_trainer.telemetry.rollouts import EXPERTS, read_rollouts
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 # Torch 2.13 renames a collective under FSDP.
@@ -88,8 +99,11 @@ def mixture(sums_model, tmp_path_factory):
     return folder
 
 
-def run(folder, out, name, routed_experts, **algorithm):
-    """Run one step and return its row of metrics."""
+def run(folder, out, name, routed_experts, more=(), **algorithm):
+    """Run one step and return its row of metrics.
+
+    ``more`` are values of the run.
+    """
     config = rl_runs.configure(
         folder,
         out,
@@ -107,14 +121,15 @@ def run(folder, out, name, routed_experts, **algorithm):
             "progress": False,
             "report": False,
             "tensorboard": False,
-        },
+        }
+        | dict(more),
         algorithm={"prompts_per_step": 8, "mini_batches": 2, "kl": {"coefficient": 0.1}}
         | {"correction": {"weight": "none"}}
         | algorithm,
     )
     train_rl(config)
-    (row,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return row
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows[-1]
 
 
 def test_replayed_experts_are_those_of_the_rollout_in_old_log_probs_and_in_updates(
@@ -144,6 +159,89 @@ def test_replayed_experts_are_those_of_the_rollout_in_old_log_probs_and_in_updat
     # All but the last token of each completion.
     assert 0.8 < replayed["rollout/replayed"] < 1
     assert replayed["train/grad_norm"] != off["train/grad_norm"]
+
+
+RECORDED = {"steps": 2, "rollouts": "all", "save_every": 1, "keep": 0, "save_hf": False}
+
+
+def result_of(out, step):
+    return json.loads((out / "replay" / f"step-{step:06d}" / "replay.json").read_text())
+
+
+def test_a_recorded_step_with_the_experts_of_its_rollout_is_made_again_bit_for_bit(
+    mixture, tmp_path, monkeypatch, capsys
+):
+    """Without the experts the step is another one, or is refused with what to do."""
+    learned = []
+    learn = Learner.learn
+
+    def note(self, groups, keep=()):
+        learned.append(groups)
+        return learn(self, groups, keep)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn", note)
+        run(mixture, out, "noisy", "replay", RECORDED)
+    for step, groups in enumerate(learned, 1):
+        for group, known in zip(read_step(out, step).groups, groups, strict=True):
+            for one, other in zip(group.completions, known.completions, strict=True):
+                assert one.routed_experts.dtype == other.routed_experts.dtype
+                assert torch.equal(one.routed_experts, other.routed_experts)
+    # Nothing that reads the files for other purposes meets the experts.
+    file = out / "rollouts" / "step-000002.parquet"
+    assert EXPERTS in pq.read_schema(file).names
+    assert EXPERTS not in read_rollouts(file).column_names
+
+    assert main(["replay", str(out), "--step", "2"]) == 0
+    assert "bit for bit, weights and optimizer included" in capsys.readouterr().out
+    assert (result_of(out, 2)["same_bits"], result_of(out, 2)["surroundings"]) == (True, {})
+    main(["replay", str(out), "--step", "2", "rollout.routed_experts=off"])
+    assert not result_of(out, 2)["same_bits"]
+
+    bare = tmp_path / "bare"
+    run(mixture, bare, "noisy", "replay", RECORDED | {"record_experts": False, "steps": 1})
+    with pytest.raises(DataError, match="expected the experts") as caught:
+        read_recorded_run(bare, 1)
+    assert "run.record_experts: true" in caught.value.remedy
+    assert main(["replay", str(bare), "--step", "1", "rollout.routed_experts=off"]) in (0, 1)
+    few = tmp_path / "few"
+    run(mixture, few, "noisy", "replay", {"rollouts": 4})
+    assert read_step(few, 1).groups[0].completions[0].routed_experts is None
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_on_two_ranks_the_step_with_its_experts_is_that_of_two_ranks(mixture, tmp_path):
+    config = rl_runs.tree(
+        mixture,
+        tmp_path / "run",
+        run=RECORDED,
+        rollout={"routed_experts": "replay"},
+        algorithm={"prompts_per_step": 4, "mini_batches": 2},
+    )
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
+    commands = [["rl", str(tmp_path / "rl.yaml")], ["replay", str(tmp_path / "run"), "--step", "2"]]
+    script = rl_runs.SEVENS + "import json, sys; from engine_trainer.cli import main\n"
+    script += "sys.exit(any(main(argv) for argv in json.loads(sys.argv[1])))"
+    (tmp_path / "main.py").write_text(script)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(tmp_path / "main.py"), json.dumps(commands)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=DEADLINE_S,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    result = result_of(tmp_path / "run", 2)
+    assert (result["same_bits"], result["surroundings"]) == (True, {}), done.stdout
+    assert main(["replay", str(tmp_path / "run"), "--step", "2"]) in (0, 1)
+    alone = result_of(tmp_path / "run", 2)
+    assert alone["surroundings"]["ranks"] == ["2", "1"]
+    assert max(one["largest"] for one in alone["tokens"]) <= 1e-4
 
 
 def test_a_rollout_that_records_nothing_ends_the_run(mixture, tmp_path):

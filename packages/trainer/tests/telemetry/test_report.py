@@ -94,6 +94,7 @@ def everything(task: str) -> list[dict]:
         ),
         ("dpo", PAIRS),
         ("rm", PAIRS),
+        ("kto", ["Loss", "Accuracy", "Rewards", "Margin", "Baseline", "Gradient norm"]),
     ],
 )
 def test_each_task_shows_its_six_curves_and_folds_the_rest_away(tmp_path, task, shown):

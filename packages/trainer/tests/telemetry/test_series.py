@@ -137,7 +137,7 @@ def test_each_metric_that_the_code_names_has_a_meaning():
 
 
 def test_each_curve_has_metrics_with_a_meaning_and_each_task_has_six_or_more():
-    assert set(CURVES_OF) == {"sft", "rl", "dpo", "rm"}
+    assert set(CURVES_OF) == {"sft", "rl", "dpo", "kto", "rm"}
     for curves in CURVES_OF.values():
         assert len(curves) >= 6
         for curve in curves:

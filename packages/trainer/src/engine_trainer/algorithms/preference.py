@@ -23,6 +23,7 @@ from engine_api.errors import ConfigError, kind_of
 from engine_api.losses import where_counted
 from engine_api.results import LossOutput, TokenOutputs
 from engine_trainer.extensions.built_in import PAIR_LOSSES
+from engine_trainer.extensions.registry import FunctionRegistry
 
 Output = Literal["log_probs", "values"]
 
@@ -112,7 +113,13 @@ class PairObjective:
                 chosen=pairs.chosen.detach().requires_grad_(),
                 rejected=pairs.rejected.detach().requires_grad_(),
             )
-            loss = self._checked(self.function(leaves), pairs.chosen.shape)
+            loss = check_losses(
+                PAIR_LOSSES,
+                self.name,
+                self.function(leaves),
+                pairs.chosen.shape,
+                remedy="compute it from pairs.chosen and pairs.rejected, element by element",
+            )
             if self.sft:
                 loss = loss - self.sft * leaves.chosen_mean
             chosen, rejected = torch.autograd.grad(
@@ -129,20 +136,34 @@ class PairObjective:
             rejected = rejected / pairs.rejected_tokens
         return self.beta * chosen, self.beta * rejected
 
-    def _checked(self, loss: object, shape: torch.Size) -> torch.Tensor:
-        got = kind_of(loss)
-        if isinstance(loss, torch.Tensor):
-            if loss.shape == shape and loss.dtype == torch.float64 and loss.requires_grad:
-                return loss
-            gradient = "" if loss.requires_grad else ", without a gradient"
-            got = f"one of {loss.dtype} with the shape {tuple(loss.shape)}{gradient}"
-        raise ConfigError(
-            PAIR_LOSSES.key,
-            f"expected {self.name} to return a float64 tensor with the shape {tuple(shape)} and a "
-            f"gradient, got {got}",
-            why="it returns the loss of each pair, neither a sum nor a mean",
-            remedy="compute it from pairs.chosen and pairs.rejected, element by element",
-        )
+
+def check_losses(
+    registry: FunctionRegistry[Any], name: str, losses: object, shape: torch.Size, *, remedy: str
+) -> torch.Tensor:
+    """Return the losses that a function of preferences has made, one for each pair or row.
+
+    Args:
+        registry: the functions of this kind, for the error.
+        name: name of the function.
+        losses: its result.
+        shape: shape of its arguments, ``[N]``.
+        remedy: advice to the author.
+
+    Raises ``ConfigError`` unless they are ``[N]`` float64 with a gradient.
+    """
+    got = kind_of(losses)
+    if isinstance(losses, torch.Tensor):
+        if losses.shape == shape and losses.dtype == torch.float64 and losses.requires_grad:
+            return losses
+        gradient = "" if losses.requires_grad else ", without a gradient"
+        got = f"one of {losses.dtype} with the shape {tuple(losses.shape)}{gradient}"
+    raise ConfigError(
+        registry.key,
+        f"expected {name} to return a float64 tensor with the shape {tuple(shape)} and a "
+        f"gradient, got {got}",
+        why=f"it returns the loss of each of its {registry.argument}, neither a sum nor a mean",
+        remedy=remedy,
+    )
 
 
 def pair_loss(

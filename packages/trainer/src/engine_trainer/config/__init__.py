@@ -1,4 +1,4 @@
-"""The configurations of ``engine-train sft``, ``rl``, ``dpo`` and ``rm``.
+"""The configurations of ``engine-train sft``, ``rl``, ``dpo``, ``kto`` and ``rm``.
 
 Every field has a reader. An unknown key or a value of a wrong type is refused by name (see
 ``binding``).
@@ -14,8 +14,19 @@ from engine_trainer.config.algorithm import (
     KLSection,
     OverlongSection,
 )
-from engine_trainer.config.evaluation import EvalSection, EvalSet, HeldoutSection
-from engine_trainer.config.preferences import DPOConfig, DPOSection, RewardModelConfig
+from engine_trainer.config.evaluation import (
+    EvalSection,
+    EvalSet,
+    HeldoutSection,
+    LabelledEvalSection,
+)
+from engine_trainer.config.preferences import (
+    DPOConfig,
+    DPOSection,
+    KTOConfig,
+    KTOSection,
+    RewardModelConfig,
+)
 from engine_trainer.config.rl import RLConfig
 from engine_trainer.config.sections import (
     AgentSection,
@@ -53,6 +64,9 @@ __all__ = [
     "GymSection",
     "HeldoutSection",
     "KLSection",
+    "KTOConfig",
+    "KTOSection",
+    "LabelledEvalSection",
     "OverlapSection",
     "OverlongSection",
     "PolicyEngineSection",
@@ -68,4 +82,4 @@ __all__ = [
     "TeacherSection",
 ]
 
-Config = SFTConfig | RLConfig | DPOConfig | RewardModelConfig
+Config = SFTConfig | RLConfig | DPOConfig | KTOConfig | RewardModelConfig

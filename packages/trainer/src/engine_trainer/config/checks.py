@@ -20,6 +20,7 @@ class Interval:
 
 AT_LEAST_0 = Interval("a number of at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Interval("a number of at least 1", lambda value: value >= 1)
+AT_LEAST_2 = Interval("a number of at least 2", lambda value: value >= 2)
 ABOVE_0 = Interval("a number above 0", lambda value: value > 0)
 FINITE_ABOVE_0 = Interval("a finite number above 0", lambda value: 0 < value < math.inf)
 FRACTION = Interval("a number in [0, 1]", lambda value: 0 <= value <= 1)

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_api.errors import ConfigError
-from engine_trainer.config.checks import AT_LEAST_0, AT_LEAST_1, Refusal, refuse, require
+from engine_trainer.config.checks import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    AT_LEAST_2,
+    Refusal,
+    refuse,
+    require,
+)
 from engine_trainer.config.sections import DataSection
 
 
@@ -162,11 +169,11 @@ def _nothing_held_out(key: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldoutSection:
-    """Held-out pairs, measured before the first step, every ``every`` steps and after the last."""
+class _JudgedSection:
+    """Held-out pairs or rows, measured before the first step and after the last."""
 
     source: str | Sequence[str]
-    """Source of the held-out pairs, in the form of ``data.source``."""
+    """Source of the held-out data, in the form of ``data.source``."""
 
     split: str | None = None
     """Split of the source, in the form of ``data.split``. Null reads all of the source."""
@@ -176,11 +183,34 @@ class HeldoutSection:
     after the last.
     """
 
+    def __post_init__(self) -> None:
+        require("eval", self, {"every": AT_LEAST_0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutSection(_JudgedSection):
+    """Held-out pairs, measured before the first step, every ``every`` steps and after the last."""
+
     max_pairs: int | None = None
     """Largest number of pairs to measure, the first ones of the source. Null measures all."""
 
     def __post_init__(self) -> None:
-        require("eval", self, {"every": AT_LEAST_0, "max_pairs": AT_LEAST_1})
+        super().__post_init__()
+        require("eval", self, {"max_pairs": AT_LEAST_1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledEvalSection(_JudgedSection):
+    """Held-out rows with labels, measured before the first step and after the last, too."""
+
+    max_rows: int | None = None
+    """Largest number of rows to measure, at least 2, the first ones of the source. Null measures
+    all.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("eval", self, {"max_rows": AT_LEAST_2})
 
 
 def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from engine_api.registry import EngineRegistry, RolloutRegistry
-from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES, PAIR_LOSSES
+from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES, PAIR_LOSSES, UNPAIRED_LOSSES
 
 WIDTH = 100
 # A sentence ends before a capital letter or code. "Dr." at the start of a text, and "eq. 1", end
@@ -48,6 +48,7 @@ def installed_names() -> dict[str, list[str]]:
         "algorithm.loss": LOSSES.names(),
         "algorithm.advantage": ADVANTAGES.names(),
         "dpo.loss": PAIR_LOSSES.names(),
+        "kto.loss": UNPAIRED_LOSSES.names(),
     }
 
 

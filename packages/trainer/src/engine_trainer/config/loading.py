@@ -202,7 +202,9 @@ def _apply(tree: DictConfig, override: str) -> None:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         assert isinstance(value, dict)
         _check_references(tree)
-        OmegaConf.update(tree, key, value["value"], merge=True)
+        # A mapping changes the keys that it has. One without keys removes those that are there,
+        # such as the options of another plug-in.
+        OmegaConf.update(tree, key, value["value"], merge=value["value"] != {})
 
 
 def _check_references(tree: DictConfig) -> None:

@@ -271,7 +271,8 @@ class ColumnsSection:
     """The names of the columns to read, where they are not among the usual names.
 
     A dot in a name reaches into a nested column. ``dpo`` and ``rm`` accept only ``prompt`` here,
-    since their responses are always in the columns ``chosen`` and ``rejected``.
+    since their responses are always in the columns ``chosen`` and ``rejected``. The label of
+    ``kto`` is named in its own section.
     """
 
     messages: str | None = None
@@ -286,8 +287,9 @@ class ColumnsSection:
     """
 
     response: str | None = None
-    """Column with the response to the prompt, read by ``sft``. Null is the first of ``response``,
-    ``completion``, ``solution``, ``output``, ``Solution`` and ``answer`` that the rows have.
+    """Column with the response to the prompt, read by ``sft`` and ``kto``. Null is the first of
+    ``response``, ``completion``, ``solution``, ``output``, ``Solution`` and ``answer`` that the
+    rows have.
     """
 
     answer: str | None = None
@@ -326,7 +328,7 @@ class DataSection:
 
     A .json file is a list of rows, and the first row of a .csv file names the columns. In a folder
     they are read only where there are no files of the other kinds. Null needs ``reasoning_gym``,
-    which ``dpo`` and ``rm`` refuse.
+    which ``dpo``, ``kto`` and ``rm`` refuse.
     """
 
     reasoning_gym: GymSection | None = None
@@ -364,15 +366,16 @@ class DataSection:
     """Text around the last user turn, which takes the place of ``{prompt}``."""
 
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns that carry loss in ``sft`` and ``dpo``: all of them, or the last one only.
+    """Assistant turns that carry loss in ``sft``, ``dpo`` and ``kto``: all of them, or the last one
+    only.
 
     A chat template that drops thoughts from earlier turns needs ``last``. Messages in a prompt
     column never carry loss.
     """
 
     max_length: int | None = None
-    """Largest number of tokens of a document (``sft``), of a prompt (``rl``), or of each document
-    of a pair (``dpo``, ``rm``).
+    """Largest number of tokens of a document (``sft``, ``kto``), of a prompt (``rl``), or of each
+    document of a pair (``dpo``, ``rm``).
 
     Null leaves the limit to the model's context, of which a prompt must leave
     ``rollout.max_new_tokens``. The lower limit counts.
@@ -381,8 +384,8 @@ class DataSection:
     on_too_long: Literal["error", "drop", "truncate"] = "error"
     """Treatment of a row above the limit: raise an error, drop the row, or truncate it.
 
-    A truncated document keeps its beginning, a truncated prompt its end. Pairs are never
-    truncated, so that ``truncate`` is an error for them.
+    A truncated document keeps its beginning, a truncated prompt its end. Pairs and labelled rows
+    are never truncated, so that ``truncate`` is an error for them.
     """
 
     shuffle: bool = True
@@ -438,9 +441,9 @@ class RunSection:
     steps: int | None = None
     """Number of steps of the run. Null needs ``epochs``, and one of the two must be null.
 
-    A step of ``sft``, ``dpo`` and ``rm`` is one optimizer update on ``batch_size`` rows. A step of
-    ``rl`` generates for ``algorithm.prompts_per_step`` prompts and makes ``algorithm.epochs`` ×
-    ``algorithm.mini_batches`` updates.
+    A step of ``sft``, ``dpo``, ``kto`` and ``rm`` is one optimizer update on ``batch_size`` rows. A
+    step of ``rl`` generates for ``algorithm.prompts_per_step`` prompts and makes
+    ``algorithm.epochs`` × ``algorithm.mini_batches`` updates.
     """
 
     epochs: float | None = None
@@ -550,6 +553,15 @@ class RunSection:
     A number keeps whole groups from all parts of the step, the last of which may be cut. A token
     takes about 30 bytes before compression. The default keeps 64 completions, which are a few
     megabytes per step where completions have thousands of tokens. Other tasks keep none.
+    """
+
+    record_experts: bool = True
+    """True keeps with ``rollouts: all`` the experts of each token, where
+    ``rollout.routed_experts`` is ``replay``, without which ``engine-train replay`` cannot make a
+    step again.
+
+    They are most of such a file: a token takes as many bits as layers × experts a token × log₂ of
+    the experts, 337 bytes with 48 layers and 8 of 128 experts. A number of ``rollouts`` keeps none.
     """
 
     show_samples: int = 3

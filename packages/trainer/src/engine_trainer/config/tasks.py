@@ -18,6 +18,7 @@ Tree = Mapping[Any, Any]
 _SIGNS: Sequence[tuple[str, Callable[[Tree], bool]]] = (
     ("rl", lambda tree: bool({"algorithm", "agent", "launcher", "ray", "overlap"} & tree.keys())),
     ("dpo", lambda tree: "dpo" in tree),
+    ("kto", lambda tree: "kto" in tree or "max_rows" in _below(tree, "eval")),
     ("rm", lambda tree: _below(tree, "engine").get("model_type") == "value_model"),
     ("dpo", lambda tree: "max_pairs" in _below(tree, "eval")),
     ("sft", lambda tree: "batch_size" in tree),

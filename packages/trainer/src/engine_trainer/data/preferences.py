@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,18 @@ from engine_trainer.errors import DataError
 
 log = logging.getLogger("engine_trainer")
 ANSWER_COLUMNS = ("chosen", "rejected")
+
+
+class Judged(Protocol):
+    """An item with one or several documents, whose responses are judged as a whole."""
+
+    @property
+    def documents(self) -> Sequence[Document]:
+        """The documents."""
+        ...
+
+
+T = TypeVar("T", bound=Judged)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +118,14 @@ class PairDataset:
                 replace(pair, margin=_margin(row, margin))
                 for row, pair in zip(rows, pairs, strict=True)
             ]
-        kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
+        kept = keep_fitting(
+            rows,
+            pairs,
+            section,
+            bound,
+            noun="pairs" + (f" of {name}" if name else ""),
+            document="longer answer's document",
+        )
         return PairDataset(kept, len(pairs) - len(kept))
 
     def __len__(self) -> int:
@@ -227,32 +246,49 @@ def _document(example: Example, name: str, ids: list[int], weights: list[float])
     )
 
 
-def _fitting(
-    rows: Sequence[Row], pairs: Sequence[Pair], section: DataSection, bound: Bound, of: str
-) -> list[Pair]:
-    """Return the pairs of which both documents fit.
+def keep_fitting(
+    rows: Sequence[Row],
+    items: Sequence[T],
+    section: DataSection,
+    bound: Bound,
+    *,
+    noun: str,
+    document: str,
+) -> list[T]:
+    """Return the items of which all documents fit.
 
-    Documents are never cut, because a response without its end is not the one that was preferred.
+    Documents are never cut, because a response without its end is not the one that was judged.
+
+    Args:
+        rows: the rows of the items.
+        items: the items.
+        section: the ``data`` section.
+        bound: the limit of a document.
+        noun: name of several items in messages.
+        document: name of an item's longest document in messages.
+
+    Raises ``DataError`` for an item that is too long, unless ``data.on_too_long`` drops it, and if
+    all of them are.
     """
-    sizes = [max(map(len, pair.documents)) for pair in pairs]
+    sizes = [max(map(len, item.documents)) for item in items]
     long = [i for i, size in enumerate(sizes) if bound.tokens is not None and size > bound.tokens]
     if long and section.on_too_long != "drop":
         raise rows[long[0]].error(
-            f"{sizes[long[0]]} tokens in the longer answer's document, but {bound.reason}",
-            why=f"{len(long)} of {len(pairs)} pairs{of} are too long, this is the first",
+            f"{sizes[long[0]]} tokens in the {document}, but {bound.reason}",
+            why=f"{len(long)} of {len(items)} {noun} are too long, this is the first",
             remedy=f"{bound.remedy}, or set data.on_too_long=drop",
         )
-    if len(long) == len(pairs):
+    if len(long) == len(items):
         raise DataError(
-            f"all {len(pairs)} pairs{of} are too long: {bound.reason}", remedy=bound.remedy
+            f"all {len(items)} {noun} are too long: {bound.reason}", remedy=bound.remedy
         )
     if long:
         log.warning(
-            "%d of %d pairs%s are too long and were dropped: %s",
+            "%d of %d %s are too long and were dropped: %s",
             len(long),
-            len(pairs),
-            of,
+            len(items),
+            noun,
             bound.reason,
         )
     left_out = set(long)
-    return [pair for i, pair in enumerate(pairs) if i not in left_out]
+    return [item for i, item in enumerate(items) if i not in left_out]

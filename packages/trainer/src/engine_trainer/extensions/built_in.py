@@ -7,7 +7,12 @@ is checked before torch is imported.
 from __future__ import annotations
 
 from engine_trainer.extensions.registry import BuiltIn, FunctionRegistry
-from engine_trainer.extensions.traits import AdvantageTraits, LossTraits, PairTraits
+from engine_trainer.extensions.traits import (
+    AdvantageTraits,
+    LossTraits,
+    PairTraits,
+    UnpairedTraits,
+)
 
 LOSS_GROUP = "engine_trainer.losses"
 ADVANTAGE_GROUP = "engine_trainer.advantages"
@@ -15,6 +20,8 @@ _LOSSES = "engine_trainer.algorithms.policy_losses"
 _ADVANTAGES = "engine_trainer.algorithms.advantages"
 PAIR_LOSS_GROUP = "engine_trainer.pair_losses"
 _PAIRS = "engine_trainer.algorithms.preference"
+UNPAIRED_LOSS_GROUP = "engine_trainer.unpaired_losses"
+_UNPAIRED = "engine_trainer.algorithms.unpaired"
 _CLIPS = ("clip_low", "clip_high")
 _TOKEN = LossTraits(only_advantages=True, slope="token")
 _SEQUENCE = LossTraits(
@@ -97,5 +104,21 @@ PAIR_LOSSES = FunctionRegistry(
             ("simpo", "simpo", PairTraits(reference=False, per_token=True)),
             ("orpo", "orpo", PairTraits(reference=False, per_token=True)),
         )
+    },
+)
+
+UNPAIRED_LOSSES = FunctionRegistry(
+    kind="loss of labelled completions",
+    key="kto.loss",
+    group=UNPAIRED_LOSS_GROUP,
+    argument="rows",
+    defaults=UnpairedTraits(),
+    built_in={
+        "kto": BuiltIn(target=f"{_UNPAIRED}:kto", traits=UnpairedTraits(), reads=("beta",)),
+        "apo_zero_unpaired": BuiltIn(
+            target=f"{_UNPAIRED}:apo_zero_unpaired",
+            traits=UnpairedTraits(baseline=False),
+            reads=("beta",),
+        ),
     },
 )

@@ -1,4 +1,4 @@
-"""The one door for functions that a configuration names: losses, advantages, losses of pairs.
+"""The one door for functions that a configuration names: losses, advantages, losses of preferences.
 
 A name is a built-in one, that of an entry point, or ``file.py:function``. Built-in functions are
 called as every other one, and are imported as late: a configuration is read without torch.

@@ -77,6 +77,16 @@ class PairTraits:
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnpairedTraits:
+    """The traits of a loss of labelled completions (see ``unpaired_loss``)."""
+
+    baseline: bool = True
+    """True if the loss reads ``kl``. It costs a forward pass over each prompt with the completion
+    of another row.
+    """
+
+
 def policy_loss(
     *,
     needs: tuple[str, ...] = (),
@@ -129,7 +139,17 @@ def preference_loss(*, reference: bool = True, per_token: bool = False) -> Calla
     return _mark(PairTraits(reference=reference, per_token=per_token))
 
 
-def _mark(traits: LossTraits | AdvantageTraits | PairTraits) -> Callable[[F], F]:
+def unpaired_loss(*, baseline: bool = True) -> Callable[[F], F]:
+    """Return a decorator for a loss of labelled completions with other traits than the defaults.
+
+    The arguments are those of ``UnpairedTraits``.
+    """
+    return _mark(UnpairedTraits(baseline=baseline))
+
+
+def _mark(
+    traits: LossTraits | AdvantageTraits | PairTraits | UnpairedTraits,
+) -> Callable[[F], F]:
     def mark(function: F) -> F:
         setattr(function, TRAITS, traits)
         return function

@@ -1,1 +1,1 @@
-"""Training on pairs of documents, for DPO and reward models."""
+"""Training on judged documents: pairs for DPO and reward models, labelled ones for KTO."""

@@ -15,8 +15,8 @@ from engine_api.batch import Batch
 from engine_trainer.algorithms.preference import LinearLoss, PairObjective
 from engine_trainer.config import DPOConfig
 from engine_trainer.data.preferences import Pair
-from engine_trainer.placement.groups import divide
-from engine_trainer.preferences.loop import EVAL_PAIRS, PairData, document_sums, pack, train_pairs
+from engine_trainer.preferences.loop import EVAL_ROWS, Plan, document_sums, share
+from engine_trainer.preferences.pairs import PairData, pack_pairs, train_pairs
 from engine_trainer.run.reference import Reference
 from engine_trainer.run.run import Outcome, Run
 
@@ -33,17 +33,17 @@ def train_dpo(config: DPOConfig) -> Outcome:
     return train_pairs(
         config,
         kind="dpo",
-        objective_of=lambda run, data, visited, _: DPOObjective(run, config, data, visited),
+        objective_of=lambda run, data, plan, _: DPOObjective(run, config, data, plan),
     )
 
 
 class DPOObjective:
     """Log-probs of the answers relative to those of the reference.
 
-    See ``engine_trainer.preferences.loop.Objective``.
+    See ``engine_trainer.preferences.pairs.Objective``.
     """
 
-    def __init__(self, run: Run, config: DPOConfig, data: PairData, visited: Sequence[int]) -> None:
+    def __init__(self, run: Run, config: DPOConfig, data: PairData, plan: Plan) -> None:
         self.linear = LinearLoss()
         self.loss = PairObjective.named(
             config.dpo.loss, config.dpo.beta, config.dpo.loss_options, config.dpo.sft_coefficient
@@ -58,7 +58,7 @@ class DPOObjective:
             return
         # Before a checkpoint is loaded the policy is the reference.
         with run.timers.phase("reference"):
-            self._known[False] = self._precompute(run, data, visited, heldout=False)
+            self._known[False] = self._precompute(run, data, plan.visited(), heldout=False)
             if data.heldout is not None:
                 self._known[True] = self._precompute(
                     run, data, range(len(data.heldout)), heldout=True
@@ -91,10 +91,10 @@ class DPOObjective:
         """Return the reference's sums of every pair, the same on all ranks."""
         dataset = data.select(heldout)
         found: dict[int, tuple[float, float]] = {}
-        for start in range(0, len(indices), EVAL_PAIRS):
-            part = indices[start : start + EVAL_PAIRS]
-            (local,) = divide([len(dataset[i]) for i in part], run.policy)
-            batch = pack(self, [dataset[part[k]] for k in local])
+        for start in range(0, len(indices), EVAL_ROWS):
+            part = indices[start : start + EVAL_ROWS]
+            local = share([len(dataset[i]) for i in part], run)
+            batch = pack_pairs(self, [dataset[part[k]] for k in local])
             sums = document_sums(run.engine.infer_batch(batch), batch).tolist()
             own = {part[k]: (sums[2 * n], sums[2 * n + 1]) for n, k in enumerate(local)}
             found |= {i: both for row in run.policy.gather([own]) for i, both in row.items()}

@@ -1,18 +1,19 @@
-"""The loop over pairs of preferences, which DPO and reward models share.
+"""The loop over judged documents, which DPO, KTO and reward models share.
 
-A step computes the pairs' sums in one forward pass, and from these their loss and its slopes; the
-training pass is then linear in the model's outputs (``engine_trainer.algorithms.preference`` says
-why). A pair stays on one rank, so that its slopes are known there; its two documents may lie in any
-micro-batches.
+A step computes the sums of its documents in one forward pass, and from these the losses and their
+slopes; the training pass is then linear in the model's outputs
+(``engine_trainer.algorithms.preference`` says why). The documents of a pair stay on one rank, so
+that their slopes are known there, and may lie in any micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,183 +22,115 @@ from engine_api.errors import ConfigError
 from engine_api.losses import where_counted
 from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
-from engine_trainer.algorithms.preference import LinearLoss, PairObjective, Pairs
-from engine_trainer.config import DPOConfig, RewardModelConfig
-from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, positions_of
-from engine_trainer.data.preferences import Pair, PairDataset
+from engine_trainer.algorithms.preference import LinearLoss
+from engine_trainer.config import DPOConfig, KTOConfig, RewardModelConfig
+from engine_trainer.data import ChatTokenizer, SampleOrder, load_tokenizer, order_of
 from engine_trainer.placement.groups import divide
 from engine_trainer.run.run import Outcome, Run
 from engine_trainer.utils.hf_models import random_rates
 
-SHOW = ("train/loss", "train/accuracy", "train/margin", "train/grad_norm", "eval/accuracy")
-EVAL_PAIRS = 128
-"""Pairs in one inference call, over all ranks."""
+EVAL_ROWS = 128
+"""Pairs or rows in one inference call, over all ranks."""
 
 Metrics = dict[str, float]
+JudgedConfig = DPOConfig | KTOConfig | RewardModelConfig
 
 
-class Objective(Protocol):
-    """The score of a document, and the loss of a pair as a function of its scores."""
+class Rows(Protocol):
+    """Rows of data, each of which a step takes whole."""
 
-    linear: LinearLoss
-    loss: PairObjective
+    def __len__(self) -> int: ...
 
-    def documents(self, pair: Pair) -> list[dict[str, Any]]:
-        """Return the chosen and the rejected document as ``Batch.pack`` takes them.
 
-        Their ``loss_weight`` are the factors that sum the outputs of their tokens.
+D = TypeVar("D", bound=Rows)
+Item = TypeVar("Item")
+Sums = TypeVar("Sums")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Generic[D]):
+    """Training rows and held-out rows."""
+
+    train: D
+    heldout: D | None
+
+    def select(self, heldout: bool) -> D:
+        """Return the held-out or the training rows."""
+        chosen = self.heldout if heldout else self.train
+        assert chosen is not None
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The rows that a run takes in each of its steps, as far as it has not seen all of them."""
+
+    order: SampleOrder
+    steps: int
+    batch_size: int
+
+    def step(self, number: int) -> list[int]:
+        """Return the rows of a step, which is counted from 1."""
+        return self.order.take((number - 1) * self.batch_size, self.batch_size)
+
+    def visited(self) -> list[int]:
+        """Return all rows that the run takes, sorted."""
+        taken = min(self.steps * self.batch_size, self.order.size)
+        return sorted(set(self.order.take(0, taken)))
+
+
+class JudgedTrainer(ABC, Generic[Item, Sums]):
+    """Steps and evaluations over items: pairs, or rows.
+
+    ``Sums`` is a dataclass of tensors ``[N]``, one number for each item of this rank. Every method
+    is called on all ranks together, and returns the same on all unless said otherwise.
+
+    Attributes:
+        run: the run.
+        linear: the loss of the training pass.
+        heldout: number of held-out rows, 0 without any.
+        show: metrics that are shown next to the progress bar.
+    """
+
+    show: Sequence[str]
+
+    def __init__(self, run: Run, linear: LinearLoss, heldout: int) -> None:
+        self.run = run
+        self.linear = linear
+        self.heldout = heldout
+
+    @abstractmethod
+    def items(self, indices: Sequence[int]) -> Sequence[Item]:
+        """Return the items that the rows ``indices`` make."""
+
+    @abstractmethod
+    def measure(self, items: Sequence[Item], *, heldout: bool) -> tuple[Batch, Sums]:
+        """Return the documents of this rank's items, and what their losses are computed from."""
+
+    @abstractmethod
+    def judge(self, sums: Sums) -> tuple[torch.Tensor, Metrics]:
+        """Return the slopes of this rank's documents, and the figures of all ranks' items.
+
+        The slopes are ``[D]`` float64, in the order of the batch of ``measure``. ``loss`` is one
+        of the figures.
         """
-        ...
-
-    def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """Return the reference's numbers for the sums of the documents of ``indices``.
-
-        The result is ``[2n]`` float64. Called on all ranks together. ``batch`` holds the documents
-        of these pairs, chosen and rejected alternating.
-        """
-        ...
 
     def convert(self, folder: Path) -> None:
         """Change the folder of the trained model before it takes its final name.
 
         Called on the main process only.
         """
-        ...
 
     def close(self) -> None:
-        """Close the objective's own engines."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairData:
-    """Training pairs and held-out pairs."""
-
-    train: PairDataset
-    heldout: PairDataset | None
-
-    def select(self, heldout: bool) -> PairDataset:
-        """Return the held-out or the training pairs."""
-        chosen = self.heldout if heldout else self.train
-        assert chosen is not None
-        return chosen
-
-
-def train_pairs(
-    config: DPOConfig | RewardModelConfig,
-    *,
-    kind: str,
-    objective_of: Callable[[Run, PairData, list[int], ChatTokenizer], Objective],
-) -> Outcome:
-    """Train as ``config`` says, from the beginning or from the last checkpoint.
-
-    Args:
-        config: configuration of the run.
-        kind: the command's name.
-        objective_of: builds the objective from the run with its engine as it begins, the data, the
-            training pairs that the whole run visits, and the tokenizer.
-
-    Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
-    """
-    tokenizer = load_tokenizer(config.data, config.engine.model)
-    _refuse_dropout(config)
-    data = _load(config, tokenizer)
-    order = order_of(data.train, config.data, config.run.seed)
-    steps = config.run.total_steps(
-        len(data.train), config.batch_size, key="batch_size", data=config.data
-    )
-    with Run(config, kind=kind, total_steps=steps) as run:
-        run.start()
-        visited = sorted(
-            set(order.take(0, min(run.total_steps * config.batch_size, len(data.train))))
-        )
-        trainer = PairTrainer(run, data, objective_of(run, data, visited, tokenizer))
-        state = run.resume(len(data.train))
-        position = int(state.get("position", 0))
-        done = state["step"]
-        if (done == 0 and data.heldout is not None) or "unmeasured" in state:
-            run.log_start(done, state.get("unmeasured", {}) | trainer.evaluate())
-        for step in run.steps(done):
-            indices = order.take(position, config.batch_size)
-            position += len(indices)
-            metrics = trainer.step(step, indices) | {"train/epoch": position / len(data.train)}
-            state = {"position": position, "rows": len(data.train)}
-            if step == run.total_steps or (
-                config.eval and config.eval.every and step % config.eval.every == 0
-            ):
-                run.complete(step, metrics, state)
-                metrics |= trainer.evaluate()
-            run.end_step(step, metrics, state, show=SHOW)
-        trainer.objective.close()
-        return run.finish(tokenizer.tokenizer, trainer.objective.convert)
-
-
-def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
-    """Raise ``ConfigError`` for a model whose own files have dropout.
-
-    The adapter's dropout is refused with the configuration.
-    """
-    if rates := random_rates(config.engine.model):
-        off = ", ".join(f"{name}: 0.0" for name in rates)
-        raise ConfigError(
-            "engine.model.config_overrides",
-            f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
-            why="the slopes of the loss are taken in one forward pass and used in another, "
-            "which would drop different activations",
-            remedy=f"set engine.model.config_overrides: {{{off}}}",
-        )
-
-
-def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
-    section = config.data
-    assert section.source is not None  # the configurations check it
-    context = positions_of(config.engine.model)
-    spare = 1 if isinstance(config, RewardModelConfig) else 0
-    margin = config.rm.margin if isinstance(config, RewardModelConfig) else None
-    train = PairDataset.read(
-        section.source,
-        section.split,
-        tokenizer,
-        section,
-        context=context,
-        spare=spare,
-        margin=margin,
-    )
-    if config.eval is None:
-        return PairData(train=train, heldout=None)
-    heldout = PairDataset.read(
-        config.eval.source,
-        config.eval.split,
-        tokenizer,
-        section,
-        limit=config.eval.max_pairs,
-        context=context,
-        spare=spare,
-        name="eval",
-        margin=margin,
-    )
-    return PairData(train=train, heldout=heldout)
-
-
-class PairTrainer:
-    """Steps and evaluations over pairs.
-
-    Every method is called on all ranks together, and returns the same on all.
-    """
-
-    def __init__(self, run: Run, data: PairData, objective: Objective) -> None:
-        self.run = run
-        self.data = data
-        self.objective = objective
+        """Close the engines other than the policy."""
 
     def step(self, step: int, indices: Sequence[int]) -> Metrics:
-        """Apply one update from the pairs ``indices`` and return its figures."""
+        """Apply one update from the rows ``indices`` and return its figures."""
         run = self.run
-        objective = self.objective
         with run.timers.phase("judge"):
-            batch, local = self._pack(indices, heldout=False)
-            losses, slopes, rewards = self._score(batch, local, heldout=False)
-        metrics = self._figures("train", rewards, losses)
+            batch, sums = self.measure(self.items(indices), heldout=False)
+            slopes, figures = self.judge(sums)
+        metrics = _prefixed("train", figures)
         # The loss is a sum over all ranks, so that all of them skip.
         if not math.isfinite(metrics["train/loss"]):
             run.log.say(
@@ -207,9 +140,7 @@ class PairTrainer:
             return metrics | {"train/skipped": 1.0}
         with run.timers.phase("train"):
             batch = batch.with_fields(coefficient=_coefficients(batch, slopes))
-            output = run.engine.train_batch(
-                batch, objective.linear, denominator=float(len(indices))
-            )
+            output = run.engine.train_batch(batch, self.linear, denominator=float(len(indices)))
         seconds = run.timers.last("judge") + run.timers.last("train")
         return (
             metrics
@@ -218,87 +149,109 @@ class PairTrainer:
         )
 
     def evaluate(self) -> Metrics:
-        """Return ``eval/…`` over the held-out pairs.
+        """Return ``eval/…`` over the held-out rows.
 
         It is empty without them.
         """
-        if self.data.heldout is None:
+        if not self.heldout:
             return {}
-        losses: list[torch.Tensor] = []
-        rewards: list[torch.Tensor] = []
         with self.run.timers.phase("eval"):
-            for start in range(0, len(self.data.heldout), EVAL_PAIRS):
-                indices = range(start, min(start + EVAL_PAIRS, len(self.data.heldout)))
-                loss, _, part = self._score(*self._pack(indices, heldout=True), heldout=True)
-                losses.append(loss)
-                rewards.append(part)
-            return self._figures("eval", torch.cat(rewards), torch.cat(losses))
+            items = self.items(range(self.heldout))
+            parts = [
+                self.measure(items[start : start + EVAL_ROWS], heldout=True)[1]
+                for start in range(0, len(items), EVAL_ROWS)
+            ]
+            return _prefixed("eval", self.judge(_joined(parts))[1])
 
-    # --- inside ---------------------------------------------------------------------------------
-
-    def _pack(self, indices: Sequence[int], *, heldout: bool) -> tuple[Batch, list[int]]:
-        """Return the batch of this rank's pairs and their indices.
-
-        Chosen and rejected documents alternate.
-        """
-        dataset = self.data.select(heldout)
-        (positions,) = divide([len(dataset[i]) for i in indices], self.run.policy)
-        local = [indices[k] for k in positions]
-        return pack(self.objective, [dataset[i] for i in local]), local
-
-    def _score(
-        self, batch: Batch, local: Sequence[int], *, heldout: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return losses ``[n]``, slopes ``[2n]`` and rewards ``[2n]`` of this rank's pairs.
-
-        All are float64. Chosen and rejected documents alternate.
-        """
-        sums = document_sums(self.run.engine.infer_batch(batch), batch)
-        reference = self.objective.offsets(heldout, local, batch)
-        counted = (batch.loss_weight > 0).double()
-        counts = sum_by_document(counted, batch.cu_seqlens).clamp(min=1.0)
-        dataset = self.data.select(heldout)
-        pairs = Pairs(
-            chosen=sums[0::2],
-            rejected=sums[1::2],
-            ref_chosen=reference[0::2],
-            ref_rejected=reference[1::2],
-            chosen_tokens=counts[0::2],
-            rejected_tokens=counts[1::2],
-            margin=torch.tensor([dataset[i].margin for i in local], dtype=torch.float64),
-        )
-        loss, *slopes = self.objective.loss(pairs)
-        rewards = self.objective.loss.rewards(pairs)
-        return loss, torch.stack(slopes, dim=1).flatten(), torch.stack(rewards, dim=1).flatten()
-
-    def _figures(self, prefix: str, rewards: torch.Tensor, losses: torch.Tensor) -> Metrics:
-        chosen = rewards[0::2]
-        rejected = rewards[1::2]
-        right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
-        own = [len(losses), *(float(x.sum()) for x in (losses, right, chosen, rejected))]
-        rows = self.run.comm.all_gather(own if self.run.engine.topology.is_primary else [0.0] * 5)
-        count, loss, accuracy, better, worse = (
-            math.fsum(column) for column in zip(*rows, strict=True)
-        )
-        count = max(count, 1.0)
-        return {
-            f"{prefix}/loss": loss / count,
-            f"{prefix}/accuracy": accuracy / count,
-            f"{prefix}/margin": (better - worse) / count,
-            f"{prefix}/chosen": better / count,
-            f"{prefix}/rejected": worse / count,
-        }
+    def add(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers of this rank over all ranks that hold different rows."""
+        own = list(numbers)
+        primary = self.run.engine.topology.is_primary
+        rows = self.run.comm.all_gather(own if primary else [0.0] * len(own))
+        return [math.fsum(column) for column in zip(*rows, strict=True)]
 
 
-def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
-    """Return the documents of ``pairs`` as a batch, chosen and rejected alternating.
+def train_judged(
+    config: JudgedConfig,
+    *,
+    kind: str,
+    load: Callable[[ChatTokenizer], Data[D]],
+    trainer_of: Callable[[Run, Data[D], Plan, ChatTokenizer], JudgedTrainer[Any, Any]],
+) -> Outcome:
+    """Train as ``config`` says, from the beginning or from the last checkpoint.
 
-    Its ``loss_weight`` has the factors of the objective.
+    Args:
+        config: configuration of the run.
+        kind: the command's name.
+        load: reads the data.
+        trainer_of: builds the trainer from the run with its engine as it begins, the data, the
+            rows of each step of the whole run, and the tokenizer.
+
+    Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
-    documents = [document for pair in pairs for document in objective.documents(pair)]
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    _refuse_dropout(config)
+    data = load(tokenizer)
+    order = order_of(data.train, config.data, config.run.seed)
+    steps = config.run.total_steps(
+        len(data.train), config.batch_size, key="batch_size", data=config.data
+    )
+    with Run(config, kind=kind, total_steps=steps) as run:
+        run.start()
+        plan = Plan(order=order, steps=run.total_steps, batch_size=config.batch_size)
+        trainer = trainer_of(run, data, plan, tokenizer)
+        state = run.resume(len(data.train))
+        done = state["step"]
+        if (done == 0 and data.heldout is not None) or "unmeasured" in state:
+            run.log_start(done, state.get("unmeasured", {}) | trainer.evaluate())
+        for step in run.steps(done):
+            position = step * config.batch_size
+            metrics = trainer.step(step, plan.step(step))
+            metrics["train/epoch"] = position / len(data.train)
+            state = {"position": position, "rows": len(data.train)}
+            if step == run.total_steps or (
+                config.eval and config.eval.every and step % config.eval.every == 0
+            ):
+                run.complete(step, metrics, state)
+                metrics |= trainer.evaluate()
+            run.end_step(step, metrics, state, show=trainer.show)
+        trainer.close()
+        return run.finish(tokenizer.tokenizer, trainer.convert)
+
+
+def _refuse_dropout(config: JudgedConfig) -> None:
+    """Raise ``ConfigError`` for a model whose own files have dropout.
+
+    The adapter's dropout is refused with the configuration.
+    """
+    if rates := random_rates(config.engine.model):
+        off = ", ".join(f"{name}: 0.0" for name in rates)
+        raise ConfigError(
+            "engine.model.config_overrides",
+            f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())}, expected 0",
+            why="the slopes of the loss are taken in one forward pass and used in another, "
+            "which would drop different activations",
+            remedy=f"set engine.model.config_overrides: {{{off}}}",
+        )
+
+
+def share(data: Sequence[int], run: Run) -> list[int]:
+    """Return the positions of this rank's items, of which ``data`` has the numbers of tokens."""
+    (positions,) = divide(list(data), run.policy)
+    return list(positions)
+
+
+def pack(documents: Sequence[Mapping[str, Any]]) -> Batch:
+    """Return documents as a batch, whose ``loss_weight`` are the factors of their sums."""
     if not documents:
         return Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
     return Batch.pack(documents)
+
+
+def counted_tokens(batch: Batch) -> torch.Tensor:
+    """Return the number of tokens that carry loss in each document, at least 1: ``[D]`` float64."""
+    counted = (batch.loss_weight > 0).double()
+    return sum_by_document(counted, batch.cu_seqlens).clamp(min=1.0)
 
 
 def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
@@ -327,3 +280,17 @@ def _updated(run: Run, step: int, output: TrainOutput) -> Metrics:
         "train/micro_batches": float(output.num_micro_batches),
         "train/skipped": float(output.skipped is not None),
     }
+
+
+def _prefixed(prefix: str, figures: Mapping[str, float]) -> Metrics:
+    return {f"{prefix}/{name}": value for name, value in figures.items()}
+
+
+def _joined(parts: Sequence[Sums]) -> Sums:
+    """Return the tensors of several dataclasses of tensors one behind the other."""
+    first = parts[0]
+    joined = {
+        one.name: torch.cat([getattr(part, one.name) for part in parts])
+        for one in fields(first)  # pyright: ignore[reportArgumentType] - it is a dataclass
+    }
+    return type(first)(**joined)

@@ -16,7 +16,7 @@ from engine_trainer.config.preferences import RewardModelSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.data.preferences import Pair, score_token
 from engine_trainer.preferences.classifier import padding_token, write_classifier
-from engine_trainer.preferences.loop import train_pairs
+from engine_trainer.preferences.pairs import train_pairs
 from engine_trainer.run.run import Outcome
 
 
@@ -38,7 +38,7 @@ def train_reward_model(config: RewardModelConfig) -> Outcome:
     return train_pairs(
         config,
         kind="rm",
-        objective_of=lambda _run, _data, _visited, tokenizer: RewardObjective(
+        objective_of=lambda _run, _data, _plan, tokenizer: RewardObjective(
             tokenizer, padding_token(tokenizer, config.engine.model), config.rm
         ),
     )
@@ -47,7 +47,7 @@ def train_reward_model(config: RewardModelConfig) -> Outcome:
 class RewardObjective:
     """The head's outputs at the last tokens.
 
-    See ``engine_trainer.preferences.loop.Objective``.
+    See ``engine_trainer.preferences.pairs.Objective``.
     """
 
     linear = LinearLoss(output="values")

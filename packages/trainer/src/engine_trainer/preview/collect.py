@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import Config, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config import Config, KTOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.data import (
     ChatTokenizer,
     Document,
@@ -18,6 +18,7 @@ from engine_trainer.data import (
 )
 from engine_trainer.data.datasets import CHUNK, Bound, tokenize_documents, tokenize_prompts
 from engine_trainer.data.gym import gym_examples
+from engine_trainer.data.labelled import Labelled, tokenize_labelled
 from engine_trainer.data.layouts import converter
 from engine_trainer.data.preferences import Pair, score_token, tokenize_pairs
 from engine_trainer.data.readers import read_rows
@@ -25,7 +26,7 @@ from engine_trainer.errors import DataError
 from engine_trainer.preferences.classifier import padding_token
 
 Fate = Literal["kept", "cut", "dropped", "refused"]
-Item = Document | Prompt | Pair
+Item = Document | Prompt | Pair | Labelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Part:
     """The tokens of a document or prompt of a row."""
 
     title: str
-    """``document``, ``prompt``, ``chosen`` or ``rejected``."""
+    """``document``, ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``."""
     tokens: Sequence[int]
     learned: Sequence[bool]
     """True for tokens that carry loss.
@@ -110,7 +111,8 @@ def collect(config: Config, task: str) -> Preview:
         spare=1 if isinstance(config, RewardModelConfig) else 0,
     )
     judge = _Judge(config, bound, padding)
-    found = _pairs(config, tokenizer) if task in ("dpo", "rm") else _examples(config, tokenizer)
+    judged = task in ("dpo", "kto", "rm")
+    found = _judged(config, tokenizer) if judged else _examples(config, tokenizer)
     rows = [judge.row(file, number, item) for file, number, item in found]
     return Preview(task=task, rows=rows, bound=bound, tokenizer=tokenizer, unknown_context=unknown)
 
@@ -140,12 +142,16 @@ def _examples(config: Config, tokenizer: ChatTokenizer) -> Found:
     ]
 
 
-def _pairs(config: Config, tokenizer: ChatTokenizer) -> Found:
-    """Return the pair of every row, or the error that the row raises."""
+def _judged(config: Config, tokenizer: ChatTokenizer) -> Found:
+    """Return the pair or the labelled document of every row, or the error that the row raises."""
     section = config.data
     assert section.source is not None  # the configurations check it
     rows = read_rows(section.source, section.split)
-    items = _each(rows, lambda part: tokenize_pairs(part, tokenizer, section.columns))
+    if isinstance(config, KTOConfig):
+        label = config.kto.label
+        items = _each(rows, lambda p: tokenize_labelled(p, tokenizer, section.columns, label))
+    else:
+        items = _each(rows, lambda part: tokenize_pairs(part, tokenizer, section.columns))
     return [(row.file, row.number, item) for row, item in zip(rows, items, strict=True)]
 
 
@@ -211,7 +217,7 @@ class _Judge:
             return "kept", item
         if self._on_too_long == "drop":
             return "dropped", item
-        if self._on_too_long == "error" or isinstance(item, Pair):
+        if self._on_too_long == "error" or isinstance(item, Pair | Labelled):
             return "refused", item
         shorter = item.cut(limit)
         return ("dropped", item) if shorter is None else ("cut", shorter)
@@ -221,6 +227,9 @@ class _Judge:
             return [Part(title="prompt", tokens=item.tokens, learned=[False] * len(item))]
         if isinstance(item, Document):
             return [self._part("document", item)]
+        if isinstance(item, Labelled):
+            title = "desirable" if item.desirable else "undesirable"
+            return [self._part(title, item.document)]
         return [self._part("chosen", item.chosen), self._part("rejected", item.rejected)]
 
     def _part(self, title: str, document: Document) -> Part:

@@ -18,7 +18,7 @@ def show_data(
 
     Args:
         config: the configuration.
-        task: its task, ``sft``, ``rl``, ``dpo`` or ``rm``.
+        task: its task, ``sft``, ``rl``, ``dpo``, ``kto`` or ``rm``.
         rows: number of rows to print.
         row: number of the one row to print in full; None: the first ones.
         color: use ANSI colors; None: where the output is a terminal that has them.

@@ -122,11 +122,13 @@ def _row(preview: Preview, number: int, style: Style, *, whole: bool) -> Iterato
     if preview.task == "rl" and row.parts:
         answer = "no answer" if row.answer is None else f"answer: {row.answer}"
         yield from _text(answer.replace("\n", "⏎"), style)
+    if preview.task == "kto" and row.parts:
+        yield from _text(f"label: {row.parts[0].title}", style)
 
 
 def _size(preview: Preview, tokens: int, learned: int) -> str:
     """Return the words of a size, behind blanks."""
-    more = f", {learned:,} learned" if preview.task in ("sft", "dpo") else ""
+    more = f", {learned:,} learned" if preview.task in ("sft", "dpo", "kto") else ""
     return f"   {_count(tokens, 'token')}{more}"
 
 
@@ -254,7 +256,7 @@ def _summary(preview: Preview, style: Style) -> Iterator[str]:
     learned = sum(row.learned for row in trained)
     yield ""
     share = f", {learned:,} of them learned ({learned / tokens:.1%})" if tokens and learned else ""
-    share = share if preview.task in ("sft", "dpo") else ""
+    share = share if preview.task in ("sft", "dpo", "kto") else ""
     yield from _text(
         f"{len(trained):,} of {_count(len(rows), 'row')} can be trained on: "
         f"{_count(tokens, 'token')}{share}",

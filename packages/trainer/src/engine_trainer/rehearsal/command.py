@@ -75,7 +75,7 @@ def rehearse(
 
     Args:
         config: the configuration.
-        task: its task, ``sft``, ``rl``, ``dpo`` or ``rm``.
+        task: its task, ``sft``, ``rl``, ``dpo``, ``kto`` or ``rm``.
         path: its file.
         overrides: the overrides of its values.
         ranks: number of gloo ranks; None takes two, or one on a machine with one core.

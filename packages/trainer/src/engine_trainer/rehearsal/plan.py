@@ -43,6 +43,7 @@ _CAPS: dict[str, int] = {
     "rollout.batch_size": 16,
     "eval.max_problems": 4,
     "eval.max_pairs": 4,
+    "eval.max_rows": 4,
     "eval.samples": 2,
     "engine.schedule.warmup_steps": 1,
     "data.reasoning_gym.size": 64,

@@ -25,6 +25,7 @@ from engine_trainer.replay.compare import (
     compare_surroundings,
     compare_tokens,
 )
+from engine_trainer.replay.overridden import check_engine
 from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.learner import Learner
 from engine_trainer.rl.recorded import CHECKPOINTS, RecordedRun, read_recorded_run
@@ -83,6 +84,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
     another run (data, model, seed) and for a folder of the result that holds other files.
     """
     recorded = read_recorded_run(folder, step, overrides)
+    check_engine(recorded.config)
     starts = [start for start in read_starts(folder) if start.after < step]
     total = _total_steps(recorded.config, starts, folder)
     named = any(override.startswith("run.output_dir=") for override in overrides)

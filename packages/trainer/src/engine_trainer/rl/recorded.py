@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_api.checkpoint import steps as checkpoints_of
 from engine_api.errors import CheckpointMissing, ConfigError
@@ -25,6 +25,8 @@ from engine_trainer.run.checkpoints import read_extra
 from engine_trainer.run.configurations import config_file
 from engine_trainer.telemetry.logs import METRICS, last_step
 from engine_trainer.telemetry.rollouts import (
+    EXPERTS,
+    EXPERTS_KEY,
     FOLDER,
     LEARNED_KEY,
     RUN_KEY,
@@ -32,6 +34,9 @@ from engine_trainer.telemetry.rollouts import (
     path_of,
     read_rollouts,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKPOINTS = "checkpoints"
 
@@ -81,6 +86,21 @@ class RecordedStep:
             remedy="record a run with run.rollouts: all",
         )
 
+    def require_experts(self) -> None:
+        """Raise ``DataError`` unless the experts of the step's completions were kept."""
+        given = [c.routed_experts is not None for group in self.groups for c in group.completions]
+        if not given or any(given):
+            return
+        raise DataError(
+            f"expected the experts that served the tokens of step {self.step}, got none",
+            file=str(self.file),
+            why="rollout.routed_experts of the run is replay, so that its update took the experts "
+            "of the rollout; run.record_experts was false, or the run is of an earlier release",
+            remedy="record a run with run.rollouts: all and run.record_experts: true, or replay "
+            "with rollout.routed_experts=off: the engine's routers choose again, and the step is "
+            "another one wherever they choose otherwise",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -127,6 +147,8 @@ def read_recorded_run(folder: Path, step: int, overrides: Sequence[str] = ()) ->
     found = [*between, last]
     for one in found:
         one.require_whole()
+        if config.rollout.routed_experts == "replay":
+            one.require_experts()
         check_same_run(one, last.run, last.file)
     return RecordedRun(
         folder=folder, config=config, checkpoint=checkpoint, state=state, steps=found
@@ -145,18 +167,19 @@ def read_step(folder: Path, step: int) -> RecordedStep:
     table = read_rollouts(path)
     rows = table.to_pylist(maps_as_pydicts="strict")
     metadata: Mapping[bytes, bytes] = table.schema.metadata
+    experts = _experts(path, metadata)
     numbers = sorted({row["group"] for row in rows if row["learned"]})
     places = {number: place for place, number in enumerate(numbers)}
     completions: list[list[ScoredCompletion]] = [[] for _ in numbers]
     prompts: list[Prompt | None] = [None for _ in numbers]
     indices: list[CompletionIndex | None] = []
-    for row in rows:
+    for at, row in enumerate(rows):
         if not row["learned"]:
             indices.append(None)
             continue
         place = places[row["group"]]
         indices.append((place, len(completions[place])))
-        completions[place].append(_completion(row))
+        completions[place].append(_completion(row, experts[at] if experts else None))
         prompts[place] = prompts[place] or _prompt(row)
     groups = [
         Group(prompt=prompt, completions=own)
@@ -258,7 +281,28 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _completion(row: Mapping[str, Any]) -> ScoredCompletion:
+def _experts(path: Path, metadata: Mapping[bytes, bytes]) -> list[torch.Tensor | None]:
+    """Return the experts ``[tokens, L, k]`` of each row, empty where the file has none."""
+    if EXPERTS_KEY not in metadata:
+        return []
+    import torch
+
+    layers, each, dtype = metadata[EXPERTS_KEY].decode().split()
+    found: list[torch.Tensor | None] = []
+    for cell in read_rollouts(path, [EXPERTS])[EXPERTS]:
+        # Millions of numbers: no list of Python's integers is made of them.
+        flat = None if cell.values is None else cell.values.to_numpy(zero_copy_only=False)
+        found.append(
+            None
+            if flat is None
+            else torch.from_numpy(flat.copy())
+            .to(getattr(torch, dtype))
+            .reshape(-1, int(layers), int(each))
+        )
+    return found
+
+
+def _completion(row: Mapping[str, Any], experts: torch.Tensor | None) -> ScoredCompletion:
     """Return a completion, whose numbers are those that the learner had."""
     weights = None
     if row["tool_calls"]:
@@ -279,5 +323,6 @@ def _completion(row: Mapping[str, Any]) -> ScoredCompletion:
         weight_versions=row["weight_versions"],
         loss_weights=weights,
         problem=row["error"],
+        routed_experts=experts,
         finish_reason=row["finish_reason"],
     )

@@ -21,7 +21,14 @@ from engine_trainer.rl.credit import CompletionIndex
 from engine_trainer.rl.experience import Experience, shaped_rewards
 from engine_trainer.rl.kept_tokens import LEARNED, KeptTokens
 from engine_trainer.run.run import Run
-from engine_trainer.telemetry.rollouts import FOLDER, SCHEMA, RolloutFiles, column, describe
+from engine_trainer.telemetry.rollouts import (
+    EXPERTS,
+    FOLDER,
+    SCHEMA,
+    RolloutFiles,
+    column,
+    describe,
+)
 from engine_trainer.telemetry.samples import spread
 from engine_trainer.telemetry.token_texts import TokenTexts
 
@@ -57,6 +64,8 @@ class Recorder:
         self._learned = 0
         self._files = RolloutFiles(run.folder / FOLDER)
         self._active = run.is_main and config.run.rollouts != "none"
+        # A step whose completions are not all kept cannot be made again, with or without experts.
+        self._experts = config.run.rollouts == "all" and config.run.record_experts
         # The thread that writes has a tokenizer of its own, because the loop uses the other one.
         self._texts = TokenTexts(copy.deepcopy(tokenizer.tokenizer)) if self._active else None
         run.before_save.append(self.settle)
@@ -106,7 +115,8 @@ class Recorder:
         if self._active and chosen:
             now = time.time()
             seconds = self._run.timers.running()
-            schema = SCHEMA.with_metadata(describe(self._run.id, self._learned))
+            experts = _describe_experts(chosen) if self._experts else ""
+            schema = SCHEMA.with_metadata(describe(self._run.id, self._learned, experts))
             self._files.write(step, lambda: self._table(step, now, chosen, kept, seconds, schema))
 
     def settle(self) -> None:
@@ -141,6 +151,7 @@ class Recorder:
             {"step": step, "time": now, "seconds": phases, "shaped_reward": float(reward)}
             | _prompt(one)
             | self._completion(one.completion)
+            | {EXPERTS: _flat_experts(one.completion) if self._experts else None}
             | _learned(one, kept)
             for one, reward in zip(chosen, shaped[:, 0], strict=True)
         ]
@@ -180,6 +191,21 @@ def _prompt(one: _Chosen) -> dict[str, Any]:
         "teacher_prompt_tokens": prompt.teacher_tokens,
         "answer": prompt.answer,
     }
+
+
+def _describe_experts(chosen: Sequence[_Chosen]) -> str:
+    """Return layers, experts a token and dtype of the experts, empty where there are none."""
+    given = (one.completion.routed_experts for one in chosen)
+    first = next((experts for experts in given if experts is not None), None)
+    if first is None:
+        return ""
+    _, layers, each = first.shape
+    return f"{layers} {each} {str(first.dtype).removeprefix('torch.')}"
+
+
+def _flat_experts(completion: ScoredCompletion) -> np.ndarray[Any, Any] | None:
+    experts = completion.routed_experts
+    return None if experts is None else experts.flatten().cpu().numpy()
 
 
 def _learned(one: _Chosen, kept: KeptTokens) -> dict[str, Any]:

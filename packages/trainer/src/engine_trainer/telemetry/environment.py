@@ -60,7 +60,7 @@ class Start:
     """The environment of one start of a run."""
 
     task: str
-    """Name of the task: sft, rl, dpo or rm."""
+    """Name of the task: sft, rl, dpo, kto or rm."""
     after: int
     """Step that the run continued after, 0 for a new run."""
     steps: int

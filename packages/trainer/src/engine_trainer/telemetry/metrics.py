@@ -60,6 +60,16 @@ CURVES_OF: Mapping[str, tuple[Curve, ...]] = {
         Curve(title="Generated tokens per second", metrics=("perf/generated_tokens_per_s",)),
     ),
     "dpo": _PAIRS,
+    "kto": (
+        _LOSS,
+        Curve(title="Accuracy", metrics=("train/accuracy", "eval/accuracy")),
+        Curve(title="Rewards", metrics=("train/desirable", "train/undesirable")),
+        Curve(title="Margin", metrics=("train/margin", "eval/margin")),
+        Curve(title="Baseline", metrics=("train/baseline", "eval/baseline")),
+        _GRADIENT,
+        _RATE,
+        _SPEED,
+    ),
     "rm": _PAIRS,
 }
 # The most important metrics come first in the summary, where a run has them.
@@ -90,9 +100,17 @@ MEANINGS: Mapping[str, str] = {
     "train/reward": "Mean reward of all completions that the step generated.",
     "train/reward_std": "Standard deviation of the rewards of all completions of the step.",
     "train/accuracy": "Share of correct ones among the step's completions; with pairs, the share "
-    "in which the chosen answer has the higher reward.",
+    "in which the chosen answer has the higher reward, and with labelled rows the share whose "
+    "log-ratio is on the label's side of the baseline.",
     "train/margin": "Mean difference between the rewards of the chosen and of the rejected answers "
-    "of the step's pairs.",
+    "of the step's pairs, or between those of its desirable and undesirable rows.",
+    "train/desirable": "Mean reward of the step's desirable rows, β times the log-ratio to the "
+    "reference.",
+    "train/undesirable": "Mean reward of the step's undesirable rows, β times the log-ratio to the "
+    "reference.",
+    "train/baseline": "Mean log-ratio of the step's prompts with the completions of other rows, of "
+    "which KTO's baseline is the positive part.",
+    "train/desirable_share": "Share of desirable rows in the step.",
     "train/chosen": "Mean reward of the chosen answers of the step's pairs; for DPO it is β times "
     "the log-ratio to the reference.",
     "train/rejected": "Mean reward of the rejected answers of the step's pairs; for DPO it is β "
@@ -198,14 +216,20 @@ MEANINGS: Mapping[str, str] = {
     "data/dropped": "Rows that were left out because they are too long.",
     "data/truncated": "Rows that were cut because they are too long.",
     "eval/accuracy": "Share of correct completions to the held-out problems; with pairs, of "
-    "held-out pairs whose chosen answer has the higher reward.",
+    "held-out pairs whose chosen answer has the higher reward, and with labelled rows of those "
+    "whose log-ratio is on the label's side of the baseline.",
     "eval/accuracy_stderr": "Standard error of the held-out accuracy; smaller changes are noise.",
     "eval/loss": "Mean loss on the held-out rows; a rise while the training loss falls is "
     "overfitting.",
     "eval/perplexity": "Exponential of the held-out loss: the number of equally likely tokens that "
     "the model hesitates between.",
     "eval/margin": "Mean difference between the rewards of the chosen and of the rejected answers "
-    "of the held-out pairs.",
+    "of the held-out pairs, or between those of the desirable and undesirable rows.",
+    "eval/desirable": "Mean reward of the held-out desirable rows.",
+    "eval/undesirable": "Mean reward of the held-out undesirable rows.",
+    "eval/desirable_share": "Share of desirable rows among the held-out ones.",
+    "eval/baseline": "Mean log-ratio of held-out prompts with the completions of other rows, of "
+    "which KTO's baseline is the positive part.",
     "eval/chosen": "Mean reward of the chosen answers of the held-out pairs.",
     "eval/rejected": "Mean reward of the rejected answers of the held-out pairs.",
     "eval/reward": "Mean reward of the completions to the held-out problems.",
@@ -240,7 +264,8 @@ MEANINGS: Mapping[str, str] = {
     "time/save": "Seconds that the loop waited for checkpoints since the row before.",
     "time/rollouts": "Seconds that the loop waited for files of rollouts since the row before.",
     "time/wait": "Seconds that the loop waited for completions since the row before.",
-    "time/judge": "Seconds of scoring pairs before their update since the row before.",
+    "time/judge": "Seconds of scoring pairs or labelled rows before their update since the row "
+    "before.",
     "time/reference": "Seconds of the reference model's log-probs since the row before.",
     "time/*": "Seconds of this phase since the row before.",
     "worker/idle": "Share of the time in which workers had nothing to do, a mean over workers.",

@@ -27,6 +27,12 @@ RUN_KEY = b"engine_trainer.rollouts.run"
 """Key of the metadata with the id of the run."""
 LEARNED_KEY = b"engine_trainer.rollouts.learned"
 """Key of the metadata with the number of completions that the step learned from, kept or not."""
+EXPERTS = "routed_experts"
+"""Column with the experts that served the tokens of prompt and completion: ``L × k`` integers a
+token, one behind the other, where ``rollout.routed_experts`` is ``replay``.
+"""
+EXPERTS_KEY = b"engine_trainer.rollouts.experts"
+"""Key of the metadata with L, k and the dtype of the experts in memory, separated by blanks."""
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 _IDS = pa.list_(pa.int32())
@@ -62,6 +68,7 @@ SCHEMA = pa.schema(
         pa.field("entropy", _FLOATS),
         pa.field("advantages", _FLOATS),
         pa.field("weight_versions", _IDS, nullable=False),
+        pa.field(EXPERTS, pa.list_(pa.int16())),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("shaped_reward", pa.float64(), nullable=False),
         pa.field("reward_parts", _NUMBERS, nullable=False),
@@ -157,27 +164,33 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:-8]))
 
 
-def describe(run: str, learned: int) -> dict[bytes, bytes]:
+def describe(run: str, learned: int, experts: str = "") -> dict[bytes, bytes]:
     """Return the metadata of a step's file.
 
     Args:
         run: id of the run.
         learned: number of completions that the step learned from, kept or not.
+        experts: the value at ``EXPERTS_KEY``, empty where no experts are kept.
     """
-    return {
+    found = {
         VERSION_KEY: str(VERSION).encode(),
         RUN_KEY: run.encode(),
         LEARNED_KEY: str(learned).encode(),
     }
+    return found | ({EXPERTS_KEY: experts.encode()} if experts else {})
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the rows of one file, or only some of their columns.
 
+    Without ``columns`` they are all except ``EXPERTS``, which is far larger than the others.
+
     Raises ``DataError`` for a file that is not one of rollouts, or has a different version.
     """
     try:
-        table = pq.read_table(path, columns=list(columns) if columns is not None else None)
+        if columns is None:
+            columns = [name for name in pq.read_schema(path).names if name != EXPERTS]
+        table = pq.read_table(path, columns=list(columns))
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
             "it is not a Parquet file of rollouts",

@@ -48,6 +48,7 @@ TASKS = {
     "sft": "Supervised fine-tuning",
     "rl": "Reinforcement learning",
     "dpo": "Direct preference optimization",
+    "kto": "Kahneman-Tversky optimization",
     "rm": "Reward model",
 }
 
@@ -81,7 +82,7 @@ class Recorded:
 def write_report(run: Path, task: str) -> Path:
     """Write ``report.html`` into a run's folder, and return its path.
 
-    ``task`` is sft, rl, dpo or rm. A kill leaves the former page or the new one.
+    ``task`` is sft, rl, dpo, kto or rm. A kill leaves the former page or the new one.
 
     Raises ``DataError`` without metrics, and where a file of the run cannot be read.
     """
@@ -295,7 +296,7 @@ def _evaluations(run: Path, recorded: Recorded) -> str:
 
 
 def _without_evaluations(run: Path, task: str) -> str:
-    if task in ("dpo", "rm"):
+    if task in ("dpo", "kto", "rm"):
         return ""  # their evaluations make no completions
     keys = "eval" if task == "rl" else "eval and reward"
     return (

@@ -1,0 +1,29 @@
+"""Torch's default dtype and default device while an engine computes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+
+__all__ = ["plain_defaults"]
+
+
+@contextmanager
+def plain_defaults() -> Generator[None]:
+    """Let torch make float32 tensors on the CPU inside the block, unless it is told otherwise.
+
+    The process may have set other defaults, which models and optimizers are not written for: a
+    position that is made without a dtype would be float64, and a mask on another device.
+    """
+    import torch
+
+    dtype = torch.get_default_dtype()
+    cpu = torch.device("cpu")
+    # Under a default device torch passes each of its functions through Python.
+    device = nullcontext() if torch.get_default_device() == cpu else cpu
+    torch.set_default_dtype(torch.float32)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -1,0 +1,78 @@
+"""The check that a recorded configuration fits the engine that a replay names for it.
+
+A run's ``config.yaml`` has settings of its own engine and device. A command that names another
+engine must name other values for those that it has not, and learns about all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+
+from engine_api.capabilities import REQUESTS, Capability
+from engine_api.discovery import import_target
+from engine_api.errors import ConfigError
+from engine_api.registry import EngineRegistry, Resolution
+from engine_trainer.config import RLConfig
+from engine_trainer.config.sections import EngineSection
+
+_OFF: Mapping[Capability, str] = {
+    Capability.HSDP: "engine.parallelism.dp_replicate=1",
+    Capability.TP: "engine.parallelism.tp=1",
+    Capability.PP: "engine.parallelism.pp=1",
+    Capability.CP: "engine.parallelism.cp=1",
+    Capability.EP: "engine.parallelism.ep=1",
+    Capability.ULYSSES: "engine.parallelism.ulysses=1",
+    Capability.OFFLOAD: "engine.memory.offload_params=false engine.memory.offload_optimizer=false",
+    Capability.RECOMPUTE: "engine.memory.recompute=none",
+    Capability.COMPILE: "engine.memory.compile=false",
+    Capability.SHARED_PREFIXES: "engine.memory.share_prefixes=false",
+    Capability.ASYNC_CHECKPOINT: "engine.checkpoint.async_save=false",
+}
+"""Overrides that turn a capability off, where the step stays the same one but for rounding."""
+_DTYPES = {
+    Capability.BF16: "bfloat16",
+    Capability.FP16: "float16",
+    Capability.FP8: "float8",
+}
+
+
+def check_engine(config: RLConfig) -> None:
+    """Raise ``ConfigError`` for settings that the engine does not have, with overrides for all.
+
+    What no override can replace (an adapter, for one) is left to the engine's own check.
+    """
+    section = config.engine
+    found = EngineRegistry.resolve(
+        model_type=section.model_type, backend=section.backend, device=section.device
+    )
+    asked = section.build(seed=0, total_steps=1)
+    overrides: dict[str, str] = {}
+    for capability, is_requested in REQUESTS.items():
+        if is_requested(asked) and capability not in found.plugin.capabilities:
+            if capability in _OFF:
+                overrides[f"{capability}"] = _OFF[capability]
+            elif capability in _DTYPES:
+                overrides[f"{capability}"] = _without(section, _DTYPES[capability])
+    if unknown := sorted(section.options.keys() - _options_of(found)):
+        overrides[f"the options {', '.join(unknown)}"] = "engine.options={}"
+    if overrides:
+        raise ConfigError(
+            "engine",
+            f"{section.backend} does not have all that the run's configuration asks for",
+            why=f"it lacks {'; '.join(overrides)}",
+            remedy=f"add to the command: {' '.join(overrides.values())}",
+        )
+
+
+def _without(section: EngineSection, dtype: str) -> str:
+    """Return the overrides that put float32 in the place of a dtype."""
+    names = [name for name, value in asdict(section.precision).items() if value == dtype]
+    return " ".join(f"engine.precision.{name}=float32" for name in names)
+
+
+def _options_of(found: Resolution) -> set[str]:
+    """Return the names of the engine's own options."""
+    if found.plugin.options is None:
+        return set()
+    return {one.name for one in fields(import_target(found.plugin.options, found.source))}
