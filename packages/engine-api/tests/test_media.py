@@ -98,6 +98,16 @@ def test_images_travel_with_their_batch(travel):
     assert batch().with_media(None).media is None
 
 
+def test_fields_alone_are_left_out():
+    kept = batch().with_fields(extra=torch.zeros(batch().num_tokens)).keep_fields("extra")
+    assert set(kept.fields) == {"extra"}
+    assert kept.media.bounds == (0, 1, 1, 3)
+    assert torch.equal(kept.input_ids, batch().input_ids)
+    with pytest.raises(BatchError, match="missing field") as caught:
+        batch().keep_fields("absent")
+    assert caught.value.field == "absent"
+
+
 def bad(**changes):
     parts = {
         "pixels": torch.zeros(8, 3),
@@ -112,6 +122,11 @@ BAD = {
     "a NaN": (bad(pixels=torch.full((8, 3), float("nan"))), "media.pixels"),
     "integer pixels": (bad(pixels=torch.zeros(8, 3, dtype=torch.uint8)), "media.pixels"),
     "a list of pixels": (bad(pixels=[1.0]), "media.pixels"),
+    "pixels without values": (bad(pixels=torch.zeros(8, 3, device="meta")), "media.pixels"),
+    "pixels with a gradient": (
+        bad(pixels=torch.zeros(8, 3, requires_grad=True)),
+        "media.pixels",
+    ),
     "a grid of two numbers": (bad(grid=torch.tensor([[2, 4]])), "media.grid"),
     "a grid of zeros": (bad(grid=torch.tensor([[0, 2, 4]])), "media.grid"),
     "a floating grid": (bad(grid=torch.tensor([[1.0, 2.0, 4.0]])), "media.grid"),
@@ -274,7 +289,7 @@ def test_images_at_the_ends_of_documents_are_two_runs():
         (0, 1, 2),
         (1, 3, 2),
     ]
-    assert VISION.positions_of_images(packed).tolist() == [-1, 0, 0, 1, 1, -1]
+    assert VISION.number_image_tokens(packed).tolist() == [-1, 0, 0, 1, 1, -1]
 
 
 def test_images_of_another_model_are_refused():

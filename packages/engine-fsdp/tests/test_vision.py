@@ -262,6 +262,13 @@ def test_a_value_model_with_a_tower_is_refused(folder: Path) -> None:
     assert caught.value.capability == "vision"
 
 
+def test_shared_prefixes_are_refused_with_a_tower(folder: Path) -> None:
+    """Documents with other images begin alike by their ids."""
+    with pytest.raises(ConfigError, match=r"memory\.share_prefixes: .* vision tower") as caught:
+        make(folder, memory=Memory(share_prefixes=True))
+    assert caught.value.remedy
+
+
 def test_experts_are_read_and_saved_in_the_order_of_the_folder(tmp_path: Path) -> None:
     """The published Qwen3-VL-MoE has its experts' matrices exchanged, transformers' own not."""
     own = tmp_path / "own"

@@ -291,13 +291,21 @@ def probe_mechanism(target: Target, capability: Capability) -> float:
     An engine that does not know the model's family at all may refuse that by name.
     """
     arguments = MODELS[capability]
-    config = target.config(target.with_model_type(LM).model(**arguments))
-    how = f"a {arguments['family']} model"
+    model = target.with_model_type(LM).model(**arguments)
+    _require_model_refused(target, capability, model, arguments["family"])
+    return _usable(target)
+
+
+def _require_model_refused(
+    target: Target, capability: Capability, model: Path, family: str
+) -> None:
+    """Require that the model is refused by the capability's name, or by that of its family."""
+    config = target.config(model)
+    how = f"a {family} model"
     reply = target.run(configured, config, configs={how: config})[0][how]
-    by_family = reply.error == "ConfigError" and arguments["family"] in reply.text
+    by_family = reply.error == "ConfigError" and family in reply.text
     if not by_family:
         _require_refusals(capability, {how: reply})
-    return _usable(target)
 
 
 def probe_vision(target: Target) -> float:
@@ -305,12 +313,7 @@ def probe_vision(target: Target) -> float:
 
     An engine that does not know the model's family at all may refuse that by name.
     """
-    config = target.config(write_model(target))
-    how = f"a {VISION_FAMILIES[0]} model"
-    reply = target.run(configured, config, configs={how: config})[0][how]
-    by_family = reply.error == "ConfigError" and VISION_FAMILIES[0] in reply.text
-    if not by_family:
-        _require_refusals(Capability.VISION, {how: reply})
+    _require_model_refused(target, Capability.VISION, write_model(target), VISION_FAMILIES[0])
     base = target.config(target.model())
     freezing = replace(base, model=replace(base.model, freeze=("vision",)))
     replies = target.run(configured, base, configs={"model.freeze": freezing})[0]

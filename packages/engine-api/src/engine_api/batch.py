@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engine_api.codec import register
 from engine_api.errors import BatchError, kind_of
 from engine_api.media import MEDIA, Media
+from engine_api.tensors import check_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,18 +35,6 @@ LOSS_WEIGHT = "loss_weight"
 INPUT_IDS = "input_ids"
 CU_SEQLENS = "cu_seqlens"
 ROUTED_EXPERTS = "routed_experts"
-DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-)
 
 
 @register
@@ -80,7 +69,7 @@ class Batch:
             "cu_seqlens": self.cu_seqlens,
             **self.fields,
         }.items():
-            _check_tensor(name, value)
+            check_tensor(name, value)
             _check_device(name, value, self.input_ids)
         _check_ids(self.input_ids)
         _check_boundaries(self.cu_seqlens, self.num_tokens)
@@ -189,8 +178,20 @@ class Batch:
             media=self.media,
         )
 
+    def keep_fields(self, *names: str) -> Batch:
+        """Return the same documents, with their images and these fields alone.
+
+        Raises ``BatchError`` for a field that the batch does not have.
+        """
+        return Batch(
+            input_ids=self.input_ids,
+            cu_seqlens=self.cu_seqlens,
+            fields={name: self[name] for name in names},
+            media=self.media,
+        )
+
     def no_media(self) -> Media:
-        """Return the media of these documents if none of them has an image."""
+        """Return the media of as many documents without images."""
         return Media.none(self.num_documents, self.input_ids.device)
 
     def with_media(self, media: Media | None) -> Batch:
@@ -316,8 +317,8 @@ def _check_media(media: object, ids: torch.Tensor, documents: int) -> None:
             f"expected the images of {documents} documents, got those of {len(media.bounds) - 1}",
             remedy="give 0 images for a document without any",
         )
-    for name in ("pixels", "grid", "cu_images"):
-        _check_device(f"media.{name}", getattr(media, name), ids)
+    for name, value in media.tensors.items():
+        _check_device(f"media.{name}", value, ids)
 
 
 def _check_sequence(parts: object, kind: type, said: str) -> None:
@@ -344,56 +345,6 @@ def _check_names(fields: object) -> None:
                 remedy=f"use a text other than {INPUT_IDS}, {CU_SEQLENS} and {MEDIA}, which are no "
                 "fields",
             )
-
-
-def _check_tensor(name: str, value: object) -> None:
-    """Raise ``BatchError`` unless ``value`` is a tensor of plain numbers.
-
-    Each engine indexes, copies and hashes it.
-    """
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise BatchError(
-            name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor"
-        )
-    refused = [
-        (not _is_plain(value), f"a {type(value).__name__}", "convert it to torch.Tensor"),
-        (value.is_meta, "a tensor on the meta device", "give it values"),
-        (value.is_nested, "a nested tensor", "concatenate its parts"),
-        (
-            value.layout is not torch.strided,
-            f"a tensor of layout {value.layout}",
-            "convert with .to_dense()",
-        ),
-        (
-            value.requires_grad,
-            "a tensor that requires a gradient",
-            "take it out of the graph with .detach()",
-        ),
-        (
-            str(value.dtype).removeprefix("torch.") not in DTYPES,
-            f"a tensor of {value.dtype}",
-            f"known: {', '.join(DTYPES)}",
-        ),
-    ]
-    for wrong, got, remedy in refused:
-        if wrong:
-            raise BatchError(
-                name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy
-            )
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Return whether a tensor has the class that its device makes.
-
-    A backend written in Python defines a class of its own.
-    """
-    import torch
-
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(
-        torch.empty(0, device=value.device)
-    )
 
 
 def _check_target(device: Any) -> None:
@@ -475,7 +426,7 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
         raise BatchError(
             name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)
         ) from error
-    _check_tensor(name, column)
+    check_tensor(name, column)
     if name == ROUTED_EXPERTS:
         _check_experts(column, len(column), index=index)
     elif column.dim() != 1:

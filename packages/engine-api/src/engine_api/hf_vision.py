@@ -172,7 +172,7 @@ class Vision:
                 remedy="process the images with the processor that belongs to this model",
             )
 
-    def positions_of_images(self, batch: Batch) -> torch.Tensor:
+    def number_image_tokens(self, batch: Batch) -> torch.Tensor:
         """Return ``[T]`` int64, the number of each image token's image in the batch, -1 elsewhere.
 
         The batch is one that ``check`` accepts.

@@ -1,7 +1,7 @@
 """Images of packed documents, ragged by document.
 
-An image is a number of rows. What a row is depends on the model: a patch, or a whole image (a tile,
-a crop) of the tower's own size. ``grid`` says how many rows an image has in time, height and width.
+An image is a number of rows. A row is a patch, or a whole image (a tile, a crop) of the tower's own
+size, as the model takes them. ``grid`` says how many rows an image has in time, height and width.
 """
 
 # torch's own annotations are partial.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
 from engine_api.errors import BatchError, kind_of
+from engine_api.tensors import check_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,8 @@ class Media:
     cu_images: torch.Tensor
 
     def __post_init__(self) -> None:
+        for name, value in self.tensors.items():
+            check_tensor(f"media.{name}", value)
         _check_pixels(self.pixels)
         _check_grid(self.grid)
         _check_images(self.cu_images, len(self.grid))
@@ -79,6 +82,11 @@ class Media:
             grid=torch.zeros(0, 3, dtype=torch.int64, device=device),
             cu_images=torch.zeros(documents + 1, dtype=torch.int64, device=device),
         )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        return {"pixels": self.pixels, "grid": self.grid, "cu_images": self.cu_images}
 
     @property
     def num_images(self) -> int:
@@ -124,8 +132,8 @@ class Media:
         """Return the same images on ``device``."""
         # The constructor is not called, because the media are already validated.
         copy = object.__new__(Media)
-        for name in ("pixels", "grid", "cu_images"):
-            object.__setattr__(copy, name, getattr(self, name).to(device, non_blocking=True))
+        for name, value in self.tensors.items():
+            object.__setattr__(copy, name, value.to(device, non_blocking=True))
         copy.__dict__["rows"] = self.rows
         copy.__dict__["bounds"] = self.bounds
         return copy
@@ -220,31 +228,25 @@ def _of_document(index: int, given: object) -> Media:
         ) from error
 
 
-def _check_pixels(value: object) -> None:
-    import torch
-
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
-        got = kind_of(value)
-        if isinstance(value, torch.Tensor):
-            got = f"the shape {tuple(value.shape)} of {value.dtype}"
+def _check_pixels(value: torch.Tensor) -> None:
+    """Raise ``BatchError`` unless ``value`` is floating and has rows."""
+    if not value.is_floating_point() or value.dim() < 2:
         raise BatchError(
             "media.pixels",
-            f"expected a floating tensor [rows, …], got {got}",
+            f"expected a floating tensor [rows, …], got {_describe(value)}",
             remedy=_REMEDY,
         )
 
 
-def _check_grid(value: object) -> None:
+def _check_grid(value: torch.Tensor) -> None:
+    """Raise ``BatchError`` unless ``value`` has three positive integers for each image."""
     import torch
 
-    fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64
-    if not fits or value.dim() != 2 or value.shape[1] != 3:
-        got = kind_of(value)
-        if isinstance(value, torch.Tensor):
-            got = f"the shape {tuple(value.shape)} of {value.dtype}"
+    if value.dtype != torch.int64 or value.dim() != 2 or value.shape[1] != 3:
         raise BatchError(
             "media.grid",
-            f"expected an int64 tensor [images, 3], rows in time, height and width, got {got}",
+            "expected an int64 tensor [images, 3], rows in time, height and width, "
+            f"got {_describe(value)}",
             remedy=_REMEDY,
         )
     small = (value < 1).any(1).nonzero()
@@ -258,16 +260,22 @@ def _check_grid(value: object) -> None:
         )
 
 
-def _check_images(value: object, images: int) -> None:
+def _check_images(value: torch.Tensor, images: int) -> None:
+    """Raise ``BatchError`` unless ``value`` rises from 0 to the number of images."""
     import torch
 
-    fits = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1
-    ends: list[int] = cast("torch.Tensor", value).tolist() if fits else []
+    is_list = value.dtype == torch.int64 and value.dim() == 1
+    ends: list[int] = value.tolist() if is_list else []  # pyright: ignore[reportUnknownVariableType]
     rises = all(a <= b for a, b in pairwise(ends))
     if not ends or ends[0] != 0 or ends[-1] != images or not rises:
+        got = f"{ends!r:.100}" if ends else _describe(value)
         raise BatchError(
             "media.cu_images",
-            f"expected int64 numbers that rise from 0 to {images}, the number of images, "
-            f"got {ends or kind_of(value)}",
+            f"expected int64 numbers that rise from 0 to {images}, the number of images, got {got}",
             remedy="give the number of images before each document, and that of all at the end",
         )
+
+
+def _describe(value: torch.Tensor) -> str:
+    """Return a tensor's shape and dtype, for errors."""
+    return f"the shape {tuple(value.shape)} of {value.dtype}"

@@ -197,7 +197,7 @@ def _digest(batch: Batch, topology: Topology) -> str:
     for _, tensor in sorted({**batch.fields, "input_ids": batch.input_ids}.items()):
         digest.update(_bytes(tensor))
     if batch.media is not None:
-        for tensor in (batch.media.pixels, batch.media.grid, batch.media.cu_images):
+        for tensor in batch.media.tensors.values():
             digest.update(_bytes(tensor))
     return digest.hexdigest()
 

@@ -123,7 +123,7 @@ def pack_inputs(
     images = None if vision is None else pack_images(batch, vision, mine, device, dtype)
     blocks = None
     if vision is not None and vision.bidirectional and images is not None:
-        blocks = torch.cat([vision.positions_of_images(batch), torch.full((padding,), -1)])
+        blocks = torch.cat([vision.number_image_tokens(batch), torch.full((padding,), -1)])
     if positions_of is not None and images is not None:
         positions = _position_images(batch, positions, positions_of)
     if coefficients is not None:

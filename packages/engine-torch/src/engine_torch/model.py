@@ -102,7 +102,7 @@ class PackedModel(nn.Module):
             position_ids=inputs.position_ids,
             use_cache=False,
             packing=inputs.packing,
-            **self._see(inputs),
+            **self._compute_features(inputs),
         ).last_hidden_state[0]
         hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
@@ -124,10 +124,10 @@ class PackedModel(nn.Module):
         )
         return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
 
-    def _see(self, inputs: PackedInputs) -> dict[str, Any]:
+    def _compute_features(self, inputs: PackedInputs) -> dict[str, Any]:
         """Return the features of the micro-batch's images as an argument of the base model.
 
-        A micro-batch in which no rank has images costs nothing of the tower.
+        The tower is not run for a micro-batch in which no rank has images.
         """
         if self.vision is None or inputs.images is None:
             return {}
@@ -436,7 +436,8 @@ def read_config(
 ) -> Any:
     """Read config.json, check that the model is of this kind, and apply the overrides.
 
-    ``served`` are the capabilities of the engine.
+    A model with a vision tower is refused unless ``vision`` is among ``served``, the engine's
+    capabilities.
     """
     hf_config = read_hf_config(
         folder,

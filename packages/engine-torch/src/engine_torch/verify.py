@@ -17,7 +17,7 @@ from torch import Tensor
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_torch.mechanisms import has_sinks
-from engine_torch.vision import example, own_arguments
+from engine_torch.vision import build_arguments, draw_image
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
 # to about 1e-5.
@@ -98,12 +98,11 @@ def _draw_documents(engine: Any, lengths: list[int], shared: int) -> list[dict[s
     vision = engine.vision
     if vision is None:
         return [{"input_ids": ids} for ids in documents]
-    special = (vision.image_token, vision.video_token)
+    special = [t for t in (vision.image_token, vision.video_token) if t is not None]
     plain = next(i for i in range(engine.vocab_size) if i not in special)
     for ids in documents:
-        for token in special:
-            ids[ids == token] = plain
-    media = example(vision, generator)
+        ids[torch.isin(ids, torch.tensor(special))] = plain
+    media = draw_image(vision, generator)
     run = vision.count_features(media.grid[0].tolist())
     image = torch.full((run,), vision.image_token)
     shown = torch.cat([documents[-1], image, documents[0]])
@@ -170,11 +169,10 @@ def _reference(engine: Any, document: Batch, value_model: bool) -> Tensor:
     """Return the model's own per-token outputs ``[L]`` of one document, in contract alignment."""
     lm = engine.module.lm
     text = lm.get_decoder() if engine.vision is not None else lm
-    ids = document.input_ids
-    arguments = {"input_ids": ids[None].to(engine.device)}
+    ids = document.input_ids.to(engine.device)
+    arguments = {"input_ids": ids[None]}
     if engine.vision is not None:
-        on_device = ids.to(engine.device)
-        arguments = own_arguments(engine.vision, on_device, document.media)
+        arguments = build_arguments(engine.vision, ids, document.media)
     former = lm.config.get_text_config()._attn_implementation  # noqa: SLF001 - no public name
     text.set_attn_implementation(own_attention(lm))
     try:

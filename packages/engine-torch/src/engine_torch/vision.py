@@ -1,8 +1,8 @@
 """The vision tower of a transformers model, and the images of a micro-batch.
 
-The tower and its projector are all of the base model but its ``language_model``. They run inside
-the model's root, on all images of the micro-batch at once; an image attends to itself alone. Their
-features are handed to the family's own forward pass, which puts them in the place of the image
+The tower and its projector are all of the base model but its ``language_model``. They run in the
+forward pass of the root, on all images of the micro-batch at once, and an image attends to itself
+alone. The family's own forward pass receives their features and puts them in the place of the image
 tokens' embeddings. Under Ulysses each rank computes the features of all images of its group, and
 uses those of its own tokens.
 
@@ -25,9 +25,9 @@ from engine_api.media import Media
 
 __all__ = [
     "PackedImages",
+    "build_arguments",
     "compute_features",
-    "example",
-    "own_arguments",
+    "draw_image",
     "pack_images",
     "position_tokens",
     "tower_of",
@@ -55,7 +55,7 @@ class PackedImages:
 
 
 def tower_of(lm: Any) -> list[nn.Module]:
-    """Return the modules of a vision-language model that make features of pixels."""
+    """Return the tower of a vision-language model and its projector, as modules."""
     return [module for name, module in lm.base_model.named_children() if name != _TEXT]
 
 
@@ -74,13 +74,11 @@ def pack_images(
     media = batch.media
     if media is None:
         return None
+    at = (batch.input_ids == vision.image_token).cpu().nonzero()[:, 0]
+    before = int((at < mine[0]).sum())
+    own = int(((at >= mine[0]) & (at <= mine[-1])).sum())
     if not media.num_images:
         media = _blank(vision)
-    before, own = 0, 0
-    if batch.media is not None and batch.media.num_images:
-        at = (batch.input_ids == vision.image_token).cpu().nonzero()[:, 0]
-        before = int((at < mine[0]).sum())
-        own = int(((at >= mine[0]) & (at <= mine[-1])).sum())
     return PackedImages(
         pixels=media.pixels.to(device, dtype, non_blocking=True),
         grid=media.grid.to(device, non_blocking=True),
@@ -97,7 +95,7 @@ def _blank(vision: Vision) -> Media:
     )
 
 
-def example(vision: Vision, generator: torch.Generator) -> Media:
+def draw_image(vision: Vision, generator: torch.Generator) -> Media:
     """Return one small image of random numbers, wider than high where the model allows it."""
     grid = torch.tensor([vision.smallest])
     if vision.has_grid:
@@ -107,7 +105,7 @@ def example(vision: Vision, generator: torch.Generator) -> Media:
     return Media(pixels=pixels, grid=grid, cu_images=torch.tensor([0, 1]))
 
 
-def own_arguments(vision: Vision, ids: Tensor, media: Media | None) -> dict[str, Tensor]:
+def build_arguments(vision: Vision, ids: Tensor, media: Media | None) -> dict[str, Tensor]:
     """Return the arguments of the model's own forward pass for one document.
 
     Args:
@@ -144,7 +142,13 @@ def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
 def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: bool) -> Any:
     """Return the output of the tower, with the features of this rank's tokens.
 
-    It is what the family's forward pass takes as ``mm_encoder_outputs["image"]``.
+    The family's forward pass takes it as ``mm_encoder_outputs["image"]``.
+
+    Args:
+        lm: the vision-language model.
+        vision: the images that it takes.
+        images: the images of the micro-batch.
+        trained: whether the tower's parameters need gradients.
     """
     arguments = {"pixel_values": images.pixels}
     if vision.has_grid:

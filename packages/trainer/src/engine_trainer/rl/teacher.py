@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from engine_api.batch import Batch
 from engine_api.comm import Comm, together
 from engine_api.errors import ConfigError
 from engine_trainer.config import DataSection, RLConfig
@@ -107,7 +106,7 @@ class EngineTeacher:
         """Return the log-probs (see ``Teacher``)."""
         own = Partition(self._engines, [documents], keeps_groups=self._keeps_groups)
         packed = run_together(self._comm, own.pack)
-        bare = [Batch(input_ids=b.input_ids, cu_seqlens=b.cu_seqlens) for b in packed]
+        bare = [batch.keep_fields() for batch in packed]
         outputs = self._engines.infer(bare, temperature=temperature)
         return own.move([log_probs_of(o) for o in outputs], partition)
 

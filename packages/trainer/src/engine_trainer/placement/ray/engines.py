@@ -55,8 +55,8 @@ class RayEngines:
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        # Inference reads only these; the other fields stay with the controller.
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
+        # Inference reads tokens and images alone, and the fields stay with the controller.
+        bare = [shard.keep_fields() for shard in shards]
         found = self._scatter("infer", bare, temperature, adapter)
         return [found[rank] for rank in self.primary]
 
