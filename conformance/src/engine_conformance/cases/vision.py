@@ -401,9 +401,9 @@ def resume(target: Target) -> None:
     """
     config = target.config(write_model(target), memory=_MEMORY)
     folder = target.scratch() / "checkpoint"
-    run = {"documents": divided_documents(), "folder": folder}
-    whole = target.run(go_on, config, first=True, **run)
-    resumed = target.run(go_on, config, first=False, **run)
+    documents = divided_documents()
+    whole = target.run(go_on, config, documents=documents, folder=folder, first=True)
+    resumed = target.run(go_on, config, documents=documents, folder=folder, first=False)
     assert_bitwise(resumed[0][1], whole[0][1], name="resumed weights")
 
 

@@ -80,7 +80,7 @@ class Vision:
 
     @property
     def has_grid(self) -> bool:
-        """True where rows are patches, whose place in the image the model is told."""
+        """True where rows are patches, whose places in the image the model receives."""
         return len(self.row_shape) == 1
 
     @property
@@ -163,10 +163,11 @@ class Vision:
         odd = (media.grid[:, 1:] % self.merge).any(1).nonzero()
         if odd.numel():
             at = int(odd[0])
+            sizes: list[int] = media.grid[at].tolist()  # pyright: ignore[reportUnknownVariableType]
             raise BatchError(
                 "media.grid",
                 f"expected a height and width that {self.merge} divides, "
-                f"got {tuple(media.grid[at].tolist())} for image {at}",
+                f"got {sizes} in time, height and width for image {at}",
                 index=at,
                 why=f"{self.merge} x {self.merge} patches become one feature",
                 remedy="process the images with the processor that belongs to this model",
@@ -188,7 +189,7 @@ class Vision:
 def has_vision(config: Any) -> bool:
     """Return whether a configuration of transformers, or a ``config.json``, has a vision tower."""
     if isinstance(config, dict):
-        return config.get("vision_config") is not None  # pyright: ignore[reportUnknownMemberType]
+        return config.get("vision_config") is not None
     return getattr(config, "vision_config", None) is not None
 
 

@@ -252,9 +252,10 @@ def _check_grid(value: torch.Tensor) -> None:
     small = (value < 1).any(1).nonzero()
     if small.numel():
         at = int(small[0])
+        sizes: list[int] = value[at].tolist()  # pyright: ignore[reportUnknownVariableType]
         raise BatchError(
             "media.grid",
-            f"expected numbers of at least 1, got {tuple(value[at].tolist())} for image {at}",
+            f"expected numbers of at least 1, got {sizes} for image {at}",
             index=at,
             remedy=_REMEDY,
         )
