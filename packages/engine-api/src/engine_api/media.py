@@ -119,7 +119,9 @@ class Media:
         import torch
 
         images = [image for document in documents for image in self.images_of(document)]
-        parts = self.pixels.split(list(self.rows)) if self.rows else ()
+        parts: Sequence[torch.Tensor] = ()
+        if self.rows:
+            parts = self.pixels.split(list(self.rows))  # pyright: ignore[reportUnknownVariableType]
         counts = [len(self.images_of(document)) for document in documents]
         device = self.pixels.device
         return Media(
@@ -192,16 +194,16 @@ def _of_document(index: int, given: object) -> Media:
     """Return the images of one document."""
     import torch
 
-    if not isinstance(given, Mapping) or "pixels" not in given or set(given) - {*_PARTS}:
-        named = cast("Mapping[object, object]", given) if isinstance(given, Mapping) else None
-        got = kind_of(given) if named is None else f"the keys {sorted(map(str, named))}"
+    kind = kind_of(given)
+    values = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else None
+    if values is None or "pixels" not in values or set(values) - {*_PARTS}:
+        got = kind if values is None else f"the keys {sorted(map(str, values))}"
         raise BatchError(
             MEDIA,
             f"expected None, or a mapping with pixels and, for patches, grid, got {got}",
             index=index,
             remedy=_REMEDY,
         )
-    values = cast("Mapping[str, Any]", given)
     tensors: dict[str, torch.Tensor] = {}
     for name in values:
         try:
