@@ -80,7 +80,7 @@ def mixed_documents() -> list[PictureDocument]:
 
 
 def divided_documents() -> list[PictureDocument]:
-    """Return documents of which every second one has images, so that one of two ranks has none."""
+    """Return documents of which every other one has images, so that half of the ranks have none."""
     first, second, third, fourth, _ = mixed_documents()
     return [first, third, second, fourth]
 
@@ -208,11 +208,11 @@ def mixed(target: Target) -> float:
     return _holds(target, mixed_documents(), _TOGETHER)
 
 
-@case(id="vision.some_ranks", since=SINCE, requires=_VISION, world=(2,), families=FAMILIES)
+@case(id="vision.some_ranks", since=SINCE, requires=_VISION, world=(2, 4), families=FAMILIES)
 def some_ranks(target: Target) -> float:
     """Images on some ranks alone MUST give the results of one process, the tower's gradient too.
 
-    One rank has all images, in some of its micro-batches, and the other has text.
+    Half of the ranks have all images, in some of their micro-batches, and the others have text.
 
     If this fails: the rank without images does not take part where the tower's weights are gathered
     (FSDP aborts or waits; torchtitan #4777, VeOmni #177) or its gradients are reduced, the tower's
