@@ -309,23 +309,22 @@ def test_parts_that_were_picked_by_their_cases_make_a_certificate_too() -> None:
 
 def test_certificates_of_two_precisions_are_each_joined_from_parts() -> None:
     half = in_half(GOOD)
-    other = {"planned": [one.key for one in half]}
-    parts = [
-        part(
-            *half[index::2],
-            **other,
-            selection={
-                "worlds": [1, 2],
-                "dtypes": ["bfloat16"],
-                "part": f"{index + 1}/2",
-                "complete": False,
-            },
-        )
-        for index in range(2)
-    ]
-    both = joined(joined(*THIRDS), joined(*parts))
+
+    def share(index: int, count: int) -> dict[str, Any]:
+        selection = {
+            "worlds": [1, 2],
+            "dtypes": ["bfloat16"],
+            "part": f"{index + 1}/{count}",
+            "complete": False,
+        }
+        return part(*half[index::count], planned=[one.key for one in half], selection=selection)
+
+    both = joined(joined(*THIRDS), joined(share(0, 2), share(1, 2)))
     assert both["complete"] is True
-    assert joined(*THIRDS, parts[0])["complete"] is False
+    assert joined(*THIRDS, share(0, 2))["complete"] is False
+    # The other certificate has a part with the number of the one that is missing.
+    with pytest.raises(UsageError, match="merge: a part of the certificate is missing: 5 of 16"):
+        check_whole(read_document(joined(*THIRDS, share(0, 3)))[0])
 
 
 def test_a_part_that_is_missing_doubled_or_of_another_certificate_is_named() -> None:

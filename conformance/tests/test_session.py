@@ -159,8 +159,8 @@ def test_after_a_case_that_hung_deadlines_are_shorter_and_after_three_the_run_st
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def hang(case: Case, target: Target, **_: object) -> Outcome:
-        status = "passed" if case.id == "train.families" else "timeout"
         patience[case.id] = target.patience
+        status = "passed" if len(patience) == 3 else "timeout"
         return Outcome(status=status, seconds=0.1, message="" if status == "passed" else "stacks")
 
     patience: dict[str, float] = {}

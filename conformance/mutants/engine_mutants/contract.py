@@ -332,11 +332,12 @@ class SharedWeights(LoopbackEngine):
 
 @mutant("contract.leaves_nothing", group="core")
 class DefaultDtypeStays(LoopbackEngine):
-    """torch's default dtype is changed while the model is built, and not restored."""
+    """torch's default dtype is changed while the engine is built, and not restored."""
 
-    def _build_model(self) -> None:
+    def initialize(self) -> None:
+        super().initialize()
+        # BaseEngine restores the default that its own part has changed.
         torch.set_default_dtype(torch.float64)
-        super()._build_model()
 
 
 @mutant("contract.leaves_nothing", group="core")

@@ -219,8 +219,8 @@ def choose_part(plan: Sequence[Item], selection: Selection) -> list[Item]:
     """Return the items of a certificate's plan that belong to the selection's part, in their order.
 
     Settings and options of a case cost about the same, so that all items are dealt out in the order
-    of the cases, forwards and backwards by turns: each part then has its share of every case, and
-    no part has all items of one number of ranks.
+    of the cases, alternately forwards and backwards: each part then has its share of every case,
+    and no part has all items of one number of ranks.
 
     Raises:
         UsageError: if there are more parts than items, or a glob fits no case.

@@ -173,5 +173,5 @@ class SuiteRun:
 
     @property
     def is_part(self) -> bool:
-        """Whether the run has some rows of a certificate, and not all."""
+        """True if the run has some rows of a certificate, and not all."""
         return not {row.key for row in self.rows}.issuperset(self.planned)

@@ -318,7 +318,7 @@ def fail_to_build(path: str, what: str) -> str:
     """
     import engine_megatron.engine as module
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError(what)
 
     raised = ""

@@ -122,9 +122,10 @@ def _whole(engine: Any, state: State) -> dict[str, Tensor]:
             target = whole.setdefault(key, torch.empty(spec.global_shape, dtype=tensor.dtype))
             if spec.replica == 0:
                 target[spec.slices] = tensor
-    boxes = {f"model.{weight.name}": weight.box for weight in engine.table}
+    boxes = {weight.key: weight.box for weight in engine.table}
+    of_names = {weight.name: weight.box for weight in engine.table}
     fields = {
-        key: boxes["model." + key.removeprefix("optim.").rpartition(".")[0]]
+        key: of_names[key.removeprefix("optim.").rpartition(".")[0]]
         for key in whole
         if key not in boxes
     }

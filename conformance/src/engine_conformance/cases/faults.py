@@ -529,10 +529,10 @@ def _looks(place: Path) -> Folders:
 
 
 def write_without_room(setup: Setup, place: Path) -> tuple[list[list[EngineError | None]], Folders]:
-    """Write a Hugging Face folder over another and under a new name, without free space by turns.
+    """Write a Hugging Face folder over another and under a new name, one rank short of disk space.
 
-    Return the errors by the rank that has none, and what is there after all of them. A write with
-    free space is the last.
+    Return the errors by the rank that has none, and what is there after all of them. The last write
+    has disk space on every rank.
     """
     with opened(setup) as engine:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -149,13 +149,14 @@ def check_whole(run: SuiteRun) -> None:
         return
     words = [part.selection["part"] for part in run.parts if part.selection.get("part")]
     counts = {word.partition("/")[2] for word in words}
-    # Parts that were picked by --case, or of two certificates, have no numbers.
+    absent: list[str] = []
+    # Parts that were picked by --case have no numbers, and those of two certificates may differ.
     if len(counts) == 1 and len(words) == len(run.parts):
         count = counts.pop()
-        absent = [f"{n}/{count}" for n in range(1, int(count) + 1) if f"{n}/{count}" not in words]
-        named = f"part {', '.join(absent)}"
-    else:
-        named = "a part"
+        numbered = (f"{number}/{count}" for number in range(1, int(count) + 1))
+        absent = [word for word in numbered if word not in words]
+    # Of two certificates one may have the number that is missing in the other.
+    named = f"part {', '.join(absent)}" if absent else "a part"
     raise UsageError(
         f"merge: {named} of the certificate is missing: {len(missing)} of {len(run.planned)} rows "
         f"are in no report{_list_keys(missing)}\n"

@@ -263,6 +263,7 @@ def save_hf(
     Raises:
         CheckpointWriteError: on rank 0 (``RankFailure`` on the other ranks) if the model could not
             be written; ``directory`` is as it was.
+        ConfigError: the same for files of ``source`` that cannot be read.
     """
     from safetensors import SafetensorError
 
@@ -291,9 +292,9 @@ def read_predictors(source: str, hf_config: Any) -> Iterator[tuple[str, torch.Te
     """Yield (name, tensor) of the layers of a folder that predict further tokens than the next.
 
     These are the folder's layers beyond ``num_hidden_layers`` (DeepSeek-V3, arXiv:2412.19437,
-    section 2.2; GLM-4.5), of which ``num_nextn_predict_layers`` in its config.json says the number.
-    There are none for a model with ``hf_config`` that has another number of layers. Raises
-    ``ConfigError`` for files that cannot be read.
+    section 2.2; GLM-4.5), whose number is ``num_nextn_predict_layers`` in its config.json. There
+    are none where ``hf_config`` has a different ``num_hidden_layers``. Raises ``ConfigError`` for
+    files that cannot be read.
     """
     file = Path(source) / "config.json"
     keys: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}

@@ -10,10 +10,10 @@ __all__ = ["plain_defaults"]
 
 @contextmanager
 def plain_defaults() -> Generator[None]:
-    """Let torch make float32 tensors on the CPU inside the block, unless it is told otherwise.
+    """Let torch make float32 tensors on the CPU inside the block where a call names neither.
 
-    The process may have set other defaults, which models and optimizers are not written for: a
-    position that is made without a dtype would be float64, and a mask on another device.
+    Models and optimizers do not expect other defaults of the process: positions that are made
+    without a dtype would be float64, and masks without a device would be on the default device.
     """
     import torch
 

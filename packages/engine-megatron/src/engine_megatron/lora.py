@@ -159,7 +159,7 @@ class Division:
     """Number of tensor-parallel ranks."""
 
     by_tokens: bool
-    """Whether sequence parallelism divides the tokens outside of a divided layer."""
+    """True if sequence parallelism divides the tokens outside of a divided layer."""
 
 
 class LowRank(nn.Module):

@@ -289,10 +289,11 @@ def check_stages(table: Sequence[Weight], layout: Layout) -> None:
     for stage in range(layout.stages):
         for chunk in range(layout.virtual):
             if (stage, str(chunk)) not in trained:
+                part = f", chunk {chunk}," if layout.virtual > 1 else ""
                 raise ConfigError(
                     "lora.target_modules",
-                    f"no layer of pipeline stage {stage} carries an adapter",
-                    why="each of its ranks must have a weight to train",
+                    f"no layer of pipeline stage {stage}{part} carries an adapter",
+                    why="each of its ranks must have a weight to train in each chunk",
                     remedy="name layers in every stage, or use fewer stages",
                 )
 

@@ -84,6 +84,7 @@ def row(step: int, group: int, sample: int, **values) -> dict:
         "entropy": floats,
         "advantages": np.full(n, 0.5, dtype=np.float32),
         "weight_versions": [step] * n,
+        "routed_experts": None,
         "teacher_prompt_tokens": None,
         "teacher_log_probs": None,
         "reward": float(sample),

@@ -15,12 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, ModelSource, Precision
 from engine_api.errors import ConfigError
-from engine_trainer.config import DPOConfig, RLConfig, SFTConfig
+from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, SFTConfig
 from engine_trainer.config.loading import from_tree, to_plain
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import Decoder
 from engine_trainer.placement.automatic import settle
 from engine_trainer.placement.memory import GIB, FreeMemory
+from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 # Qwen3-0.6B.
 SMALL = {
@@ -152,6 +153,19 @@ def test_activations_are_recomputed_where_they_do_not_fit(
     config = configure(SFTConfig, folder, DPO, memory={"max_tokens": tokens})
     _, choices = choose(config, Launcher("cuda", free=free * GIB))
     assert choices["engine.memory.recompute"] == want
+
+
+@pytest.mark.parametrize(
+    ("cls", "section"), [(DPOConfig, "dpo"), (KTOConfig, "kto")], ids=["dpo", "kto"]
+)
+def test_a_reference_on_an_engine_of_its_own_counts(folder: Path, cls: Any, section: str) -> None:
+    """Between the bytes of the policy alone and those of both, which are 2.2 GiB more."""
+    chosen = {}
+    for reference in ("precomputed", "engine"):
+        config = configure(cls, folder, DPO | {section: {"reference": reference}})
+        _, choices = choose(config, Launcher("cuda", free=41 * GIB))
+        chosen[reference] = choices["engine.memory.recompute"]
+    assert chosen == {"precomputed": "none", "engine": "full"}
 
 
 def test_ranks_on_one_device_share_its_memory(folder: Path) -> None:
@@ -289,7 +303,7 @@ def test_a_correction_of_overlap_is_decided_with_the_rollout(folder: Path) -> No
     config = configure(RLConfig, folder, tree)
     settled, _ = settle(config, Launcher("cuda"))
     assert settled.algorithm.correction.weight == "token"
-    with pytest.raises(Exception, match="needs a correction"):
+    with pytest.raises(ConfigError, match="needs a correction"):
         settle(config, Launcher("cpu"))
 
 
@@ -395,6 +409,17 @@ def test_the_estimate_of_a_run_is_above_its_measured_peak_and_near_it(
     )
     need = 16 * parameters + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
     assert peak <= need / GIB <= 1.4 * peak
+
+
+def test_experts_count_whichever_key_a_family_has_for_their_number() -> None:
+    rest = {key: value for key, value in MIXTURE.items() if key != "num_experts"}
+    shapes = set()
+    for key in EXPERT_KEYS:
+        sizes = rest | {key: 8}
+        decoder = Decoder.of(SimpleNamespace(**sizes, to_dict=lambda sizes=sizes: sizes))
+        assert decoder is not None
+        shapes.add(decoder.shape)
+    assert [shape.experts for shape in shapes] == [8]
 
 
 def test_a_model_of_other_sizes_has_no_estimate() -> None:

@@ -170,7 +170,7 @@ def _nothing_held_out(key: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class _JudgedSection:
-    """Held-out pairs or rows, measured before the first step and after the last."""
+    """Held-out pairs or labelled rows, and the steps after which they are measured."""
 
     source: str | Sequence[str]
     """Source of the held-out data, in the form of ``data.source``."""
@@ -201,7 +201,7 @@ class HeldoutSection(_JudgedSection):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledEvalSection(_JudgedSection):
-    """Held-out rows with labels, measured before the first step and after the last, too."""
+    """Held-out labelled rows, measured at the start, every ``every`` steps and at the end."""
 
     max_rows: int | None = None
     """Largest number of rows to measure, at least 2, the first ones of the source. Null measures

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_api.config import EngineConfig
 from engine_trainer.scaling.shapes import Shape
+from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number by the dtype of the computation (float8 keeps bfloat16)."""
@@ -48,6 +49,7 @@ class Decoder:
             values[key] = getattr(text, key, None)
         if any(not isinstance(values.get(key), int) for key in _KEYS):
             return None
+        values["num_experts"] = next((values[key] for key in EXPERT_KEYS if values.get(key)), None)
         # Families differ in their norms; those of heads are counted where they are not known.
         norms = str(getattr(text, "model_type", "")) not in ("llama", "mistral", "qwen2")
         return Decoder(shape=Shape.from_config("", values), norms_heads=norms)
@@ -88,13 +90,11 @@ class Decoder:
         block = self.kept_by_block(width) / sizes.tp
         if config.memory.compile:
             block *= _COMPILED
-        layers = shape.layers
-        # Each block's input, and one block at a time in the backward pass.
-        kept = (
-            tokens * (layers * width * shape.hidden + block)
-            if recompute
-            else (tokens * layers * block)
-        )
+        if recompute:
+            # Each block's input, and one block at a time in the backward pass.
+            kept = tokens * (shape.layers * width * shape.hidden + block)
+        else:
+            kept = tokens * shape.layers * block
         chunk = min(config.memory.logit_chunk, tokens)
         # Logits, their scores in float32, and the gradient of the output embedding in float32.
         head = shape.vocabulary * (chunk * (width + 4) + 4 * shape.hidden) / sizes.tp

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, Memory, Precision
+from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
@@ -22,7 +22,7 @@ from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import records_experts, rollout_device
-from engine_trainer.utils.hf_models import text_config
+from engine_trainer.utils.hf_models import has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local``, in order."""
@@ -217,17 +217,12 @@ def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> 
         "an engine that only infers": section.optimizer is None,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
         "weights on the host": section.memory.offload_params,
-        "a model with experts": _has_experts(text),
+        "a model with experts": text is not None and has_experts(text),
     }
     for why, holds in reasons.items():
         if holds:
             return False, why
     return True, f"the engine declares it, {where}"
-
-
-def _has_experts(text: Any) -> bool:
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return text is not None and any((getattr(text, key, None) or 0) > 1 for key in keys)
 
 
 def _choose_chunk(section: EngineSection, text: Any) -> tuple[int, str]:
@@ -253,22 +248,22 @@ def _choose_recompute(
         return "none", "an engine that only infers"
     if Capability.RECOMPUTE not in around.capabilities:
         return "none", "the engine declares no recompute"
-    if rollout is not None and _is_awake_beside(config, rollout):
+    if rollout is not None and _stays_awake_colocated(config, rollout):
         return "full", "a server that stays awake takes the rest of the device's memory"
     decoder = Decoder.of(text)
     if decoder is None:
         return "none", f"no estimate of the memory of a {text.model_type}"
     built = section.build(seed=0, total_steps=1)
-    room = min(_rooms(around.free)) * _USABLE
-    state = _state_bytes(config, section, built, around) / len(around.free)
+    usable = min(_free_of_ranks(around.free)) * _USABLE
+    state = _state_bytes(config, around) / len(around.free)
     if rollout is not None and rollout.name == "local" and not rollout.sleep:
         state += memory.rollout_bytes(rollout, built)
     need = state + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
-    what = f"needs {need / GIB:.1f} GiB without it, {room / GIB:.1f} GiB are usable"
-    return ("none" if need <= room else "full"), what
+    what = f"needs {need / GIB:.1f} GiB without it, {usable / GIB:.1f} GiB are usable"
+    return ("none" if need <= usable else "full"), what
 
 
-def _is_awake_beside(config: Config, rollout: RolloutSection) -> bool:
+def _stays_awake_colocated(config: Config, rollout: RolloutSection) -> bool:
     """Return whether a server keeps memory of the engine's devices while the engine trains."""
     apart = isinstance(config, RLConfig) and (
         config.launcher == "ray" and config.ray.rollouts is not None
@@ -277,20 +272,15 @@ def _is_awake_beside(config: Config, rollout: RolloutSection) -> bool:
     return rollout.name != "local" and not rollout.sleep and not apart and not elsewhere
 
 
-def _rooms(free: Sequence[FreeMemory]) -> list[float]:
+def _free_of_ranks(free: Sequence[FreeMemory]) -> list[float]:
     """Return the free bytes of each rank, where ranks on one device share them."""
     names = [one.device for one in free]
     return [one.free / names.count(one.device) for one in free]
 
 
-def _state_bytes(
-    config: Config, section: EngineSection, built: EngineConfig, around: Surroundings
-) -> float:
+def _state_bytes(config: Config, around: Surroundings) -> float:
     """Return the bytes of weights, gradients and moments of all engines, over all ranks."""
-    if isinstance(config, RLConfig):
-        policy = config.engine.build(seed=0, total_steps=1)
-        counts = memory.engines_bytes(config, policy, around.device)
-        return float(sum(kept + gradient for kept, gradient in counts.values()))
-    trunk = section.model_type == "value_model"
-    parameters = memory.count_parameters(built.model, trunk=trunk)
-    return float(sum(memory.engine_bytes(built, parameters, around.device, learns=True)))
+    # Nothing that can be auto changes the count.
+    policy = config.engine.build(seed=0, total_steps=1)
+    counts = memory.engines_bytes(config, policy, around.device)
+    return float(sum(kept + gradient for kept, gradient in counts.values()))

@@ -27,7 +27,7 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError, PluginError, PluginUnavailable
 from engine_api.hf_config import unbuildable
 from engine_api.registry import RolloutRegistry
-from engine_trainer.config import RLConfig
+from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
 from engine_trainer.utils.hf_models import MODEL_KEY, hf_config
@@ -133,23 +133,22 @@ def check(
             )
 
 
-def engines_bytes(
-    config: RLConfig, policy: EngineConfig, device: str
-) -> dict[str, tuple[int, int]]:
+def engines_bytes(config: Config, policy: EngineConfig, device: str) -> dict[str, tuple[int, int]]:
     """Return for every engine, over all ranks, the bytes that it keeps and those of its gradients.
 
     It keeps the first from step to step.
     """
-    algorithm = config.algorithm
-    found = {"policy": engine_bytes(policy, count_parameters(policy.model), device, learns=True)}
+    parameters = count_parameters(policy.model, trunk=config.engine.model_type == "value_model")
+    found = {"policy": engine_bytes(policy, parameters, device, learns=True)}
     # Without an optimizer the policy is only evaluated, and has no other engine next to it.
     if policy.optimizer is None:
         return found
     # With an adapter the reference is the policy without its adapter.
-    if algorithm.reads_reference and policy.lora is None:
-        found["reference"] = engine_bytes(
-            policy, count_parameters(policy.model), device, learns=False
-        )
+    if _infers_reference(config) and policy.lora is None:
+        found["reference"] = engine_bytes(policy, parameters, device, learns=False)
+    if not isinstance(config, RLConfig):
+        return found
+    algorithm = config.algorithm
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
         found["critic"] = engine_bytes(
@@ -161,6 +160,19 @@ def engines_bytes(
             teacher, count_parameters(teacher.model), device, learns=False
         )
     return found
+
+
+def _infers_reference(config: Config) -> bool:
+    """Return whether a run computes log-probs of its reference model in each step."""
+    match config:
+        case RLConfig():
+            return config.algorithm.reads_reference
+        case DPOConfig():
+            return config.dpo.reads_reference and config.dpo.reference == "engine"
+        case KTOConfig():
+            return config.kto.reference == "engine"
+        case _:
+            return False
 
 
 def engine_bytes(

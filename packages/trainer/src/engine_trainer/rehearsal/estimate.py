@@ -40,13 +40,8 @@ def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[s
         preview: its rows, whose lengths count.
         gpus: number of H200s.
     """
-    parameters = memory.count_parameters(config.engine.model)
     engine = _build_for_gpus(config.engine)
-    counts = (
-        memory.engines_bytes(config, engine, Cuda.name)
-        if isinstance(config, RLConfig)
-        else {"policy": memory.engine_bytes(engine, parameters, Cuda.name, learns=True)}
-    )
+    counts = memory.engines_bytes(config, engine, Cuda.name)
     copies = engine.parallelism.dp_replicate
     shards = max(1, gpus)
     for name, (kept, gradient) in counts.items():

@@ -1,7 +1,7 @@
 """The check that a recorded configuration fits the engine that a replay names for it.
 
-A run's ``config.yaml`` has settings of its own engine and device. A command that names another
-engine must name other values for those that it has not, and learns about all of them at once.
+A run's ``config.yaml`` has settings of its own engine and device. A command that names a different
+engine must override the settings that this engine lacks, and one error names all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _OFF: Mapping[Capability, str] = {
     Capability.SHARED_PREFIXES: "engine.memory.share_prefixes=false",
     Capability.ASYNC_CHECKPOINT: "engine.checkpoint.async_save=false",
 }
-"""Overrides that turn a capability off, where the step stays the same one but for rounding."""
+"""Overrides that turn a capability off and change a step by rounding alone."""
+
 _DTYPES = {
     Capability.BF16: "bfloat16",
     Capability.FP16: "float16",
@@ -40,7 +41,7 @@ _DTYPES = {
 def check_engine(config: RLConfig) -> None:
     """Raise ``ConfigError`` for settings that the engine does not have, with overrides for all.
 
-    What no override can replace (an adapter, for one) is left to the engine's own check.
+    Settings that no override can replace, such as an adapter, are left to the engine's own check.
     """
     section = config.engine
     found = EngineRegistry.resolve(
@@ -51,9 +52,9 @@ def check_engine(config: RLConfig) -> None:
     for capability, is_requested in REQUESTS.items():
         if is_requested(asked) and capability not in found.plugin.capabilities:
             if capability in _OFF:
-                overrides[f"{capability}"] = _OFF[capability]
+                overrides[str(capability)] = _OFF[capability]
             elif capability in _DTYPES:
-                overrides[f"{capability}"] = _without(section, _DTYPES[capability])
+                overrides[str(capability)] = _without(section, _DTYPES[capability])
     if unknown := sorted(section.options.keys() - _options_of(found)):
         overrides[f"the options {', '.join(unknown)}"] = "engine.options={}"
     if overrides:
@@ -66,7 +67,7 @@ def check_engine(config: RLConfig) -> None:
 
 
 def _without(section: EngineSection, dtype: str) -> str:
-    """Return the overrides that put float32 in the place of a dtype."""
+    """Return the overrides that replace a dtype by float32."""
     names = [name for name, value in asdict(section.precision).items() if value == dtype]
     return " ".join(f"engine.precision.{name}=float32" for name in names)
 

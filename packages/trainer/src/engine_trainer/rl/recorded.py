@@ -97,8 +97,8 @@ class RecordedStep:
             why="rollout.routed_experts of the run is replay, so that its update took the experts "
             "of the rollout; run.record_experts was false, or the run is of an earlier release",
             remedy="record a run with run.rollouts: all and run.record_experts: true, or replay "
-            "with rollout.routed_experts=off: the engine's routers choose again, and the step is "
-            "another one wherever they choose otherwise",
+            "with rollout.routed_experts=off: the engine's routers choose again, and the step "
+            "differs wherever they choose other experts",
         )
 
 

@@ -10,7 +10,8 @@ N is the number of parameters without the input embedding (a tied head counts on
 layers and H heads of D channels. The second term is attention: 12·L·H·D·n²/2, causal; packed
 documents do not see each other. Recomputation is not counted.
 MFU = FLOP / (seconds · devices · peak FLOP/s of the dtype). It is not reported on a CPU, on a
-device without an entry in ``PEAK``, or for a mixture of experts.
+device without an entry in ``PEAK``, for a mixture of experts, or with
+``engine.memory.share_prefixes``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_trainer.scaling.shapes import Shape
-from engine_trainer.utils.hf_models import text_config
+from engine_trainer.utils.hf_models import has_experts, text_config
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK = {
@@ -46,7 +47,6 @@ SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | Non
     if config.memory.share_prefixes:
         return None
     peak, model = _peak(device, config.precision.compute), text_config(config.model)
-    if peak is None or _is_mixture(model) or not hasattr(model, "intermediate_size"):
+    if peak is None or has_experts(model) or not hasattr(model, "intermediate_size"):
         return None
     shape = Shape.from_config("", {name: getattr(model, name, None) for name in SHAPE_KEYS})
     return Throughput(parameters=shape.active, attention=_attention(model), peak=peak * ranks)
@@ -120,7 +120,9 @@ def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     untied = any(n.endswith("lm_head.weight") for n in shapes)
     skipped = embedding if untied else []
     parameters = sum(math.prod(shape) for name, shape in shapes.items() if name not in skipped)
-    peak = _peak(device, config.precision.compute) if not _is_mixture(model) else None
+    # Tokens that documents share would count several times.
+    counts = not has_experts(model) and not config.memory.share_prefixes
+    peak = _peak(device, config.precision.compute) if counts else None
     return Throughput(
         parameters=parameters,
         attention=_attention(model),
@@ -138,10 +140,6 @@ def _attention(model: Any) -> int:
     heads = int(getattr(model, "num_attention_heads", 0))
     width = getattr(model, "head_dim", None) or int(model.hidden_size) // max(1, heads)
     return int(getattr(model, "num_hidden_layers", 0)) * heads * int(width)
-
-
-def _is_mixture(model: Any) -> bool:
-    return any((getattr(model, key, None) or 0) > 1 for key in EXPERT_KEYS)
 
 
 def _peak(device: str, dtype: str) -> float | None:

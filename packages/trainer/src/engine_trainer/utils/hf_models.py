@@ -15,6 +15,9 @@ from engine_api.hf_overrides import override
 from engine_trainer.config.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a model's configuration with the number of its experts, of which a family has one."""
+
 # A cache that has one of these files has been filled.
 _ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -49,6 +52,11 @@ def text_config(source: ModelSource) -> Any:
     require_source(source.path, MODEL_KEY, source.revision)
     what = f"no model that transformers knows at {source.path!r}"
     return hf_config(source, what=what, remedy=_inside(Path(source.path))).get_text_config()
+
+
+def has_experts(text: Any) -> bool:
+    """Return whether a text configuration is that of a mixture of experts."""
+    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_KEYS)
 
 
 def random_rates(source: ModelSource) -> dict[str, float]:
