@@ -1,6 +1,7 @@
 """Train students of three seeds by on-policy distillation, and table what they reach.
 
-Each run is ``recipes/quickstart/distill.py``; finished ones below ``--output`` are not repeated.
+Each seed is run with the KL over the vocabulary and with that of sampled tokens. Each run is
+``recipes/quickstart/distill.py``; finished ones below ``--output`` are not repeated.
 ``--write`` puts the table into docs/algorithms.md. The session `nox -s distillation` has the
 environment.
 """
@@ -20,6 +21,7 @@ from matrix import ROOT, replace_section, table
 PAGE = ROOT / "docs" / "algorithms.md"
 RECIPE = ROOT / "recipes" / "quickstart" / "distill.py"
 SEEDS = (0, 1, 2)
+KINDS = ("full", "sampled")
 
 
 def main() -> None:
@@ -31,13 +33,16 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[tuple[str, ...]] = []
     for seed in SEEDS:
-        distilled = options.output / f"student-{seed}" / "distill"
-        if not (distilled / "hf").is_dir():
-            command = ["--seed", str(seed), "--processes", str(options.processes)]
-            command += ["--output", str(options.output)]
-            subprocess.run([sys.executable, str(RECIPE), *command], check=True)
-        rows.append((str(seed), *_row(distilled), _last(options.output / "seed-0" / "rl")))
-    head = ("seed", "student after SFT", "student after distillation", "KL per token", "teacher")
+        runs = [options.output / f"student-{seed}" / f"distill-{kl}" for kl in KINDS]
+        for kl, run in zip(KINDS, runs, strict=True):
+            if not (run / "hf").is_dir():
+                command = ["--seed", str(seed), "--kl", kl, "--output", str(options.output)]
+                command += ["--processes", str(options.processes)]
+                subprocess.run([sys.executable, str(RECIPE), *command], check=True)
+        before = f"{_values(runs[0], 'eval/accuracy')[0]:.1%}"
+        teacher = _last(options.output / "seed-0" / "rl")
+        rows.append((str(seed), before, *(_row(run) for run in runs), teacher))
+    head = ("seed", "student after SFT", *(f"after `kl: {kl}`" for kl in KINDS), "teacher")
     text = f"{table(head, rows)}\n\n{_measured()}\n"
     if options.write:
         page = replace_section(PAGE.read_text(encoding="utf-8"), "distillation", text)
@@ -45,13 +50,12 @@ def main() -> None:
     print(text)
 
 
-def _row(run: Path) -> tuple[str, str, str]:
-    """Return accuracy before and after, and the KL to the teacher in the first and last steps."""
-    measured = _values(run, "eval/accuracy")
+def _row(run: Path) -> str:
+    """Return the accuracy after the run, and the KL to the teacher in the first and last steps."""
     kl = _values(run, "train/teacher_kl")
     few = min(5, len(kl))
     first, last = sum(kl[:few]) / few, sum(kl[-few:]) / few
-    return f"{measured[0]:.1%}", f"{measured[-1]:.1%}", f"{first:.2f} to {last:.2f} nats"
+    return f"{_last(run)}, {first:.2f} to {last:.2f} nats"
 
 
 def _last(run: Path) -> str:

@@ -1,10 +1,10 @@
 """A student that SFT left weak learns from the quickstart's model by on-policy distillation.
 
-``python recipes/quickstart/distill.py [--seed N] [--output FOLDER] [--device cpu|cuda]
-[KEY=VALUE …]``, where ``KEY`` is a ``section.key`` of distill.yaml. The teacher is the model that
-``run.py`` leaves in the same folder for the seed 0, which is trained first if it is not there. The
-student has its tokenizer and its shape, and begins where the quickstart's SFT ends, from random
-weights of its own seed.
+``python recipes/quickstart/distill.py [--seed N] [--kl full|sampled] [--output FOLDER]
+[--device cpu|cuda] [KEY=VALUE …]``, where ``KEY`` is a ``section.key`` of distill.yaml. The teacher
+is the model that ``run.py`` leaves in the same folder for the seed 0, which is trained first if it
+is not there. The student has its tokenizer and its shape, and begins where the quickstart's SFT
+ends, from random weights of its own seed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ def main() -> None:
     """Train teacher and student as far as they are not there, and print their accuracies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the student")
+    parser.add_argument(
+        "--kl",
+        choices=("full", "sampled"),
+        default="full",
+        help="compare distributions over the whole vocabulary, or the sampled tokens alone",
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=2, help="of the distillation")
@@ -42,9 +48,10 @@ def main() -> None:
     if not (sft / "hf").is_dir():
         overrides = [f"engine.model.path={teacher / 'model'}", f"run.output_dir={sft}"]
         run_python(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *overrides, *common])
-    distilled = folder / "distill"
+    distilled = folder / f"distill-{options.kl}"
     overrides = [f"engine.model.path={sft / 'hf'}", f"run.output_dir={distilled}"]
-    overrides += [f"algorithm.teacher.engine.model.path={teacher / 'rl' / 'hf'}", *common]
+    overrides += [f"algorithm.teacher.engine.model.path={teacher / 'rl' / 'hf'}"]
+    overrides += [f"algorithm.teacher.kl={options.kl}", *common]
     ranks = ["--ranks", str(options.processes)]
     command = ["-m", "engine_trainer", "rl", str(HERE / "distill.yaml"), *ranks]
     run_python([*command, *overrides, *options.overrides])

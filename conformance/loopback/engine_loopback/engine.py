@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
+from engine_api.distillation import OutputHead, Teaching
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.process_groups import world_and_rank
@@ -21,7 +22,7 @@ from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_loopback import lora
 from engine_loopback.export import ExportEngine
-from engine_loopback.model import Model
+from engine_loopback.model import Model, Taught
 from engine_loopback.optimizer import build_optimizer, clip_factor, move_state
 from engine_loopback.options import LoopbackOptions
 from engine_loopback.parallel import DTYPES, Layout
@@ -169,6 +170,25 @@ class LoopbackEngine(ExportEngine):
         """
         del coefficients
         return self.model.outputs(batch, needs, temperature)
+
+    def taught_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, teaching: Teaching
+    ) -> TokenOutputs:
+        """Implement ``EngineDefaults.taught_step``."""
+        taught = Taught.of(batch, teaching, self._teacher_head)
+        return self.model.outputs(batch, needs, temperature, taught)
+
+    def states_step(self, batch: Batch) -> Tensor:
+        """Implement ``EngineDefaults.states_step``."""
+        return self.model.states(batch)
+
+    def _whole_head(self) -> OutputHead:
+        weight = self.weights[self.model.head_name]
+        whole = self.assembled(weight, self.shard(weight, self.model.dtype))
+        return OutputHead(weight=whole.clone())
+
+    def _place_head(self, head: OutputHead) -> OutputHead:
+        return head.to(self.device)
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine_api.batch import ROUTED_EXPERTS, Batch
+from engine_api.batch import (
+    ROUTED_EXPERTS,
+    TEACHER_STATES,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    Batch,
+)
 from engine_api.config import EngineConfig
+from engine_api.distillation import OutputHead, Teaching
 from engine_api.results import TokenOutputs
 from engine_loopback import pipeline
 from engine_loopback.layers import Layers, PackedInputs, Params
@@ -20,6 +27,29 @@ from engine_loopback.lora import PREFIX
 from engine_loopback.parallel import DTYPES, Collectives, Layout
 from engine_loopback.shape import Shape
 from engine_loopback.weights import Weight
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taught:
+    """The teacher's part of a micro-batch: what is asked for, its head, and rows by token."""
+
+    teaching: Teaching
+    head: OutputHead | None
+    rows: list[Tensor]
+
+    @staticmethod
+    def of(batch: Batch, teaching: Teaching, head: OutputHead | None) -> Taught:
+        """Return the teacher's part of ``batch``.
+
+        An empty batch may come without fields.
+        """
+        if teaching.top:
+            names = {TEACHER_TOP_IDS: 0, TEACHER_TOP_LOG_PROBS: 1}
+        else:
+            assert head is not None
+            names = {TEACHER_STATES: head.weight.shape[1]}
+        rows = [batch.fields.get(name, torch.empty(0, width)) for name, width in names.items()]
+        return Taught(teaching=teaching, head=head, rows=rows)
 
 
 class Model(Layers):
@@ -188,18 +218,48 @@ class Model(Layers):
 
     # --- forward -------------------------------------------------------------------------------
 
-    def outputs(self, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def outputs(
+        self,
+        batch: Batch,
+        needs: Sequence[str],
+        temperature: float,
+        taught: Taught | None = None,
+    ) -> TokenOutputs:
         """Return aligned float32 outputs ``[T]``, the same on all ranks that share the batch."""
         packed = self.pack_inputs(batch)
+        x = self.decode(batch, packed)
+        names = ["values"]
+        if self.shape.kind == "language_model":
+            names = ["log_probs", *(one for one in ("entropy", "divergence") if one in needs)]
+
+        def head() -> Tensor:
+            return self.head(x, packed, names, temperature, taught)
+
+        columns = self.leave(x, packed, len(names), head).unbind(-1)
+        return TokenOutputs(**dict(zip(names, columns, strict=True)))
+
+    def decode(self, batch: Batch, packed: PackedInputs) -> Tensor:
+        """Return the hidden states ``[n, C]`` after this stage's layers."""
         experts = self.experts_of(batch)
         x = self.enter(packed)
         for index in self.own_layers():
             here = replace(packed, experts=experts[index])
             x = self.layer(self.layer_params(index), x, here)
-        outputs = self.leave(x, packed, entropy="entropy" in needs, temperature=temperature)
-        columns = outputs.unbind(-1)
-        names = ("values",) if self.shape.kind == "value_model" else ("log_probs", "entropy")
-        return TokenOutputs(**dict(zip(names, columns, strict=False)))
+        return x
+
+    def states(self, batch: Batch) -> Tensor:
+        """Return the aligned input ``[T, C]`` of the head, the same on all ranks of the batch."""
+        packed = self.pack_inputs(batch)
+        x = self.decode(batch, packed)
+
+        def last() -> Tensor:
+            hidden = self.norm(x, self.weight("model.norm.weight"))
+            if packed.parents is not None:
+                hidden = hidden[packed.parents]
+            return self.align(self.collectives.gather_outputs(hidden.float()), packed)
+
+        # Stages exchange float32, which holds every value of the computation.
+        return self.leave(x, packed, self.shape.hidden, last).to(self.dtype)
 
     def own_layers(self) -> range:
         """Return the layers of this pipeline stage."""
@@ -221,21 +281,27 @@ class Model(Layers):
         return self.run_block(params, x, packed)
 
     def leave(
-        self, x: Tensor, packed: PackedInputs, *, entropy: bool, temperature: float
+        self, x: Tensor, packed: PackedInputs, columns: int, head: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the last stage's outputs ``[T, k]`` on all stages."""
+        """Return the last stage's outputs ``[T, columns]``, those of ``head``, on all stages."""
         if self.layout.is_last:
-            outputs = self.head(x, packed, entropy, temperature)
+            outputs = head()
             sent = torch.zeros((), device=self.device)
         else:
-            columns = 2 if entropy else 1
             outputs = torch.empty(packed.size, columns, device=self.device)
             sent = pipeline.send(x, self.layout)
         if self.layout.stages == 1:
             return outputs
         return pipeline.from_last(outputs, sent, self.layout)
 
-    def head(self, x: Tensor, packed: PackedInputs, entropy: bool, temperature: float) -> Tensor:
+    def head(
+        self,
+        x: Tensor,
+        packed: PackedInputs,
+        names: Sequence[str],
+        temperature: float,
+        taught: Taught | None,
+    ) -> Tensor:
         """Apply last norm and head to this rank's tokens and return all tokens' aligned outputs."""
         hidden = self.norm(x, self.weight("model.norm.weight"))
         if packed.parents is not None:
@@ -243,8 +309,12 @@ class Model(Layers):
         if self.shape.kind == "value_model":
             about_next = self.values(hidden)
         else:
-            about_next = self.chunked(hidden, packed.targets, temperature)
-        return self.align(self.collectives.gather_outputs(about_next[:, : 1 + entropy]), packed)
+            scores = self.chunked(hidden, packed.targets, temperature)
+            about_next = scores[:, : 1 + ("entropy" in names)]
+            if taught is not None:
+                columns = [about_next, self.divergences(hidden, packed, taught, temperature)]
+                about_next = torch.cat(columns, -1)
+        return self.align(self.collectives.gather_outputs(about_next), packed)
 
     def values(self, hidden: Tensor) -> Tensor:
         """Return values ``[n, 1]`` in float32."""
@@ -256,7 +326,7 @@ class Model(Layers):
 
         Only the logits of ``logit_chunk`` tokens exist at a time, in backward too.
         """
-        weight = self.weight("model.embed_tokens.weight" if self.shape.tied else "lm_head.weight")
+        weight = self.weight(self.head_name)
         size = self.memory.logit_chunk
         if len(targets) <= size:
             return self.log_probs(hidden, weight, targets, temperature)
@@ -278,6 +348,89 @@ class Model(Layers):
         log_p = (self.scaled_logits(hidden @ weight.T, temperature)).log_softmax(-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         return torch.stack((chosen, -(log_p.exp() * log_p).sum(-1)), dim=-1)
+
+    @property
+    def head_name(self) -> str:
+        """The name of the output head's weight."""
+        return "model.embed_tokens.weight" if self.shape.tied else "lm_head.weight"
+
+    def divergences(
+        self, hidden: Tensor, packed: PackedInputs, taught: Taught, temperature: float
+    ) -> Tensor:
+        """Return the divergence ``[n, 1]`` of each target's distribution to the teacher's.
+
+        The logits of either model exist for ``logit_chunk`` tokens at a time, in backward too.
+        """
+        weight = self.weight(self.head_name)
+        size = self.memory.logit_chunk
+        padding = len(packed.first) - packed.size
+        rows = [
+            self.layout.own_part(self.next_rows(one, padding), "sequence").to(self.device)
+            for one in taught.rows
+        ]
+        parts = zip(hidden.split(size), *(one.split(size) for one in rows), strict=True)
+        found = [
+            checkpoint(self.divergence, h, weight, taught, temperature, *chunk, use_reentrant=False)
+            for h, *chunk in parts
+        ]
+        return torch.cat(found)[:, None]
+
+    def next_rows(self, rows: Tensor, padding: int) -> Tensor:
+        """Return the teacher's rows of each token's target ``[T', …]``, before slicing."""
+        return torch.cat([rows.cpu(), rows.new_zeros(padding, rows.shape[1]).cpu()]).roll(-1, 0)
+
+    def divergence(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        taught: Taught,
+        temperature: float,
+        *rows: Tensor,
+    ) -> Tensor:
+        """Return the divergences ``[n]`` of a chunk's tokens, in nats."""
+        log_p = self.counted(self.scaled_logits(hidden @ weight.T, temperature), taught)
+        if taught.teaching.top:
+            log_p = self.classes(log_p, rows[0].long())
+            log_q = rows[1].float()
+            missing = torch.cat([rows[0] < 0, torch.zeros_like(rows[0][:, :1]).bool()], -1)
+            log_p = log_p.masked_fill(missing, 0.0)
+            log_q = log_q.masked_fill(missing, 0.0)
+        else:
+            log_q = self.counted(self.teacher_logits(rows[0], taught, temperature), taught)
+        return self.compare(log_p, log_q, taught.teaching)
+
+    def counted(self, logits: Tensor, taught: Taught) -> Tensor:
+        """Return the log-probs ``[n, vocabulary]`` over the token ids that count."""
+        return logits[:, : taught.teaching.vocabulary].log_softmax(-1)
+
+    def classes(self, log_p: Tensor, ids: Tensor) -> Tensor:
+        """Return the log-probs ``[n, k + 1]`` of tokens, and of all other ones together."""
+        own = torch.where(ids >= 0, ids, log_p.shape[1])
+        named = torch.zeros(len(ids), log_p.shape[1] + 1, dtype=torch.bool, device=ids.device)
+        named = named.scatter(-1, own, True)[:, :-1]
+        rest = log_p.masked_fill(named, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([log_p.gather(-1, ids.clamp(min=0)), rest], -1)
+
+    def teacher_logits(self, states: Tensor, taught: Taught, temperature: float) -> Tensor:
+        """Return the teacher's logits ``[n, V]`` in float32, divided by the temperature."""
+        head = taught.head
+        assert head is not None
+        plain = states.to(head.weight.dtype) @ head.weight.T
+        plain = (plain if head.bias is None else plain + head.bias).float() * head.scale
+        capped = plain if head.cap is None else head.cap * (plain / head.cap).tanh()
+        return self.scaled_logits(capped, temperature)
+
+    def compare(self, log_p: Tensor, log_q: Tensor, teaching: Teaching) -> Tensor:
+        """Return the divergence of each row of log-probs to the teacher's."""
+        p = log_p.exp()
+        q = log_q.exp()
+        if teaching.divergence == "reverse_kl":
+            return (p * (log_p - log_q)).sum(-1)
+        if teaching.divergence == "forward_kl":
+            return (q * (log_q - log_p)).sum(-1)
+        beta = teaching.beta
+        log_m = (beta * q + (1 - beta) * p).log()
+        return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
 
     def scaled_logits(self, logits: Tensor, temperature: float) -> Tensor:
         """Return logits in float32, divided by the temperature."""

@@ -27,6 +27,7 @@ GROUPS = (
     "parallel",
     "adapters",
     "features",
+    "distilling",
 )
 
 

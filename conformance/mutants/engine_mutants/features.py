@@ -518,7 +518,7 @@ class HeadInMastersDtype(Model):
 
 @mutant("memory.chunks", group="core", part="model")
 class ChunksOfOneTokenShift(Model):
-    """With chunks of one token each token has the log-prob of the one before it."""
+    """Each token has the log-prob of the one before it where a chunk has one token."""
 
     def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         result = super().chunked(hidden, targets, temperature)

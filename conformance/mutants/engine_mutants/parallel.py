@@ -21,7 +21,7 @@ from engine_api.prepare import MicroBatches
 from engine_api.results import LossOutput, TokenOutputs, Topology
 from engine_loopback.engine import LoopbackEngine
 from engine_loopback.layers import PackedInputs, Params
-from engine_loopback.model import Model
+from engine_loopback.model import Model, Taught
 from engine_loopback.parallel import Layout
 from engine_loopback.weights import Partition, Weight
 from engine_mutants.mutant import mutant
@@ -205,8 +205,14 @@ class NormOfOwnStage(LoopbackEngine):
 class LastStageAnswersAlone(Model):
     """Outputs are known on the last stage only, and zeros on all others."""
 
-    def outputs(self, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
-        given = super().outputs(batch, needs, temperature)
+    def outputs(
+        self,
+        batch: Batch,
+        needs: Sequence[str],
+        temperature: float,
+        taught: Taught | None = None,
+    ) -> TokenOutputs:
+        given = super().outputs(batch, needs, temperature, taught)
         if self.layout.is_last or given.log_probs is None or given.log_probs.requires_grad:
             return given
         return TokenOutputs(

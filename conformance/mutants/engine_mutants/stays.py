@@ -35,6 +35,7 @@ STAYS: dict[str, str] = {
         "engine-fsdp are in conformance/mutants/edits/fsdp2.toml"
     ),
     "moe.*": "about a field that no other case has",
+    "distill.*": "about members and an output that no other case asks for",
     "train.trajectory": "the broadest: narrower cases catch the same defects with a name",
     "train.*": "narrows down a defect that `train.trajectory` only shows to exist",
     "steps.version": (

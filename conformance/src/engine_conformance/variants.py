@@ -46,6 +46,7 @@ CASES = (
     "train.entropy",
     "train.moe",
     "moe.replay",
+    "distill.divergence",
     "train.accumulation",
     "steps.clipping",
     "checkpoint.resume_bitwise",

@@ -130,6 +130,17 @@ def test_a_shared_beginning_changes_no_number(
         )
 
 
+def test_a_shared_beginning_changes_no_state(folders: Callable[[TinyModel], Path]) -> None:
+    """The state that predicts an answer's first token is the one after the prompt."""
+    folder = folders(TinyModel())
+    got, want = (
+        make(folder, memory=Memory(share_prefixes=shared, max_tokens=17)).infer_states(batch())
+        for shared in (True, False)
+    )
+    assert want.abs().max() > 0.1
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FULL = {"layer_types": ["full_attention", "full_attention"]}
 

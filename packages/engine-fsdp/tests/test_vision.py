@@ -22,8 +22,10 @@ from engine_api import (
     Precision,
     sft_loss,
 )
+from engine_api.distillation import Teaching
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_vision import FAMILIES, Vision
+from engine_api.results import LossOutput, TokenOutputs
 from engine_fsdp.engine import FSDPEngine
 from engine_fsdp.plugin import PLUGIN
 from engine_torch import model as model_module
@@ -78,32 +80,53 @@ def documents(vision: Vision) -> list[dict[str, Any]]:
     ]
 
 
+def load_exact(folder: Path) -> Any:
+    """Return transformers' own model in float64."""
+    plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    load: Any = AutoModelForImageTextToText.from_pretrained
+    return load(folder, dtype=torch.float64, **plain).eval()
+
+
+def distributions(model: Any, one: dict[str, Any], vision: Vision) -> torch.Tensor:
+    """Return the log-probs ``[n - 1, V]`` from which a document's tokens are drawn."""
+    ids = one["input_ids"]
+    types = (ids == IMAGE).int()[None]
+    arguments: dict[str, Any] = {}
+    if "media" in one:
+        arguments["pixel_values"] = one["media"]["pixels"].double()
+        if vision.has_grid:
+            arguments["image_grid_thw"] = one["media"]["grid"]
+            arguments["mm_token_type_ids"] = types
+        if vision.bidirectional:
+            arguments["token_type_ids"] = types
+    return model(input_ids=ids[None], use_cache=False, **arguments).logits[0, :-1].log_softmax(-1)
+
+
 def expect(
     folder: Path, given: list[dict[str, Any]], vision: Vision
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return log-probs and gradients of transformers' own model in float64, without a pack."""
-    plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    load: Any = AutoModelForImageTextToText.from_pretrained
-    model = load(folder, dtype=torch.float64, **plain).eval()
+    model = load_exact(folder)
     total = sum(float(one["loss_weight"].sum()) for one in given)
     found: list[torch.Tensor] = []
     for one in given:
-        ids = one["input_ids"]
-        types = (ids == IMAGE).int()[None]
-        arguments: dict[str, Any] = {}
-        if "media" in one:
-            arguments["pixel_values"] = one["media"]["pixels"].double()
-            if vision.has_grid:
-                arguments["image_grid_thw"] = one["media"]["grid"]
-                arguments["mm_token_type_ids"] = types
-            if vision.bidirectional:
-                arguments["token_type_ids"] = types
-        scores = model(input_ids=ids[None], use_cache=False, **arguments).logits[0].log_softmax(-1)
-        picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
+        picked = distributions(model, one, vision).gather(-1, one["input_ids"][1:, None])[:, 0]
         (-(picked * one["loss_weight"][1:]).sum() / total).backward()
         found.append(torch.cat([picked.new_zeros(1), picked.detach()]))
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return torch.cat(found), gradients
+
+
+def check_gradients(engine: Any, gradients: dict[str, torch.Tensor]) -> None:
+    """Compare the gradient of every weight."""
+    whole = torch.stack([one.norm() for one in gradients.values()]).norm()
+    for entry in engine.table:
+        grad = entry.param.grad
+        assert (grad is None) == (entry.name not in gradients), entry.name
+        if grad is not None:
+            true = gradients[entry.name]
+            apart = (grad.double() - true).norm() / max(true.norm(), 1e-3 * whole)
+            assert apart < NEAR_GRADIENT, (entry.name, float(apart))
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -123,14 +146,7 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(tmp_path: Path, model_t
     torch.testing.assert_close(got.double(), want, atol=NEAR, rtol=0)
     result = engine.forward_backward(batch, sft_loss)
     assert result.num_micro_batches > 1
-    whole = torch.stack([one.norm() for one in gradients.values()]).norm()
-    for entry in engine.table:
-        grad = entry.param.grad
-        assert (grad is None) == (entry.name not in gradients), entry.name
-        if grad is not None:
-            true = gradients[entry.name]
-            apart = (grad.double() - true).norm() / max(true.norm(), 1e-3 * whole)
-            assert apart < NEAR_GRADIENT, (entry.name, float(apart))
+    check_gradients(engine, gradients)
     engine.optimizer_step()
     engine.save_hf(tmp_path / "saved")
     stepped = engine.infer_batch(batch).log_probs
@@ -148,6 +164,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("pictured") / "model"
     tiny_pictured_model("qwen3_vl").save_pretrained(place)
     return place
+
+
+class Distils:
+    """The weighted sum of the divergence to a teacher, with each token's as a metric."""
+
+    needs = ("log_probs", "divergence")
+    teaching = Teaching(vocabulary=IMAGE)
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        assert batch.media is None
+        assert outputs.divergence is not None
+        tokens = zip(batch["place"].tolist(), outputs.divergence.detach(), strict=True)
+        metrics = {f"token {place}": value for place, value in tokens}
+        return LossOutput(loss=(batch.loss_weight * outputs.divergence).sum(), metrics=metrics)
+
+
+def test_a_student_with_images_learns_from_a_teacher_with_images(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Each token's divergence, and the gradient of every weight, the tower's too."""
+    tiny_pictured_model("gemma3").save_pretrained(tmp_path)
+    teacher = make(tmp_path, optimizer=None)
+    engine = make(folder)
+    # The two models take other rows of pixels, and make as many features of this image.
+    given, seen = (
+        [document(vision, 1, 3, (4, 4), 5), document(vision, 2, 9)]
+        for vision in (engine.vision, teacher.vision)
+    )
+    seen = [one | {"input_ids": other["input_ids"]} for one, other in zip(seen, given, strict=True)]
+    batch = Batch.pack(given)
+    places = torch.arange(batch.num_tokens)
+    states = teacher.infer_states(Batch.pack(seen))
+    engine.set_teacher(teacher.output_head())
+    taught = batch.with_fields(teacher_states=states, place=places)
+    result = engine.forward_backward(taught, Distils())
+
+    student, exact = load_exact(folder), load_exact(tmp_path)
+    total = sum(float(one["loss_weight"].sum()) for one in given)
+    want: list[torch.Tensor] = []
+    for one, other in zip(given, seen, strict=True):
+        log_p = distributions(student, one, engine.vision)[:, :IMAGE].log_softmax(-1)
+        with torch.no_grad():
+            log_q = distributions(exact, other, teacher.vision)[:, :IMAGE].log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        ((kl * one["loss_weight"][1:]).sum() / total).backward()
+        want.append(torch.cat([kl.new_zeros(1), kl.detach()]))
+    got = torch.tensor([result.metrics[f"token {place}"] for place in places.tolist()])
+    torch.testing.assert_close(got.double(), torch.cat(want), atol=NEAR, rtol=0)
+    gradients = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
+    assert any(".visual." in name for name in gradients)
+    check_gradients(engine, gradients)
+    engine.close()
+    teacher.close()
 
 
 def test_text_alone_runs_no_tower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

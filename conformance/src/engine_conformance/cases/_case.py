@@ -62,6 +62,7 @@ _MODULES = (
     "train",
     "objectives",
     "moe",
+    "distill",
     "mechanisms",
     "vision",
     "steps",

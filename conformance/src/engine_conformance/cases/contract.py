@@ -28,6 +28,7 @@ from engine_api.config import (
     flatten_config,
 )
 from engine_api.contract import Engine
+from engine_api.distillation import OutputHead
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
 from engine_api.plugin import is_older
@@ -64,6 +65,9 @@ _MEMBERS = (
     "forward_backward",
     "optimizer_step",
     "infer_batch",
+    "infer_states",
+    "output_head",
+    "set_teacher",
     "save_checkpoint",
     "load_checkpoint",
     "save_hf",
@@ -74,8 +78,16 @@ _MEMBERS = (
 )
 _PROPERTIES = ("topology", "capabilities", "weight_version")
 # Members that the protocol has had only since a later contract.
-_MEMBERS_SINCE = {"resolved": "1.3"}
+_MEMBERS_SINCE = {
+    "resolved": "1.3",
+    "infer_states": "1.4",
+    "output_head": "1.4",
+    "set_teacher": "1.4",
+}
 _BELONGS = {
+    "infer_states": Capability.DISTILLATION,
+    "output_head": Capability.DISTILLATION,
+    "set_teacher": Capability.DISTILLATION,
     "to": Capability.OFFLOAD,
     "save_hf": Capability.SAVE_HF,
     "get_per_tensor_param_shard": Capability.EXPORT_SHARDS,
@@ -135,6 +147,11 @@ def signatures(target: Target) -> None:
     must(not problems, "members", "; ".join(problems))
 
 
+def _head(engine: Engine) -> OutputHead:
+    """Return the output head. An engine of an older contract lacks the member."""
+    return engine.output_head()
+
+
 def _calls(
     engine: Engine, batch: Batch, loss: LossFn, folder: Path
 ) -> Mapping[str, Callable[[], Any]]:
@@ -144,6 +161,9 @@ def _calls(
         "forward_backward": lambda: engine.forward_backward(batch, loss),
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
+        "infer_states": lambda: engine.infer_states(batch),
+        "output_head": lambda: _head(engine),
+        "set_teacher": lambda: engine.set_teacher(None),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "c"),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "c"),
         "save_hf": lambda: engine.save_hf(folder / "hf"),
@@ -522,8 +542,10 @@ def compute_under_defaults(
             engine = stack.enter_context(opened(setup))
         own = local_batch(engine, batch, setup.device)
         loss = default_loss(setup.model_type)
+        distils = Capability.DISTILLATION in engine.capabilities and setup.model_type == LM
         with _torch_defaults(dtype, device):
             outputs = engine.infer_batch(own)
+            states = engine.infer_states(own) if distils else None
             trained = engine.train_batch(own, loss)
             weights = {
                 name: tensor.to("cpu", copy=True) for name, tensor in engine.get_per_tensor_param()
@@ -533,6 +555,8 @@ def compute_under_defaults(
             for name in ("log_probs", "values")
             if getattr(outputs, name) is not None
         }
+        if states is not None:
+            fields["states"] = states
         return fields, trained, weights
 
 

@@ -392,6 +392,8 @@ def call_while_away(setup: Setup, batches: Sequence[PackedDocuments]) -> Away:
             caught(lambda: engine.train_batch(own, loss)),
             caught(lambda: engine.forward_backward(own, loss)),
         ]
+        if Capability.DISTILLATION in engine.capabilities and setup.model_type == LM:
+            needing += [caught(lambda: engine.infer_states(own)), caught(engine.output_head)]
         others = [caught(lambda: list(engine.get_per_tensor_param()))]
         engine.to(setup.device)
         engine.to(setup.device)

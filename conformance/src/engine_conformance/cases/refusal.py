@@ -22,8 +22,10 @@ from engine_api.config import (
     Precision,
 )
 from engine_api.contract import Engine
+from engine_api.distillation import Teaching
 from engine_api.errors import EngineError, PluginNotFound, PluginUnavailable, UnsupportedCapability
 from engine_api.registry import EngineRegistry
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, AcceptedUndeclared, SkipCase, case, must
 from engine_conformance.cases._expect import oracle_of, oracle_training, training_matches
 from engine_conformance.cases._ranks import Trained, local_batch, opened, step, summary, train
@@ -98,6 +100,39 @@ def _load_gold(engine: Engine, batch: Batch, folder: Path) -> None:
     engine.load_checkpoint(folder)
 
 
+class _Distils:
+    """A loss that needs a divergence to a teacher."""
+
+    needs = ("divergence",)
+    teaching = Teaching(vocabulary=2)
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """Return the sum of the divergence."""
+        del batch
+        assert outputs.divergence is not None
+        return LossOutput(loss=outputs.divergence.sum())
+
+
+def _states(engine: Engine, batch: Batch, folder: Path) -> None:
+    del folder
+    engine.infer_states(batch)
+
+
+def _head(engine: Engine, batch: Batch, folder: Path) -> None:
+    del batch, folder
+    engine.output_head()
+
+
+def _teacher(engine: Engine, batch: Batch, folder: Path) -> None:
+    del batch, folder
+    engine.set_teacher(None)
+
+
+def _distil(engine: Engine, batch: Batch, folder: Path) -> None:
+    del folder
+    engine.train_batch(batch, _Distils())
+
+
 # By name: a call travels to the ranks as its name.
 CALLS: dict[str, Callable[[Engine, Batch, Path], None]] = {
     "infer_batch(adapter=False)": _adapter_off,
@@ -106,6 +141,10 @@ CALLS: dict[str, Callable[[Engine, Batch, Path], None]] = {
     "save_hf": _save_hf,
     "get_per_tensor_param_shard": _shards,
     "load_checkpoint of a portable checkpoint": _load_gold,
+    "infer_states": _states,
+    "output_head": _head,
+    "set_teacher": _teacher,
+    "a loss that needs divergence": _distil,
 }
 CALLED: dict[Capability, tuple[str, ...]] = {
     Capability.LORA: ("infer_batch(adapter=False)", 'get_per_tensor_param(adapter="only")'),
@@ -113,6 +152,12 @@ CALLED: dict[Capability, tuple[str, ...]] = {
     Capability.SAVE_HF: ("save_hf",),
     Capability.EXPORT_SHARDS: ("get_per_tensor_param_shard",),
     Capability.PORTABLE_CHECKPOINT: ("load_checkpoint of a portable checkpoint",),
+    Capability.DISTILLATION: (
+        "infer_states",
+        "output_head",
+        "set_teacher",
+        "a loss that needs divergence",
+    ),
 }
 
 
@@ -342,6 +387,7 @@ _OTHER_WAYS = {
 _SINCE_1_4 = MECHANISMS | {
     Capability.ROUTER_REPLAY,
     Capability.SHARED_PREFIXES,
+    Capability.DISTILLATION,
     Capability.VISION,
 }
 

@@ -13,7 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["kl_loss", "kl_terms", "ppo_loss", "ppo_terms", "sft_loss", "value_loss", "weighted_sum"]
+from engine_api.distillation import Teaching
+
+__all__ = [
+    "divergence_of",
+    "kl_loss",
+    "kl_terms",
+    "ppo_loss",
+    "ppo_terms",
+    "sft_loss",
+    "value_loss",
+    "weighted_sum",
+]
 
 KLKind = Literal["k1", "k2", "k3"]
 
@@ -130,6 +141,35 @@ def kl_loss(
 ) -> Tensor:
     """Return the weighted sum of `kl_terms`, differentiable in ``log_probs``."""
     return weighted_sum(kl_terms(log_probs, ref_log_probs, kind), loss_weight, denominator)
+
+
+def divergence_of(
+    log_p: Tensor, log_q: Tensor, teaching: Teaching, *, ids: Tensor | None = None
+) -> Tensor:
+    """Return the divergence ``[T]`` of a student's rows of log-probs to a teacher's, float64.
+
+    With p the student's and q the teacher's probabilities, reverse KL is Σ p log(p / q),
+    forward KL Σ q log(q / p), and the generalized JSD (arXiv:2306.13649, eq. 1) β KL(q ‖ m) +
+    (1 - β) KL(p ‖ m) with m = β q + (1 - β) p.
+
+    Args:
+        log_p, log_q: ``[T, classes]``.
+        teaching: which divergence, and β.
+        ids: ``[T, classes - 1]``; a class with the id -1 does not exist. None: all do.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    if teaching.divergence == "reverse_kl":
+        terms = p * (log_p - log_q)
+    elif teaching.divergence == "forward_kl":
+        terms = q * (log_q - log_p)
+    else:
+        beta = teaching.beta
+        log_m = (beta * q + (1 - beta) * p).log()
+        terms = beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)
+    if ids is not None:
+        absent = torch.cat([ids < 0, torch.zeros_like(ids[:, :1], dtype=torch.bool)], -1)
+        terms = terms.masked_fill(absent, 0.0)
+    return terms.sum(-1)
 
 
 def _float64(array: Any) -> Tensor:

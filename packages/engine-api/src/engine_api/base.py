@@ -38,6 +38,13 @@ from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, flatten_config
 from engine_api.contract import Adapter
 from engine_api.defaults import EngineDefaults
+from engine_api.distillation import (
+    DIVERGENCE,
+    OutputHead,
+    check_head,
+    check_taught,
+    teaching_of,
+)
 from engine_api.errors import BatchError, CheckpointCorrupt, ConfigError, EngineStateError
 from engine_api.generators import seed_all
 from engine_api.heartbeat import TIMEOUT_S, watched
@@ -252,6 +259,51 @@ class BaseEngine(EngineDefaults):
                 ]
             return micro_batches.merge(parts)
 
+    def infer_states(self, batch: Batch) -> torch.Tensor:
+        """Return the final hidden states.
+
+        See ``Engine.infer_states``.
+        """
+        self._expect_distillation("infer_states")
+        self._expect_loaded("infer_states", "model")
+        with watched(self._call_name("infer_states")), plain_defaults():
+            together(self.comm, lambda: check_batch(batch))
+            micro_batches = self._prepare(batch, needs_weight=False)
+            with self._inference(adapter=True):
+                parts = [self.states_step(part).cpu() for part in micro_batches.parts]
+            return micro_batches.merge_states(parts)
+
+    def output_head(self) -> OutputHead:
+        """Return a copy of the whole output head.
+
+        See ``Engine.output_head``.
+        """
+        self._expect_distillation("output_head")
+        self._expect_loaded("output_head", "model")
+        with watched(self._call_name("output_head")), plain_defaults():
+            return self._whole_head()
+
+    def set_teacher(self, head: OutputHead | None) -> None:
+        """Keep a teacher's output head, or drop it.
+
+        See ``Engine.set_teacher``.
+        """
+        self._expect_distillation("set_teacher")
+        if head is not None:
+            check_head(head)
+            head = self._place_head(head)
+        self._teacher_head = head
+
+    def _expect_distillation(self, called: str) -> None:
+        if Capability.DISTILLATION not in self.capabilities or self._state != "ready":
+            raise self._refusal(called, Capability.DISTILLATION)
+        if DIVERGENCE not in self._possible_outputs:
+            raise ConfigError(
+                called,
+                "a value model has no distribution over tokens",
+                remedy="call it on the engine of a language model",
+            )
+
     def save_checkpoint(
         self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
     ) -> CheckpointHandle:
@@ -343,6 +395,7 @@ class BaseEngine(EngineDefaults):
         finally:
             if self._writer_pool is not None:
                 self._writer_pool.shutdown()
+            self._teacher_head = None
             if was_built:
                 self._release()
                 self._end_process_group()
@@ -365,6 +418,7 @@ class BaseEngine(EngineDefaults):
             self._process_group = None
 
     _has_gradient = False
+    _teacher_head: OutputHead | None = None
     # The error that the loss function raised on this rank in the current call.
     _loss_error: Exception | None = None
     _writer_pool: ThreadPoolExecutor | None = None
@@ -428,6 +482,16 @@ class BaseEngine(EngineDefaults):
         check_loss(loss)
         denominator_of(denominator)
         temperature_of(temperature)
+        if DIVERGENCE not in needs_of(loss):
+            return
+        if self.config.memory.share_prefixes:
+            raise ConfigError(
+                "memory.share_prefixes",
+                "expected false for a loss that needs a divergence to a teacher, got true",
+                why="documents that begin alike may have teachers that saw different prompts",
+                remedy="set memory.share_prefixes: false",
+            )
+        check_taught(batch, teaching_of(loss), self._teacher_head, self.vocab_size)
 
     def _check_inference(
         self, batch: Batch, temperature: float, *, entropy: bool, adapter: bool
@@ -553,12 +617,10 @@ class BaseEngine(EngineDefaults):
 
     @contextmanager
     def _whole_gradient(self) -> Generator[None]:
-        """Drop the gradient if the block fails: the loss of some rank, or a half-done clipping.
-
-        Ctrl-C is such a failure too, because half a gradient must not reach the next step.
-        """
+        """Drop the gradient if the block fails: the loss of some rank, or a half-done clipping."""
         try:
             yield
+        # Ctrl-C is caught as well, because half a gradient must not reach the next step.
         except BaseException:
             self._drop_gradients()
             raise
@@ -571,13 +633,19 @@ class BaseEngine(EngineDefaults):
         A pipeline engine overrides it.
         """
         needs = needs_of(loss)
+        teaching = teaching_of(loss) if DIVERGENCE in needs else None
         results: list[LossOutput] = []
         for index, part in enumerate(parts):
             with self._accumulation(last=index == len(parts) - 1):
-                known = coefficients_of(loss, part) if part.num_tokens else None
-                outputs = self.forward_step(
-                    part, needs=needs, temperature=temperature, coefficients=known
-                )
+                if teaching is None:
+                    known = coefficients_of(loss, part) if part.num_tokens else None
+                    outputs = self.forward_step(
+                        part, needs=needs, temperature=temperature, coefficients=known
+                    )
+                else:
+                    outputs = self.taught_step(
+                        part, needs=needs, temperature=temperature, teaching=teaching
+                    )
                 result = self._apply_loss(loss, outputs, part)
                 (result.loss / denominator).backward()
                 results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
@@ -592,10 +660,10 @@ class BaseEngine(EngineDefaults):
         """
         if self._loss_error is not None or not part.num_tokens:
             return zero_loss(outputs)
-        # A loss reads tokens, and pixels need not go to the device again for it.
-        tokens = part.with_media(None) if part.media is not None else part
         try:
-            return evaluate(loss, outputs, tokens.to(outputs.tensors()[0].device))
+            # Neither the fields of a teacher nor pixels go to the device again.
+            given = part.without_teacher().with_media(None)
+            return evaluate(loss, outputs, given.to(outputs.tensors()[0].device))
         # A caller's function may raise anything; `_local_sums` raises it again.
         except Exception as error:
             if self.comm.world_size == 1:

@@ -6,7 +6,10 @@ value per token. By the alignment rule a value at position t is about predicting
 own document before t, so a document's first token carries no loss.
 
 The field ``routed_experts`` ``[T, L, k]`` has a table for each token: by decoder layer the experts
-that served the token when it was the input, or -1 where they are not known.
+that served the token when it was the input, or -1 where they are not known. The fields of a teacher
+have a row for each token: ``teacher_states`` ``[T, d]``, the final hidden state that predicts it,
+``teacher_top_ids`` ``[T, k]``, the most likely tokens in its place, and ``teacher_top_log_probs``
+``[T, k + 1]``, their log-probs and that of all other tokens together.
 
 ``media`` holds the images of the documents, ragged (``engine_api.media``).
 """
@@ -35,6 +38,9 @@ LOSS_WEIGHT = "loss_weight"
 INPUT_IDS = "input_ids"
 CU_SEQLENS = "cu_seqlens"
 ROUTED_EXPERTS = "routed_experts"
+TEACHER_STATES = "teacher_states"
+TEACHER_TOP_IDS = "teacher_top_ids"
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 
 
 @register
@@ -46,8 +52,8 @@ class Batch:
         input_ids: ``[T]`` int64 token ids.
         cu_seqlens: ``[D+1]`` int32 or int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
         fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …). The
-            field ``routed_experts`` alone is ``[T, L, k]``, signed integers, which
-            the engine checks.
+            field ``routed_experts`` is ``[T, L, k]``, signed integers, which the engine checks, and
+            those of a teacher are ``[T, n]``.
         media: the images of the documents, or None without any. The engine checks that they are
             what the model takes, and that the documents' image tokens are as many as their
             features.
@@ -216,6 +222,13 @@ class Batch:
         copy.__dict__["boundaries"] = self.boundaries
         return copy
 
+    def without_teacher(self) -> Batch:
+        """Return the same documents without the fields of a teacher, which no loss reads."""
+        copy = self.with_computed()
+        kept = {name: value for name, value in self.fields.items() if name not in _ROWS}
+        object.__setattr__(copy, "fields", MappingProxyType(kept))
+        return copy
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``BatchError`` for a token id outside ``[0, vocab_size)``."""
         bad = ((self.input_ids < 0) | (self.input_ids >= vocab_size)).nonzero()
@@ -249,6 +262,7 @@ class Batch:
         names = list(documents[0])
         rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
         _check_same_layers([row.get(ROUTED_EXPERTS) for row in rows])
+        _check_same_widths(rows)
         columns = {name: torch.cat([row[name] for row in rows]) for name in names}
         lengths = [len(row[INPUT_IDS]) for row in rows]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
@@ -277,6 +291,7 @@ class Batch:
                 )
             _check_device("input_ids", batch.input_ids, batches[0].input_ids)
         _check_same_layers([batch.fields.get(ROUTED_EXPERTS) for batch in batches])
+        _check_same_widths([batch.fields for batch in batches])
         lengths = [length for batch in batches for length in batch.lengths]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         return Batch(
@@ -429,6 +444,8 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
     check_tensor(name, column)
     if name == ROUTED_EXPERTS:
         _check_experts(column, len(column), index=index)
+    elif name in _ROWS:
+        _check_rows(name, column, len(column), index=index)
     elif column.dim() != 1:
         raise BatchError(
             name, f"expected one value a token, got the shape {tuple(column.shape)}", index=index
@@ -543,20 +560,64 @@ def _check_same_layers(parts: Sequence[torch.Tensor | None]) -> None:
             )
 
 
+_ROWS: Mapping[str, bool] = {
+    TEACHER_STATES: True,
+    TEACHER_TOP_IDS: False,
+    TEACHER_TOP_LOG_PROBS: True,
+}
+"""Fields of a teacher, by name true for floating numbers and false for signed integers."""
+
+
+def _check_rows(name: str, value: torch.Tensor, tokens: int, *, index: int | None = None) -> None:
+    """Raise ``BatchError`` unless ``value`` is ``[tokens, n]``, of the kind of its field."""
+    if value.dim() != 2 or value.shape[0] != tokens:
+        raise BatchError(
+            name,
+            f"expected the shape [{tokens}, n], got {tuple(value.shape)}",
+            index=index,
+            remedy="give a row for each token, of zeros (or -1 for ids) where there is none",
+        )
+    floating = _ROWS[name]
+    signed = str(value.dtype).removeprefix("torch.") in ("int8", "int16", "int32", "int64")
+    if floating != value.is_floating_point() or not (floating or signed):
+        raise BatchError(
+            name,
+            f"expected a {'floating' if floating else 'signed integer'} dtype, got {value.dtype}",
+            index=index,
+            remedy=f"convert with {'.float()' if floating else '.to(torch.int32)'}",
+        )
+
+
+def _check_same_widths(parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise ``BatchError`` for rows of different lengths in one field."""
+    for name in _ROWS:
+        widths = [(i, part[name].shape[1]) for i, part in enumerate(parts) if name in part]
+        for index, width in widths:
+            if width != widths[0][1]:
+                raise BatchError(
+                    name,
+                    f"expected rows of {widths[0][1]} numbers as before, got {width}",
+                    index=index,
+                    remedy="give all documents the rows of the same teacher",
+                )
+
+
 def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
     if name == ROUTED_EXPERTS:
         _check_experts(value, tokens)
         return
-    if tuple(value.shape) != (tokens,):
+    if name in _ROWS:
+        _check_rows(name, value, tokens)
+    elif tuple(value.shape) != (tokens,):
         raise BatchError(
             name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token"
         )
     if value.is_floating_point() and not bool(value.isfinite().all()):
-        at = int((~value.isfinite()).nonzero()[0])
+        at = (~value.isfinite()).nonzero()[0]
         raise BatchError(
             name,
-            f"{float(value[at])} is not finite",
-            index=at,
+            f"{float(value[tuple(at)])} is not finite",
+            index=int(at[0]),
             remedy="look where this field is computed",
         )
 

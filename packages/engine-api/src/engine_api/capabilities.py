@@ -41,6 +41,7 @@ class Capability(StrEnum):
 
     # Since contract 1.4.
     ROUTER_REPLAY = "router_replay"
+    DISTILLATION = "distillation"
     SOFTCAP = "softcap"
     LOGIT_SCALE = "logit_scale"
     HEAD_BIAS = "head_bias"

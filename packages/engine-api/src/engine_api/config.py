@@ -231,7 +231,8 @@ class Memory:
     to a prompt of 2,048 computes 6,144 tokens instead of 20,480. ``max_tokens`` counts the tokens
     that are computed. It is off because it gains nothing where documents begin differently, and
     because layers with windows, caps of scores, sinks or linear attention refuse it. It excludes
-    ``router_replay``: equal tokens may have been served by different experts.
+    ``router_replay``, since equal tokens may have been served by different experts, and losses that
+    need a divergence to a teacher, which may have seen different prompts.
     """
 
     offload_params: bool = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
+from engine_api.distillation import OutputHead
 from engine_api.losses import LossFn
 from engine_api.results import (
     CheckpointHandle,
@@ -90,7 +91,9 @@ class Engine(Protocol):
         Args:
             batch: this data-parallel rank's documents; may be empty on some ranks. A field
                 ``routed_experts`` selects the experts of each token (since contract 1.4).
-            loss: a sum over tokens (see ``engine_api.losses``).
+            loss: a sum over tokens (see ``engine_api.losses``). One that needs ``divergence`` has
+                an attribute ``teaching``, and fields of a teacher in the batch, which it is not
+                given itself (since contract 1.4).
             denominator: divisor of the global sum; None is the sum of ``loss_weight`` over all
                 data-parallel ranks.
             temperature: divisor of the logits before log-probs and entropy.
@@ -134,6 +137,33 @@ class Engine(Protocol):
 
         The call changes nothing. ``adapter=False`` computes with the LoRA adapter off, as a
         reference model.
+        """
+        ...
+
+    def infer_states(self, batch: Batch) -> torch.Tensor:
+        """Return the final hidden states ``[T, d]`` from which tokens are predicted.
+
+        It is part of the capability ``distillation`` (since contract 1.4). Row t is about token t,
+        as a log-prob is: the state after the token before it, and 0 at first tokens. The result is
+        detached, on the CPU, in the dtype of the computation. ``output_head`` turns it into logits.
+        The call changes nothing.
+        """
+        ...
+
+    def output_head(self) -> OutputHead:
+        """Return a copy of the whole output head, in the dtype of the computation.
+
+        It is part of the capability ``distillation`` (since contract 1.4). All ranks must call it,
+        and each gets the whole head on its device. No later step changes it.
+        """
+        ...
+
+    def set_teacher(self, head: OutputHead | None) -> None:
+        """Keep a teacher's output head for losses that need ``divergence``, or drop it.
+
+        It is part of the capability ``distillation`` (since contract 1.4). The teacher may be of
+        another size, another engine, or this engine itself. Every rank is given the same head. See
+        ``engine_api.distillation``.
         """
         ...
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_api import generators
 from engine_api.arguments import check_device
+from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
 from engine_api.contract import Adapter
+from engine_api.distillation import DIVERGENCE, OutputHead, Teaching
 from engine_api.errors import ConfigError, EngineStateError
-from engine_api.results import Topology
+from engine_api.results import TokenOutputs, Topology
 from engine_api.weights import ShardExport
 
 if TYPE_CHECKING:
@@ -114,13 +116,53 @@ class EngineDefaults(ABC):
         return (self.gives[0], "entropy") if entropy else self.gives[:1]
 
     def _check_needs(self, needs: Sequence[str]) -> None:
-        """Raise ``ConfigError`` for an output that this engine does not give."""
-        if absent := [name for name in needs if name not in self.gives]:
+        """Raise an error for an output that this engine does not give.
+
+        It is ``UnsupportedCapability`` for a divergence, and ``ConfigError`` for any other.
+        """
+        if DIVERGENCE in needs and Capability.DISTILLATION not in self.capabilities:
+            raise unsupported(Capability.DISTILLATION, self._name, self.capabilities)
+        known = self._possible_outputs
+        if absent := [name for name in needs if name not in known]:
             raise ConfigError(
                 "loss.needs",
                 f"this engine gives no {absent[0]!r}",
-                remedy=f"it gives: {', '.join(self.gives)}",
+                remedy=f"it gives: {', '.join(known)}",
             )
+
+    @property
+    def _possible_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that a loss may need."""
+        distils = Capability.DISTILLATION in self.capabilities and "log_probs" in self.gives
+        return (*self.gives, DIVERGENCE) if distils else self.gives
+
+    # --- hooks of the capability distillation -----------------------------------------------------
+
+    def states_step(self, batch: Batch) -> torch.Tensor:
+        """Return the aligned hidden states ``[T, d]`` of one micro-batch, without a gradient.
+
+        They are the input of the output head, the same on every model-parallel rank. An empty
+        micro-batch must take part in every collective.
+        """
+        raise NotImplementedError
+
+    def taught_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, teaching: Teaching
+    ) -> TokenOutputs:
+        """Run the model on one micro-batch whose loss needs the divergence to a teacher.
+
+        It is ``forward_step`` with one more output. The teacher's head is ``_teacher_head``. The
+        logits of either model exist for ``memory.logit_chunk`` tokens at a time.
+        """
+        raise NotImplementedError
+
+    def _whole_head(self) -> OutputHead:
+        """Return a copy of the output head, gathered from all ranks, on the engine's device."""
+        raise NotImplementedError
+
+    def _place_head(self, head: OutputHead) -> OutputHead:
+        """Return a teacher's head on the engine's device."""
+        raise NotImplementedError
 
     def _optimizer_fields(self) -> Collection[str]:
         """Return the names of the state that the optimizer keeps of a weight that has had a step.

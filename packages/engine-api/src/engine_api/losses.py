@@ -6,7 +6,8 @@ global denominator and only ever adds, so that loss, gradient and update do not 
 micro-batches, packing or layout.
 
 A loss that needs more than log-probs says so in an attribute ``needs``
-(``("log_probs", "entropy")``, ``("values",)``); a plain function needs ``log_probs``.
+(``("log_probs", "entropy")``, ``("values",)``); a plain function needs ``log_probs``. One that
+needs ``divergence`` has an attribute ``teaching`` (``engine_api.distillation``).
 """
 
 from __future__ import annotations

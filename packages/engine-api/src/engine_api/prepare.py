@@ -54,13 +54,17 @@ class MicroBatches:
         }
         return TokenOutputs(**merged)
 
-    def _scatter(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        import torch
+    def merge_states(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parts' hidden states ``[T, d]`` in the batch's token order."""
+        whole = self._scatter(parts)
+        assert whole is not None, "there is at least one micro-batch"
+        return whole
 
+    def _scatter(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         given = [v for v in values if v is not None]
         if not given:
             return None
-        whole = torch.zeros(self.batch.num_tokens, dtype=given[0].dtype, device=given[0].device)
+        whole = given[0].new_zeros(self.batch.num_tokens, *given[0].shape[1:], requires_grad=False)
         for documents, value in zip(self.documents, given, strict=True):
             index = self.batch.token_index(documents)
             whole[index.to(whole.device)] = value[: len(index)].detach()

@@ -23,15 +23,19 @@ class TokenOutputs:
             temperature.
         entropy: ``[T]`` float32, entropy in nats of the same distribution.
         values: ``[T]`` float32, a value model's estimate from the document before t.
+        divergence: ``[T]`` float32, the divergence of the distribution that token t is drawn from
+            to a teacher's, in nats (``engine_api.distillation``; since contract 1.4).
     """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the outputs that were computed."""
-        return [t for t in (self.log_probs, self.entropy, self.values) if t is not None]
+        known = (self.log_probs, self.entropy, self.values, self.divergence)
+        return [t for t in known if t is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

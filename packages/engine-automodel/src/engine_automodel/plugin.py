@@ -70,6 +70,7 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.DISTILLATION,
         }
     ),
     families=("llama", "qwen2", "qwen3", "qwen3_moe"),

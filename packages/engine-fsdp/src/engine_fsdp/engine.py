@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.batch import Batch
 from engine_api.comm import together
 from engine_api.errors import ConfigError
 from engine_api.prepare import MicroBatches
-from engine_api.results import TokenOutputs
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
-from engine_torch.inputs import pack_inputs, pack_tree
+from engine_torch.inputs import PackedInputs, pack_inputs, pack_tree
 from engine_torch.model import (
     DTYPES,
     BuiltModel,
@@ -196,27 +193,15 @@ class FSDPEngine(DTensorEngine):
             together(self.comm, lambda: limit.check(batch.lengths))
         return super()._prepare(batch, needs_weight=needs_weight)
 
-    def forward_step(
-        self,
-        batch: Batch,
-        *,
-        needs: Sequence[str],
-        temperature: float,
-        coefficients: Tensor | None = None,
-    ) -> TokenOutputs:
-        """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
+    def pack(self, batch: Batch, **given: Any) -> PackedInputs:
+        """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
         memory = self.config.memory
         multiple = memory.pad_to_multiple
         if memory.share_prefixes:
-            inputs = pack_tree(
-                batch,
-                kernel=self.kernel,
-                multiple=multiple,
-                device=self.device,
-                coefficients=coefficients,
+            return pack_tree(
+                batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )
-            return self.module.outputs(inputs, needs, temperature)
-        inputs = pack_inputs(
+        return pack_inputs(
             batch,
             group=self.layout.ulysses_group,
             parts=self.layout.ulysses,
@@ -224,12 +209,11 @@ class FSDPEngine(DTensorEngine):
             kernel=self.kernel,
             device=self.device,
             multiple=multiple,
-            coefficients=coefficients,
             vision=self.vision,
             positions_of=self._positions_of,
             dtype=DTYPES[self.config.precision.compute],
+            **given,
         )
-        return self.module.outputs(inputs, needs, temperature)
 
     def _release(self) -> None:
         # A caller may hold the closed engine, and the blocks hold their weights.

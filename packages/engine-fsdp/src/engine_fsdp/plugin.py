@@ -46,6 +46,7 @@ PLUGIN = EnginePlugin(
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
             Capability.ROUTER_REPLAY,
+            Capability.DISTILLATION,
             Capability.VISION,
             *MECHANISMS,
         }

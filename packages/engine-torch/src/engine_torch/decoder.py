@@ -20,10 +20,9 @@ from engine_api.comm import together
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece
-from engine_api.results import TokenOutputs
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
-from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
 from engine_torch.model import PackedModel, is_recomputing
 from engine_torch.parallel import is_plain, shard_model
@@ -108,17 +107,12 @@ class PackedDecoder(PackedModel):
         """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
         assert isinstance(inputs, PackedInputs)
         hidden, weight, shard = self.decode(inputs)
-        log_probs, entropy = chunked_log_probs(
-            hidden[0],
-            weight,
-            inputs.targets,
-            temperature=temperature,
-            chunk=self.logit_chunk,
-            entropy="entropy" in needs,
-            coefficients=inputs.coefficients,
-            shard=shard,
-        )
-        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
+        return self.score(inputs, needs, temperature, hidden[0], weight, shard=shard)
+
+    @property
+    def output_embedding(self) -> Any:
+        """The module of the output head."""
+        return self.lm.lm_head
 
 
 class DecoderEngine(DTensorEngine):
@@ -215,16 +209,9 @@ class DecoderEngine(DTensorEngine):
 
     # --- running -------------------------------------------------------------------------------
 
-    def forward_step(
-        self,
-        batch: Batch,
-        *,
-        needs: Sequence[str],
-        temperature: float,
-        coefficients: Tensor | None = None,
-    ) -> TokenOutputs:
-        """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
-        inputs = pack_inputs(
+    def pack(self, batch: Batch, **given: Any) -> PackedInputs:
+        """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
+        return pack_inputs(
             batch,
             group=self.layout.cp_group,
             parts=self.layout.cp,
@@ -232,10 +219,9 @@ class DecoderEngine(DTensorEngine):
             kernel=self.kernel,
             device=self.device,
             multiple=self._multiple,
-            coefficients=coefficients,
             gathers_keys=True,
+            **given,
         )
-        return self.module.outputs(inputs, needs, temperature)
 
 
 def _refuse_kernel(kernel: str, cp: int) -> None:

@@ -6,7 +6,7 @@ An engine derives from ``DTensorEngine`` and adds its layout, its model and its 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,20 +18,24 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
+from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm
 from engine_api.config import EngineConfig, build_options
 from engine_api.contract import Adapter
 from engine_api.devices import device_of
+from engine_api.distillation import OutputHead, Teaching
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer, state_fields
 from engine_api.registry import Resolution
+from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
 from engine_torch.attention import choose_kernel, choose_kernel_of_trees
 from engine_torch.fsdp_modules import reset_after_failure
-from engine_torch.model import Kind, PackedModel
+from engine_torch.inputs import PackedInputs
+from engine_torch.model import DTYPES, Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
 from engine_torch.options import DTensorOptions
 from engine_torch.weights import ShardedParam, trainable
@@ -76,6 +80,14 @@ class DTensorEngine(BaseEngine):
     def _build_model(self) -> None:
         """Build, shard and fill the model, and set ``module``, ``table`` and ``folder``."""
 
+    @abstractmethod
+    def pack(self, batch: Batch, **given: Any) -> PackedInputs:
+        """Return a micro-batch as the module takes it.
+
+        ``given`` are the further arguments of ``engine_torch.inputs.pack_inputs`` that depend on
+        the call: ``coefficients``, or ``teaching`` and ``teacher``.
+        """
+
     @property
     @abstractmethod
     def _hf_config(self) -> Any:
@@ -108,6 +120,51 @@ class DTensorEngine(BaseEngine):
             raise
 
     # --- running -------------------------------------------------------------------------------
+
+    def forward_step(
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: Tensor | None = None,
+    ) -> TokenOutputs:
+        """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
+        return self.module.outputs(self.pack(batch, coefficients=coefficients), needs, temperature)
+
+    def taught_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, teaching: Teaching
+    ) -> TokenOutputs:
+        """Compute the divergence as well (see ``EngineDefaults.taught_step``)."""
+        inputs = self.pack(batch, teaching=teaching, teacher=self._teacher_head)
+        return self.module.outputs(inputs, needs, temperature)
+
+    def states_step(self, batch: Batch) -> Tensor:
+        """Compute the hidden states (see ``EngineDefaults.states_step``)."""
+        states: Tensor = self.module(self.pack(batch), ("states",), 1.0)[0]
+        return states
+
+    def _whole_head(self) -> OutputHead:
+        # The module has another parameter while its weights are gathered.
+        self._reshard()
+        module = self.module.output_embedding
+        dtype = DTYPES[self.config.precision.compute]
+
+        def whole(parameter: Tensor) -> Tensor:
+            (entry,) = (one for one in self.table if one.param is parameter)
+            gathered = export.gather_parameter(entry, self.device)
+            return gathered.to(dtype, copy=True)
+
+        bias = getattr(module, "bias", None)
+        return OutputHead(
+            weight=whole(module.weight),
+            bias=None if bias is None else whole(bias),
+            scale=self.module.head.scale,
+            cap=self.module.head.cap,
+        )
+
+    def _place_head(self, head: OutputHead) -> OutputHead:
+        return head.to(self.device)
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:

@@ -146,6 +146,11 @@ def _gather(
         yield from _split(entry, whole)
 
 
+def gather_parameter(entry: ShardedParam, device: torch.device) -> Tensor:
+    """Return a whole parameter in its stored dtype, which all ranks that share it call together."""
+    return _gather_alone(entry, entry.local.detach().to(device))
+
+
 def _gather_alone(entry: ShardedParam, local: Tensor) -> Tensor:
     """Return the whole parameter, given this rank's part of it in any dtype."""
     param: Any = entry.param

@@ -6,7 +6,7 @@ chunk's logits a dozen times, which costs more than the matrix products (docs/be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +18,14 @@ from torch import Tensor
 from engine_api.devices import device_of
 from engine_api.process_groups import all_gather
 
-__all__ = ["VocabularyShard", "chunked_log_probs"]
+__all__ = [
+    "HeadGradients",
+    "VocabularyShard",
+    "chunked_log_probs",
+    "logits_of",
+    "scores_of",
+    "slope_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +44,47 @@ class VocabularyShard:
         received = values.new_empty(ranks * values.numel())
         all_gather(received, values.contiguous().view(-1), self.group)
         return received.view(ranks, *values.shape)
+
+
+class HeadGradients:
+    """The gradients of hidden states, output embedding and bias, from those of chunks of logits.
+
+    Args:
+        hidden: hidden states ``[T, d]``.
+        weight: output embedding ``[V, d]``, the same dtype.
+        bias: bias of the logits ``[V]``, the same dtype, or None.
+        needed: for each of the three, whether its gradient is computed.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> None:
+        of_hidden, of_weight, of_bias = needed
+        self._hidden = hidden
+        self._weight = weight
+        self._d_hidden = torch.empty_like(hidden) if of_hidden else None
+        # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
+        self._d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        self._d_bias: Tensor | None = None
+        if of_bias and bias is not None:
+            self._d_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, part: slice, d_logits: Tensor) -> None:
+        """Add those of one chunk, the gradient of whose logits ``[t, V]`` is in their dtype."""
+        if self._d_hidden is not None:
+            torch.mm(d_logits, self._weight, out=self._d_hidden[part])
+        if self._d_weight is not None:
+            _accumulate(self._d_weight, d_logits, self._hidden[part])
+        if self._d_bias is not None:
+            self._d_bias += d_logits.sum(0, dtype=torch.float32)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the three in the dtype of the computation, each None where it is not needed."""
+        d_weight, d_bias = (
+            None if total is None else total.to(self._weight.dtype)
+            for total in (self._d_weight, self._d_bias)
+        )
+        return self._d_hidden, d_weight, d_bias
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -74,7 +122,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias)
+            logits = logits_of(hidden[part], weight, bias)
             log_probs[part], normalizer[part] = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer[part], scale, cap, shard)
@@ -89,17 +137,11 @@ class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy, kept = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         gradient = _fused(_gradient, hidden)
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight: Tensor | None = None
-        if need_weight:
-            # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
-            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = _zeros_for(bias) if need_bias else None
+        found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, bias) if kept is None else kept
+            logits = logits_of(hidden[part], weight, bias) if kept is None else kept
             entropy_grad = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
                 logits,
@@ -111,17 +153,8 @@ class _ChunkedLogProb(torch.autograd.Function):
                 ctx.scale,
                 ctx.cap,
             )
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits, hidden[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        if d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, *(None,) * 6
+            found.add(part, d_logits)
+        return *found.result(), *(None,) * 6
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -150,12 +183,10 @@ class _KnownLogProb(torch.autograd.Function):
         log_probs, entropy = (
             torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
         )
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        d_bias = None if bias is None else _zeros_for(bias)
+        found = HeadGradients(hidden, weight, bias, (True, True, bias is not None))
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias)
+            logits = logits_of(hidden[part], weight, bias)
             log_probs[part], normalizer = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer, scale, cap, shard)
@@ -169,13 +200,8 @@ class _KnownLogProb(torch.autograd.Function):
                 scale,
                 cap,
             )
-            torch.mm(d_logits, weight, out=d_hidden[part])
-            _accumulate(d_weight, d_logits, hidden[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if bias is not None and d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype), d_bias)
+            found.add(part, d_logits)
+        ctx.save_for_backward(coefficients, *found.result())
         # A loss with known coefficients promises not to train on the entropy.
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -224,23 +250,18 @@ def _log_prob_of_shard(
     logits: Tensor, targets: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return each row's target score, 0 where another rank has it, and its log-normalizer here."""
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     is_here = (targets >= 0) & (targets < z.shape[1])
     score = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
     return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the plain logits h W^T + b of a chunk."""
     return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
 
 
-def _zeros_for(bias: Tensor) -> Tensor:
-    """Return the sum of no gradients of the bias, in float32."""
-    return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-
-
-def _scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+def scores_of(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     """Return the scores z of plain logits, in float32.
 
     Args:
@@ -253,7 +274,7 @@ def _scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     return logits.float() if scale == 1.0 else logits.float() * scale
 
 
-def _slope(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
+def slope_of(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
     """Return the derivative of the scores ``z`` by the plain logits."""
     return scale if cap is None else (1 - (z / cap).square()) * scale
 
@@ -266,14 +287,14 @@ def _log_prob(
     The entropy has a function of its own. Fused with it, log-probs would round differently in a
     loss with an entropy bonus than in inference, and an on-policy ratio would not be exactly 1.
     """
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     normalizer = z.logsumexp(-1)
     return z.gather(-1, targets[:, None]).squeeze(-1) - normalizer, normalizer
 
 
 def _entropy(logits: Tensor, normalizer: Tensor, scale: float, cap: float | None) -> Tensor:
     """Return the entropy of each row in nats, ``[T]`` float32."""
-    log_p = _scores(logits, scale, cap) - normalizer[:, None]
+    log_p = scores_of(logits, scale, cap) - normalizer[:, None]
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -288,14 +309,14 @@ def _gradient(
     cap: float | None,
 ) -> Tensor:
     """Overwrite the chunk's logits with their gradient, in their dtype, and return them."""
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     log_p = z - normalizer[:, None]
     p = log_p.exp()
     out = -grad[:, None] * p
     if entropy_grad is not None:
         out = out - entropy_grad[:, None] * p * (log_p + entropy[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
-    return logits.copy_((out + hit * grad[:, None]) * _slope(z, scale, cap))
+    return logits.copy_((out + hit * grad[:, None]) * slope_of(z, scale, cap))
 
 
 def _gradient_eager(
@@ -312,7 +333,7 @@ def _gradient_eager(
 
     A target outside of the logits, which another rank has, adds nothing.
     """
-    z = _scores(logits, scale, cap)
+    z = scores_of(logits, scale, cap)
     p = z - normalizer[:, None]
     if cap is not None:
         return _capped_gradient(z, p, targets, entropy, grad, entropy_grad, scale, cap).to(

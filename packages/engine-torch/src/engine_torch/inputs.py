@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_api.batch import ROUTED_EXPERTS, Batch
+from engine_api.batch import (
+    ROUTED_EXPERTS,
+    TEACHER_STATES,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    Batch,
+)
+from engine_api.distillation import OutputHead, Teaching
 from engine_api.hf_vision import Vision
 from engine_torch.attention import (
     Packing,
@@ -16,6 +23,7 @@ from engine_torch.attention import (
     build_packing,
     build_tree_packing,
 )
+from engine_torch.divergence import Taught
 from engine_torch.prefixes import build_tree, take_rows
 from engine_torch.ulysses import gather_tokens
 from engine_torch.vision import PackedImages, Positions, pack_images
@@ -60,6 +68,7 @@ class PackedInputs:
     parents: Tensor | None = None
     rows: Tensor | None = None
     experts: Tensor | None = None
+    taught: Taught | None = None
     images: PackedImages | None = None
 
     def predicting(self, hidden: Tensor) -> Tensor:
@@ -67,12 +76,13 @@ class PackedInputs:
         return hidden if self.parents is None else take_rows(hidden, self.parents)
 
     def align(self, per_target: Tensor, group: Any) -> Tensor:
-        """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
+        """Return values ``[T'/n, …]`` of targets as the contract's values ``[T, …]`` of tokens."""
+        first = self.first.view(-1, *(1,) * (per_target.dim() - 1))
         # A copy, because FSDP registers its backward hook on the output, which a view would lose.
         if self.rows is not None:
-            return take_rows(per_target.masked_fill(self.first, 0.0), self.rows).clone()
+            return take_rows(per_target.masked_fill(first, 0.0), self.rows).clone()
         whole = per_target if group is None else gather_tokens(per_target, group)
-        return whole.roll(1).masked_fill(self.first, 0.0)[: self.size].clone()
+        return whole.roll(1, 0).masked_fill(first, 0.0)[: self.size].clone()
 
 
 def pack_inputs(
@@ -85,6 +95,8 @@ def pack_inputs(
     multiple: int,
     device: torch.device,
     coefficients: Tensor | None = None,
+    teaching: Teaching | None = None,
+    teacher: OutputHead | None = None,
     gathers_keys: bool = False,
     vision: Vision | None = None,
     positions_of: Positions | None = None,
@@ -104,6 +116,8 @@ def pack_inputs(
         device: device of the tensors.
         coefficients: ``[T]`` the loss's derivative by the log-prob of each token up to a factor, or
             None where it is not known.
+        teaching: what the loss asks for of its teacher, whose fields the batch has; None without.
+        teacher: the teacher's head where ``teaching`` reads states.
         gathers_keys: true where the group is of context parallelism, whose ranks gather keys and
             values, and false where it is of Ulysses.
         vision: the images that the model takes, or None.
@@ -137,6 +151,7 @@ def pack_inputs(
         size=batch.num_tokens,
         coefficients=coefficients,
         experts=_pad_experts(batch, padding, mine, device),
+        taught=_place_teacher(batch, teaching, teacher, padding, mine, device),
         images=images,
     )
 
@@ -207,6 +222,33 @@ def pack_tree(
         parents=parents.to(device, non_blocking=True),
         rows=tree.rows.to(device, non_blocking=True),
     )
+
+
+def _place_teacher(
+    batch: Batch,
+    teaching: Teaching | None,
+    teacher: OutputHead | None,
+    padding: int,
+    mine: Tensor,
+    device: torch.device,
+) -> Taught | None:
+    """Return the teacher's rows of the targets ``mine``, which teach nothing at padding."""
+    if teaching is None:
+        return None
+
+    def rows(name: str, width: int, dtype: torch.dtype, fill: int) -> Tensor:
+        # An empty batch may come without fields.
+        given = batch.fields.get(name, torch.empty(0, width, dtype=dtype)).cpu()
+        whole = torch.cat([given, given.new_full((padding, given.shape[1]), fill)])
+        return whole.roll(-1, 0)[mine].to(device, non_blocking=True)
+
+    if teaching.top:
+        ids = rows(TEACHER_TOP_IDS, 0, torch.int64, -1).long()
+        log_probs = rows(TEACHER_TOP_LOG_PROBS, 1, torch.float32, 0).float()
+        return Taught(teaching=teaching, ids=ids, log_probs=log_probs)
+    assert teacher is not None, "the batch was checked with it"
+    states = rows(TEACHER_STATES, teacher.weight.shape[1], teacher.weight.dtype, 0)
+    return Taught(teaching=teaching, head=teacher, states=states)
 
 
 def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device) -> Tensor | None:

@@ -25,7 +25,8 @@ from engine_api.hf_routers import Routers
 from engine_api.hf_vision import Vision, has_vision, read_vision, refuse_vision
 from engine_api.results import TokenOutputs
 from engine_torch import attention
-from engine_torch.head import chunked_log_probs
+from engine_torch.divergence import chunked_divergence
+from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
 from engine_torch.mechanisms import (
     Head,
@@ -87,9 +88,9 @@ class PackedModel(nn.Module):
         it, for the check at the start.
 
         Returns:
-            ``(values,)``, ``(log-probs,)`` or ``(log-probs, entropy)``, each ``[T]`` float32, as a
-            tuple because FSDP looks for tensors in tuples. For the model's own forward
-            ``(logits,)``.
+            ``(values,)``, or log-probs and what else of ``needs`` is computed of them, each ``[T]``
+            float32, as a tuple because FSDP looks for tensors in tuples. Where ``states`` are
+            needed ``(hidden states [T, d],)``, and for the model's own forward ``(logits,)``.
         """
         packed = inputs if isinstance(inputs, PackedInputs) else None
         self.documents.set(None if packed is None else packed.packing)
@@ -109,20 +110,56 @@ class PackedModel(nn.Module):
             values = self.lm.score(hidden).squeeze(-1).float()
             return (inputs.align(values, self.group),)
         embedding = self.lm.get_output_embeddings()
+        # Some families end in float32 whatever they compute in.
+        hidden = hidden.to(embedding.weight.dtype)
+        bias = getattr(embedding, "bias", None)
+        return self.score(inputs, needs, temperature, hidden, embedding.weight, bias=bias)
+
+    def score(
+        self,
+        inputs: PackedInputs,
+        needs: Sequence[str],
+        temperature: float,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        shard: VocabularyShard | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of hidden states ``[T'/n, d]`` of a language model (see ``forward``).
+
+        Args:
+            inputs: the micro-batch.
+            needs: names of the outputs.
+            temperature: divisor of the logits.
+            hidden: hidden states, local tensors as is the weight.
+            weight: this rank's rows of the output embedding, the same dtype.
+            bias: this rank's bias of the logits, or None.
+            shard: see ``chunked_log_probs``.
+        """
+        if "states" in needs:
+            return (inputs.align(hidden, self.group),)
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "chunk": self.logit_chunk,
+            "bias": bias,
+            "scale": self.head.scale,
+            "cap": self.head.cap,
+            "shard": shard,
+        }
         log_probs, entropy = chunked_log_probs(
-            # Some families end in float32 whatever they compute in.
-            hidden.to(embedding.weight.dtype),
-            embedding.weight,
+            hidden,
+            weight,
             inputs.targets,
-            temperature=temperature,
-            chunk=self.logit_chunk,
             entropy="entropy" in needs,
             coefficients=inputs.coefficients,
-            bias=getattr(embedding, "bias", None),
-            scale=self.head.scale,
-            cap=self.head.cap,
+            **options,
         )
-        return tuple(inputs.align(x, self.group) for x in (log_probs, entropy) if x is not None)
+        divergence = None
+        if inputs.taught is not None:
+            divergence = chunked_divergence(hidden, weight, inputs.taught, **options)
+        found = (log_probs, entropy, divergence)
+        return tuple(inputs.align(x, self.group) for x in found if x is not None)
 
     def _compute_features(self, inputs: PackedInputs) -> dict[str, Any]:
         """Return the features of the micro-batch's images as an argument of the base model.
@@ -140,8 +177,15 @@ class PackedModel(nn.Module):
     ) -> TokenOutputs:
         """Compute the outputs of ``forward`` and return them by name."""
         parts = self(inputs, needs, temperature)
-        names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
-        return TokenOutputs(**dict(zip(names, parts, strict=False)))
+        names = ["values"]
+        if self.kind == "language_model":
+            names = ["log_probs", *(name for name in ("entropy", "divergence") if name in needs)]
+        return TokenOutputs(**dict(zip(names, parts, strict=True)))
+
+    @property
+    def output_embedding(self) -> Any:
+        """The module of the output head, with a weight and maybe a bias."""
+        return self.lm.get_output_embeddings()
 
 
 def _connect_experts(lm: Any) -> None:

@@ -71,6 +71,7 @@ PLUGIN = EnginePlugin(
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
+            Capability.DISTILLATION,
         }
     ),
     families=("qwen3", "llama", "qwen3_moe"),

@@ -1,4 +1,4 @@
-"""What takes the place of ``auto``: by device, engine and memory, and nothing new on a CPU."""
+"""Choices in place of ``auto``, by device, engine and memory. On a CPU they change nothing."""
 
 from __future__ import annotations
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from waiting import DEADLINE_S
+from preference_runs import first_rows, rows_of, tree, weights_of, write_parts
+from rank_runs import run_on_ranks
 
 from engine_api.errors import ConfigError
 from engine_trainer.cli import main
@@ -45,60 +42,13 @@ def labelled(sums_model, tmp_path_factory) -> Path:
         row = {"prompt": f"{a}+{b}=", "completion": completion, "label": good}
         rows.append(row | {"other": not good})
     dice.shuffle(rows)
-    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_parts(folder, rows)
     return folder
-
-
-def tree(model: Path, rows: Path, out: Path, **sections) -> dict:
-    base = {
-        "engine": {
-            "model": {"path": str(model)},
-            "device": "cpu",
-            "optimizer": {"lr": 0.003},
-        },
-        "data": {"source": str(rows / "train.jsonl")},
-        "batch_size": 10,
-        "run": {
-            "output_dir": str(out),
-            "steps": 4,
-            "seed": 3,
-            "progress": False,
-            "report": False,
-            "tensorboard": False,
-        },
-    }
-    for name, value in sections.items():
-        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
-    return base
 
 
 def train(config: dict) -> list[dict]:
     train_kto(from_tree(KTOConfig, config))
     return rows_of(Path(config["run"]["output_dir"]))
-
-
-def rows_of(out: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    clocks = re.compile(r"time$|time/|perf/")
-    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
-
-
-def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {
-        k: v
-        for path in sorted((out / "hf").glob("*.safetensors"))
-        for k, v in load_file(path).items()
-    }
-
-
-def first_rows(folder: Path, count: int) -> list[dict]:
-    from engine_trainer.data import SampleOrder
-
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    return [rows[i] for i in SampleOrder(len(rows), seed=3).take(0, count)]
 
 
 class Oracle:
@@ -306,20 +256,7 @@ def test_two_ranks_agree_with_one_whichever_labels_they_have(sums_model, labelle
         )
         config["engine"]["optimizer"] = SGD
         file.write_text(yaml.safe_dump(config))
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            if ranks > 1
-            else []
-        )
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "engine_trainer", "kto", str(file)],
-            timeout=DEADLINE_S,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_on_ranks(ranks, "-m", "engine_trainer", "kto", str(file))
     one, two = rows_of(tmp_path / "1"), rows_of(tmp_path / "2")
     shares = {row["train/desirable_share"] for row in one if "train/loss" in row}
     assert len(shares) > 1, "steps of one label and of both"

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import preference_runs
 import pytest
 import torch
 import yaml
-from waiting import DEADLINE_S
+from preference_runs import first_rows, rows_of, weights_of, write_parts
+from rank_runs import run_on_ranks
 
 from engine_api.errors import ConfigError
 from engine_trainer.cli import main
@@ -54,8 +52,7 @@ def pairs(sums_model, tmp_path_factory) -> Path:
         for b in range(10)
     ]
     dice.shuffle(rows)
-    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_parts(folder, rows)
     return folder
 
 
@@ -75,27 +72,8 @@ def models(sums_model, tmp_path_factory) -> dict[str, Path]:
 
 
 def tree(kind: str, models, pairs: Path, out: Path, **sections) -> dict:
-    base = {
-        "engine": {
-            "model": {"path": str(models[kind])},
-            "model_type": TYPES[kind],
-            "device": "cpu",
-            "optimizer": {"lr": 0.003},
-        },
-        "data": {"source": str(pairs / "train.jsonl")},
-        "batch_size": 10,
-        "run": {
-            "output_dir": str(out),
-            "steps": 4,
-            "seed": 3,
-            "progress": False,
-            "report": False,
-            "tensorboard": False,
-        },
-    }
-    for name, value in sections.items():
-        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
-    return base
+    sections["engine"] = {"model_type": TYPES[kind]} | sections.get("engine", {})
+    return preference_runs.tree(models[kind], pairs, out, **sections)
 
 
 def train(kind: str, config: dict) -> list[dict]:
@@ -104,33 +82,10 @@ def train(kind: str, config: dict) -> list[dict]:
     return rows_of(Path(config["run"]["output_dir"]))
 
 
-def rows_of(out: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    clocks = re.compile(r"time$|time/|perf/")
-    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
-
-
-def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {
-        k: v
-        for path in sorted((out / "hf").glob("*.safetensors"))
-        for k, v in load_file(path).items()
-    }
-
-
 def encode(tokenizer, row: dict, name: str) -> tuple[list[int], int]:
     """Ids of the document, and how many of them are the prompt's."""
     prompt = tokenizer(row["prompt"])["input_ids"]
     return [*prompt, *tokenizer(row[name])["input_ids"], tokenizer.eos_token_id], len(prompt)
-
-
-def first_batch(pairs: Path, count: int) -> list[dict]:
-    from engine_trainer.data import SampleOrder
-
-    rows = [json.loads(line) for line in (pairs / "train.jsonl").read_text().splitlines()]
-    return [rows[i] for i in SampleOrder(len(rows), seed=3).take(0, count)]
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
@@ -164,7 +119,7 @@ def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, refer
         logs = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
         return logs.gather(-1, torch.tensor(ids[start:])[:, None]).sum()
 
-    batch = first_batch(pairs, 20)
+    batch = first_rows(pairs, 20)
     for step, part in enumerate((batch[:10], batch[10:])):
         total = torch.zeros((), dtype=torch.float64)
         for row in part:
@@ -208,7 +163,7 @@ def test_a_step_of_a_reward_model_is_the_textbooks(models, pairs, tmp_path):
         # The last token ends the response.
         return model(input_ids=torch.tensor([ids])).logits[0, -1, 0]
 
-    part = first_batch(pairs, 10)
+    part = first_rows(pairs, 10)
     margins = torch.stack([reward(row, "chosen") - reward(row, "rejected") for row in part])
     loss = -torch.nn.functional.logsigmoid(margins).mean()
     loss.backward()
@@ -422,20 +377,7 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
             eval={"source": str(pairs / "test.jsonl"), "max_pairs": 1},
         )
         file.write_text(yaml.safe_dump(config))
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            if ranks > 1
-            else []
-        )
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)],
-            timeout=DEADLINE_S,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_on_ranks(ranks, "-m", "engine_trainer", kind, str(file))
     for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):
         apart = {"train/micro_batches"}
         if kind == "rm":

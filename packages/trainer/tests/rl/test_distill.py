@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
@@ -16,15 +17,21 @@ from rollout_rows import rows_of_step
 from waiting import DEADLINE_S
 
 from engine_api.batch import Batch
-from engine_api.errors import ConfigError
+from engine_api.capabilities import Capability
+from engine_api.distillation import Teaching
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.registry import EngineRegistry
 from engine_api.results import TokenOutputs
 from engine_trainer.algorithms.losses import PolicyLoss
+from engine_trainer.config import TeacherSection
 from engine_trainer.data import Example, TeacherPrompts
 from engine_trainer.errors import DataError
 from engine_trainer.rl import served_teacher
-from engine_trainer.rl.served_teacher import TeacherError
+from engine_trainer.rl.partition import TrainingDocument
+from engine_trainer.rl.served_teacher import TeacherClient, TeacherError
 from engine_trainer.rl.teacher import check_same_vocabulary
 
+TOKENS = 16  # of the tokenizer
 NEAR = 1e-5  # nats: float32 against float64 in a model of two layers
 
 
@@ -43,7 +50,9 @@ def paths_of(table: torch.Tensor) -> torch.Tensor:
     )
 
 
-def expected_loss(loss: PolicyLoss, policy, sampler, teacher, advantage: float = 0.0):
+def expected_loss(
+    loss: PolicyLoss, policy, sampler, teacher, advantage: float = 0.0, divergence=None
+):
     """The mean of the loss over all sequences that the sampler draws, with its weight."""
     probability = paths_of(sampler).sum(-1).exp()
     old, taught = paths_of(sampler), paths_of(teacher)
@@ -64,9 +73,12 @@ def expected_loss(loss: PolicyLoss, policy, sampler, teacher, advantage: float =
             "old_log_probs": flat(old),
             "teacher_log_probs": flat(taught),
             "advantages": flat(rewards),
+            # Of the policy loss alone, where a loss is corrected.
+            "correction": torch.full((size,), 0.5, dtype=torch.float64),
         },
     )
-    return loss(TokenOutputs(log_probs=flat(paths_of(policy))), batch).loss
+    outputs = TokenOutputs(log_probs=flat(paths_of(policy)), divergence=divergence)
+    return loss(outputs, batch).loss
 
 
 def exact_kl(policy, sampler, teacher) -> torch.Tensor:
@@ -112,6 +124,40 @@ def test_the_expected_gradient_is_that_of_the_kl_over_the_vocabulary(on_policy, 
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("reward_weight", [0.0, 0.7])
+def test_the_gradient_over_the_vocabulary_is_exact(reward_weight):
+    """Of each token's KL given the sampled prefixes, on and off policy: no ratio multiplies it."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (len(PREFIXES), VOCABULARY)
+    policy, sampler, teacher = (
+        1.5 * torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(3)
+    )
+    policy.requires_grad_()
+    loss = PolicyLoss(
+        teacher_coef=2.0,
+        teaching=Teaching(vocabulary=VOCABULARY),
+        policy_coef=reward_weight,
+        clip_high=9.0,
+        clip_low=1.0,
+        corrected=True,
+    )
+    assert loss.needs == ("log_probs", "divergence")
+    log = policy.log_softmax(-1)
+    kl = (log.exp() * (log - teacher.log_softmax(-1))).sum(-1)
+    at = [[0.0, *(kl[PREFIXES.index(s[:t])] for t in range(LENGTH))] for s in SEQUENCES]
+    divergence = torch.stack([torch.as_tensor(one) for row in at for one in row])
+    got = expected_loss(loss, policy, sampler, teacher, 1.0, divergence=divergence)
+    wanted = 2.0 * exact_kl(policy, sampler, teacher)
+    if reward_weight:
+        alone = replace(loss, teacher_coef=0.0, teaching=None)
+        wanted = wanted + expected_loss(alone, policy, sampler, teacher, 1.0)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    (one,) = torch.autograd.grad(got, policy, retain_graph=True)
+    (other,) = torch.autograd.grad(wanted, policy)
+    assert other.abs().max() > 0.05
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_without_weight_nothing_of_the_teacher_is_read():
     """NaN in a prompt is harmless, and without rewards so are advantages."""
     log_probs = torch.tensor([0.0, math.nan, -2.0], requires_grad=True)
@@ -145,7 +191,9 @@ def teacher_model(sums_model, tmp_path_factory):
     path = shutil.copytree(sums_model, tmp_path_factory.mktemp("teacher") / "model")
     values = json.loads((path / "config.json").read_text())
     values.pop("layer_types", None)
-    config = Qwen3Config(**values | {"hidden_size": 48, "num_hidden_layers": 1})
+    # Rows of padding, beyond the tokenizer's tokens.
+    more = {"hidden_size": 48, "num_hidden_layers": 1, "vocab_size": TOKENS + 4}
+    config = Qwen3Config(**values | more)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         Qwen3ForCausalLM(config).save_pretrained(path)
@@ -202,13 +250,27 @@ def log_probs_of(model, tokens: list[int]) -> torch.Tensor:
     return log[:-1].gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def test_a_step_is_the_oracles(train, sums_model, teacher_model, tmp_path):
+def check_update(folder, sums_model, student, loss: torch.Tensor, near: float = 1e-5) -> dict:
+    """Compare gradient and update of the first step with those of ``loss``, weight by weight."""
+    loss.backward()
+    (figures,) = (row for row in rows_of(folder) if row["step"] == 1)
+    gradients = {name: p.grad for name, p in student.named_parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert figures["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    before, after = tensors_of(sums_model), tensors_of(folder / "hf")
+    for name, gradient in gradients.items():
+        if name not in after:
+            continue  # tied
+        moved = (before[name].double() - after[name].double()) / SGD["lr"]
+        bound = 1e-4 * float(gradient.norm()) + near
+        assert float((moved - gradient).abs().max()) <= bound, name
+    return figures
+
+
+def test_a_step_of_sampled_tokens_is_the_oracles(train, sums_model, teacher_model, tmp_path):
     """Teacher's log-probs per token, and the update per weight, in float64 with transformers."""
-    config = configure(
-        sums_model,
-        tmp_path,
-        **sections(sums_model, {"engine": {"model": {"path": str(teacher_model)}}}),
-    )
+    teacher = {"engine": {"model": {"path": str(teacher_model)}}, "kl": "sampled"}
+    config = configure(sums_model, tmp_path, **sections(sums_model, teacher))
     train(config)
     rows = rows_of_step(tmp_path, 1)
     student, teacher = oracle(sums_model), oracle(teacher_model)
@@ -225,20 +287,52 @@ def test_a_step_is_the_oracles(train, sums_model, teacher_model, tmp_path):
         assert not any(row["advantages"])
         total = total + ((own - taught).detach() * own).sum()
         count += len(row["tokens"])
-    (total / count).backward()
-    (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
-    gradients = {name: p.grad for name, p in student.named_parameters()}
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-    assert figures["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    figures = check_update(tmp_path, sums_model, student, total / count)
     kl = sum(sum(r["old_log_probs"]) - sum(r["teacher_log_probs"]) for r in rows) / count
     assert figures["train/teacher_kl"] == pytest.approx(kl, abs=NEAR)
-    before, after = tensors_of(sums_model), tensors_of(tmp_path / "hf")
-    for name, gradient in gradients.items():
-        if name not in after:
-            continue  # tied
-        moved = (before[name].double() - after[name].double()) / SGD["lr"]
-        bound = 1e-4 * float(gradient.norm()) + 1e-5
-        assert float((moved - gradient).abs().max()) <= bound, name
+
+
+def rows_of_tokens(model, row: dict, temperature: float = 1.0) -> torch.Tensor:
+    """The log-probs over the tokenizer's tokens of which each token of a completion is drawn."""
+    tokens = row["prompt_tokens"] + row["tokens"]
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :, :TOKENS] / temperature
+    return logits.log_softmax(-1)[len(row["prompt_tokens"]) - 1 : -1]
+
+
+def divergence_of(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
+    """The divergence of rows of log-probs, in nats."""
+    if kind == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if kind == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_m = (0.5 * log_p.exp() + 0.5 * log_q.exp()).log()
+    to_middle = divergence_of(log_p, log_m, "reverse_kl") + divergence_of(
+        log_q, log_m, "reverse_kl"
+    )
+    return 0.5 * to_middle
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_a_step_over_the_vocabulary_is_the_oracles(
+    train, sums_model, teacher_model, tmp_path, kind
+):
+    """At a temperature, with a teacher of another size and padding, in chunks of logits."""
+    teacher = {"engine": {"model": {"path": str(teacher_model)}}, "divergence": kind}
+    values = sections(sums_model, teacher)
+    values["engine"] |= {"memory": {"max_tokens": 24, "logit_chunk": 5}}
+    values["rollout"] |= {"temperature": 0.7}
+    train(configure(sums_model, tmp_path, **values))
+    student, taught = oracle(sums_model), oracle(teacher_model)
+    found = []
+    for row in rows_of_step(tmp_path, 1):
+        with torch.no_grad():
+            log_q = rows_of_tokens(taught, row, 0.7)
+        found.append(divergence_of(rows_of_tokens(student, row, 0.7), log_q, kind))
+        assert row["teacher_log_probs"] is None
+    mean = torch.cat(found).mean()
+    figures = check_update(tmp_path, sums_model, student, mean)
+    assert figures["train/teacher_kl"] == pytest.approx(mean.item(), abs=NEAR)
+    assert mean.item() > 0.01
 
 
 def test_packing_and_mini_batches_change_nothing(train, sums_model, teacher_model, tmp_path):
@@ -265,7 +359,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(train, sums_model, tmp_pa
 
 def test_the_policy_teaches_itself_with_the_answer_in_the_prompt(train, sums_model, tmp_path):
     """Its prompt has another length, so that its documents lie elsewhere than the student's."""
-    teacher = {"prompt_template": "#{answer}#{prompt}"}
+    teacher = {"prompt_template": "#{answer}#{prompt}", "kl": "sampled"}
     (shard,) = train(configure(sums_model, tmp_path, **sections(sums_model, teacher)))
     model = oracle(sums_model)
     rows = rows_of_step(tmp_path, 1)
@@ -286,21 +380,60 @@ def test_the_policy_teaches_itself_with_the_answer_in_the_prompt(train, sums_mod
         assert given[len(row["prompt_tokens"]) :] == row["teacher_log_probs"]
 
 
+def test_the_policy_teaches_itself_as_it_was_before_the_updates(train, sums_model, tmp_path):
+    """It sees the answer, in longer documents, and the first update moves no teacher."""
+    values = sections(sums_model, {"prompt_template": "#{answer}#{prompt}"})
+    values["algorithm"] |= {"mini_batches": 2}
+    train(configure(sums_model, tmp_path, **values))
+    student, taught = oracle(sums_model), oracle(sums_model)
+    rows = rows_of_step(tmp_path, 1)
+    halves = [[r for r in rows if r["group"] * 2 // 8 == half] for half in range(2)]
+
+    def divergences(half: int) -> torch.Tensor:
+        found = []
+        for row in halves[half]:
+            shown = row | {"prompt_tokens": row["teacher_prompt_tokens"]}
+            with torch.no_grad():
+                log_q = rows_of_tokens(taught, shown)
+            found.append(divergence_of(rows_of_tokens(student, row), log_q, "reverse_kl"))
+        return torch.cat(found)
+
+    first = divergences(0)
+    first.mean().backward()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.sub_(parameter.grad, alpha=SGD["lr"])
+        second = divergences(1)
+    (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
+    want = float(torch.cat([first.detach(), second]).mean())
+    assert figures["train/teacher_kl"] == pytest.approx(want, abs=NEAR)
+
+
+def test_a_step_of_which_nothing_is_left_asks_no_teacher(train, sums_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingDocument, "counted", property(lambda document: 0))
+    values = sections(sums_model, {"prompt_template": "#{answer}#{prompt}"})
+    assert train(configure(sums_model, tmp_path, **values)) == []
+    (figures,) = (row for row in rows_of(tmp_path) if row["step"] == 1)
+    assert figures["train/updates"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.nightly
-def test_two_ranks_learn_what_one_does(train, sums_model, teacher_model, tmp_path):
+@pytest.mark.parametrize("kl", ["sampled", "full"])
+def test_two_ranks_learn_what_one_does(train, sums_model, teacher_model, tmp_path, kl):
     """The teacher's documents are longer, and fall on other ranks than the student's."""
     template = "#{answer}#{answer}#{answer}#{prompt}"
     teacher = {"engine": {"model": {"path": str(teacher_model)}}, "prompt_template": template}
-    values = sections(sums_model, teacher, steps=2)
+    values = sections(sums_model, teacher | {"kl": kl}, steps=2)
     train(configure(sums_model, tmp_path / "1", **values))
     process = start(tmp_path, tree(sums_model, tmp_path / "2", **values), 2)
     text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     for a, b in zip(rows_of_step(tmp_path / "1", 1), rows_of_step(tmp_path / "2", 1), strict=True):
         assert a["tokens"] == b["tokens"]
-        assert b["teacher_log_probs"] == pytest.approx(a["teacher_log_probs"], abs=NEAR)
+        if kl == "sampled":
+            assert b["teacher_log_probs"] == pytest.approx(a["teacher_log_probs"], abs=NEAR)
     one, two = tensors_of(tmp_path / "1" / "hf"), tensors_of(tmp_path / "2" / "hf")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-5)
@@ -341,8 +474,17 @@ def served(teacher_model):
             rows: list = [None]
             for place, token in enumerate(ids[1:]):
                 text = tokenizer.decode([token + answer.get("shift", 0)])
-                value = float(log[place, token])
-                rows.append({str(token): {"logprob": value, "rank": 1, "decoded_token": text}})
+                best = log[place].topk(min(body["prompt_logprobs"], answer.get("most", 99)))
+                shown = dict.fromkeys([*best.indices.tolist(), token])
+                rows.append(
+                    {
+                        f"{answer.get('prefix', '')}{one}": {
+                            "logprob": float(log[place, one]),
+                            "decoded_token": text,
+                        }
+                        for one in shown
+                    }
+                )
             if answer.get("without"):
                 rows = []
             self.reply({"choices": [{"prompt_logprobs": rows}]})
@@ -369,10 +511,10 @@ def test_a_served_teacher_is_the_engine(
 ):
     """Also where the server is busy for a moment."""
     monkeypatch.setattr(served_teacher, "PAUSE_S", 0.01)
-    by_engine = {"engine": {"model": {"path": str(teacher_model)}}}
+    by_engine = {"engine": {"model": {"path": str(teacher_model)}}, "kl": "sampled"}
     train(configure(sums_model, tmp_path / "engine", **sections(sums_model, by_engine)))
     served["status"] += [503, 429]
-    by_url = {"url": served["url"], "api_key": "secret-key"}
+    by_url = {"url": served["url"], "api_key": "secret-key", "kl": "sampled"}
     train(configure(sums_model, tmp_path / "url", **sections(sums_model, by_url)))
     one, two = rows_of_step(tmp_path / "engine", 1), rows_of_step(tmp_path / "url", 1)
     for a, b in zip(one, two, strict=True):
@@ -382,6 +524,35 @@ def test_a_served_teacher_is_the_engine(
     assert (path, body["model"], body["prompt_logprobs"]) == ("/v1/completions", "teacher", 1)
     assert key == "Bearer secret-key"
     assert "secret-key" not in (tmp_path / "url" / "config.yaml").read_text()
+
+
+def test_a_step_over_the_best_tokens_is_the_oracles(
+    train, served, sums_model, teacher_model, tmp_path
+):
+    """A server's best tokens, of which padding is none, and all others as one."""
+    train(
+        configure(sums_model, tmp_path, **sections(sums_model, {"url": served["url"], "top_k": 5}))
+    )
+    assert served["requests"][-1][1]["prompt_logprobs"] == 5
+    student, taught = oracle(sums_model), oracle(teacher_model)
+    found, padded = [], 0
+    for row in rows_of_step(tmp_path, 1):
+        log_p = rows_of_tokens(student, row)
+        tokens = row["prompt_tokens"] + row["tokens"]
+        with torch.no_grad():
+            logits = taught(input_ids=torch.tensor([tokens])).logits[0]
+        log_q = logits.log_softmax(-1)[len(row["prompt_tokens"]) - 1 : -1]
+        for p, q in zip(log_p, log_q, strict=True):
+            best = [one for one in q.topk(5).indices.tolist() if one < TOKENS]
+            padded += len(best) < 5
+            rest = [one for one in range(TOKENS) if one not in best]
+            classes = torch.cat([p[best], p[rest].logsumexp(0)[None]])
+            wanted = torch.cat([q[best], torch.log1p(-q[best].exp().sum())[None]])
+            found.append(divergence_of(classes, wanted, "reverse_kl"))
+    assert padded
+    mean = torch.stack(found).mean()
+    figures = check_update(tmp_path, sums_model, student, mean)
+    assert figures["train/teacher_kl"] == pytest.approx(mean.item(), abs=NEAR)
 
 
 @pytest.fixture
@@ -412,12 +583,37 @@ def test_a_server_that_cannot_teach_is_refused(refusal, served, monkeypatch):
     text = refusal(ConfigError, {"url": served["url"]})
     assert "with the tokenizer of the policy" in text
     assert "token 2 is '+' here and '=' at" in text
+    monkeypatch.setitem(served, "shift", 0)
+    with monkeypatch.context() as patch:
+        patch.setitem(served, "prefix", "token_id:")
+        text = refusal(TeacherError, {"url": served["url"]})
+    assert "does not return the log-probs of a prompt" in text
+    assert "has {'token_id:" in text
+    monkeypatch.setitem(served, "most", 3)
+    with pytest.raises(TeacherError, match=r"(?s)returns 4 tokens, expected 5.*--max-logprobs 5"):
+        TeacherClient(TeacherSection(url=served["url"], top_k=5)).best_tokens([[2, 3]], TOKENS)
     text = refusal(TeacherError, {"url": "http://user:word@127.0.0.1:1/v1"})
     assert "does not answer" in text
     assert "word" not in text
     assert "http://" in refusal(ConfigError, {"url": "localhost:8000"})
     text = refusal(ConfigError, {"url": served["url"]}, rollout={"temperature": 0.7})
     assert "expected 1 with algorithm.teacher.url" in text
+
+
+def test_an_engine_without_distributions_is_refused(refusal, monkeypatch, teacher_model):
+    """What to do instead is named, and is asked for by name."""
+    from engine_fsdp.plugin import PLUGIN
+
+    less = PLUGIN.capabilities - {Capability.DISTILLATION}
+    monkeypatch.setattr("engine_fsdp.plugin.PLUGIN", replace(PLUGIN, capabilities=less))
+    EngineRegistry.refresh()
+    try:
+        text = refusal(UnsupportedCapability, {"engine": {"model": {"path": str(teacher_model)}}})
+    finally:
+        monkeypatch.undo()
+        EngineRegistry.refresh()
+    assert "distillation" in text
+    assert "algorithm.teacher.kl: sampled" in text
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(refusal, model_folder, sums_model):
@@ -438,6 +634,15 @@ def test_a_teacher_with_another_tokenizer_is_refused(refusal, model_folder, sums
         ({"prompt_template": "no"}, {}, r"expected a text with {prompt}"),
         ({"prompt_template": "{prompt}?", "api_key": "k"}, {}, "expected null without a url"),
         ({"url": "http://h", "coefficient": 0.0}, {}, "expected a number above 0"),
+        ({"url": "http://h", "kl": "full"}, {}, "expected top_k or sampled with a url"),
+        ({"prompt_template": "{prompt}?", "kl": "top_k"}, {}, "expected full or sampled without"),
+        (
+            {"url": "http://h", "kl": "sampled", "divergence": "jsd"},
+            {},
+            "expected reverse_kl with kl: sampled",
+        ),
+        ({"url": "http://h", "beta": 1.0}, {}, "expected a number in"),
+        ({"url": "http://h", "top_k": 0}, {}, "expected a number of at least 1"),
         ({"url": "http://h"}, {"dynamic_sampling": {"enabled": True}}, "reward_weight 0"),
         ({"url": "http://h"}, {"advantage": "gae", "critic": {}}, "reward_weight 0"),
         ({"url": "http://h"}, {"overlong": {"buffer": 2}}, "reward_weight 0"),
@@ -451,6 +656,17 @@ def test_a_teacher_with_another_tokenizer_is_refused(refusal, model_folder, sums
 def test_a_teacher_that_makes_no_sense_is_refused(tmp_path, teacher, more, text):
     with pytest.raises(ConfigError, match=text):
         configure(tmp_path, tmp_path, algorithm={"prompts_per_step": 8, "teacher": teacher} | more)
+
+
+def test_shared_prefixes_are_for_sampled_tokens_alone(sums_model, tmp_path):
+    """Also where the policy teaches itself, with documents that begin differently."""
+    for teacher, kl in (({"url": "http://h"}, "top_k"), ({"prompt_template": "{prompt}?"}, "full")):
+        values = sections(sums_model, teacher)
+        values["engine"] |= {"memory": {"share_prefixes": True}}
+        with pytest.raises(ConfigError, match=f"expected false with algorithm.teacher.kl: {kl}"):
+            configure(sums_model, tmp_path, **values)
+        values["algorithm"]["teacher"] |= {"kl": "sampled"}
+        configure(sums_model, tmp_path, **values)
 
 
 def test_one_completion_of_a_prompt_is_enough_without_rewards(tmp_path):

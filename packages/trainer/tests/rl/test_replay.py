@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rank_runs import run_on_two_ranks
 from rl_runs import configure, rows_of, tree
-from waiting import DEADLINE_S
 
 from engine_api.errors import CheckpointMissing, ConfigError, EngineError
 from engine_trainer.cli import main
@@ -309,23 +306,10 @@ def test_a_replay_on_two_ranks_is_the_step_of_two_ranks(sums_model, tmp_path):
     )
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
     commands = [["rl", str(tmp_path / "rl.yaml")], ["replay", str(tmp_path / "run"), "--step", "3"]]
-    script = "import json, sys; from engine_trainer.cli import main; "
-    script += "sys.exit(any(main(argv) for argv in json.loads(sys.argv[1])))"
-    (tmp_path / "main.py").write_text(script)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(tmp_path / "main.py"), json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=DEADLINE_S,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    said = run_on_two_ranks(tmp_path, commands)
     place = tmp_path / "run" / "replay" / "step-000003"
     result = json.loads((place / "replay.json").read_text())
-    assert (result["same_bits"], result["surroundings"]) == (True, {}), done.stdout
+    assert (result["same_bits"], result["surroundings"]) == (True, {}), said
     assert {one["engine"] for one in result["states"]} == {"policy", "critic"}
     alone = replayed(tmp_path / "run", 3)
     assert alone["surroundings"]["ranks"] == ["2", "1"]

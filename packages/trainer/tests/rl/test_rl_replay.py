@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -13,8 +10,8 @@ import pytest
 import rl_runs
 import torch
 import yaml
+from rank_runs import run_on_two_ranks
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from waiting import DEADLINE_S
 
 from engine_api.batch import ROUTED_EXPERTS
 from engine_api.capabilities import Capability
@@ -222,22 +219,9 @@ def test_on_two_ranks_the_step_with_its_experts_is_that_of_two_ranks(mixture, tm
     )
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
     commands = [["rl", str(tmp_path / "rl.yaml")], ["replay", str(tmp_path / "run"), "--step", "2"]]
-    script = rl_runs.SEVENS + "import json, sys; from engine_trainer.cli import main\n"
-    script += "sys.exit(any(main(argv) for argv in json.loads(sys.argv[1])))"
-    (tmp_path / "main.py").write_text(script)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(tmp_path / "main.py"), json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=DEADLINE_S,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    said = run_on_two_ranks(tmp_path, commands, before=rl_runs.SEVENS)
     result = result_of(tmp_path / "run", 2)
-    assert (result["same_bits"], result["surroundings"]) == (True, {}), done.stdout
+    assert (result["same_bits"], result["surroundings"]) == (True, {}), said
     assert main(["replay", str(tmp_path / "run"), "--step", "2"]) in (0, 1)
     alone = result_of(tmp_path / "run", 2)
     assert alone["surroundings"]["ranks"] == ["2", "1"]

@@ -3,8 +3,8 @@
 Fields of the batch, all ``[T]``: ``loss_weight`` (0 on prompts; see
 ``engine_api.losses.token_weights``), ``advantages``, ``old_log_probs`` (of the policy that the
 ratio is taken against), when there is a KL term ``ref_log_probs``, and with a rollout correction
-``correction`` (see ``engine_trainer.algorithms.correction``), and with a teacher
-``teacher_log_probs``.
+``correction`` (see ``engine_trainer.algorithms.correction``), and where the KL to a teacher is
+estimated from sampled tokens ``teacher_log_probs``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from engine_api.arguments import check_loss_output
 from engine_api.batch import Batch
 from engine_api.config import near_matches
+from engine_api.distillation import DIVERGENCE, Teaching
 from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation, where_counted
 from engine_api.results import LossOutput, TokenOutputs
@@ -118,9 +119,10 @@ class PolicyLoss:
               - entropy_coef · H )
 
     where Σ w c S is the loss ``kind``, a function of ``PolicyTokens``, KL that of ``kl_penalty``,
-    and D that of the teacher: k2 with the importance ratio, the gradient of which is
-    r (log π - log teacher) ∇log π. What a batch holds at tokens without weight
-    is not read: it may be NaN.
+    and D that of the teacher. Without ``teaching`` it is k2 with the importance ratio, the gradient
+    of which is r (log π - log teacher) ∇log π. With ``teaching`` it is the engine's output
+    ``divergence``, an expectation over the token, so that neither r nor c multiplies it. What a
+    batch holds at tokens without weight is not read: it may be NaN.
 
     Attributes:
         kind: a built-in loss (``engine_trainer.algorithms.policy_losses``), the name of an entry
@@ -137,7 +139,9 @@ class PolicyLoss:
             estimator, without c, which is GRPO's.
         kl_bound: nats; see ``kl_penalty``.
         policy_coef: weight of the loss ``kind``; 0: it is not computed.
-        teacher_coef: weight of the KL to ``teacher_log_probs``; 0: the field is not read.
+        teacher_coef: weight of the KL to the teacher; 0: nothing of the teacher is read.
+        teaching: the divergence that the engine computes (``engine_api.distillation``); None: the
+            KL is estimated from the field ``teacher_log_probs``.
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.
         on_policy: the weights are still those that made the old log-probs, so that r is 1 and its
@@ -151,7 +155,7 @@ class PolicyLoss:
 
     Metrics (sums over tokens with weight): those of the loss, ``tokens``, ``weight``,
     ``policy_loss`` (weighted), ``old_kl`` (k3 of old to new policy) and, where computed,
-    ``ref_kl``, ``teacher_kl`` (k1, which is unbiased), ``entropy``.
+    ``ref_kl``, ``teacher_kl`` (the divergence, or k1, which is unbiased), ``entropy``.
 
     Raises:
         ConfigError: for a value outside its range.
@@ -168,6 +172,7 @@ class PolicyLoss:
     kl_bound: float | None = 10.0
     policy_coef: float = 1.0
     teacher_coef: float = 0.0
+    teaching: Teaching | None = None
     entropy_coef: float = 0.0
     entropy: bool = False
     on_policy: bool = False
@@ -208,7 +213,8 @@ class PolicyLoss:
     def needs(self) -> tuple[str, ...]:
         """The outputs that the engine must compute."""
         entropy = self.entropy or self.entropy_coef or "entropy" in self.traits.needs
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
+        needs = ("log_probs", "entropy") if entropy else ("log_probs",)
+        return needs if self.teaching is None else (*needs, DIVERGENCE)
 
     @property
     def traits(self) -> LossTraits:
@@ -245,13 +251,16 @@ class PolicyLoss:
             "old_kl": _old_kl(log_ratio.detach(), tokens.mask),
         }
         loss = loss + self._kl(tokens.log_probs, log_ratio, batch, metrics)
-        loss = loss + self._teacher(tokens.log_probs, log_ratio, batch, metrics)
+        loss = loss + self._teacher(outputs, tokens.log_probs, log_ratio, batch, metrics)
         loss = loss + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
     def _policy(self, tokens: PolicyTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         """Return the weighted policy term and its metrics."""
         if self.policy_coef == 0:
+            if self.teaching is not None:
+                # The divergence has the gradient: the log-probs need not be computed again.
+                return tokens.log_probs.new_zeros(()), {}
             # Without tokens that carry loss it must still have a gradient.
             return 0.0 * tokens.log_probs.sum(), {}
         kept, metrics = self._without_masked(tokens)
@@ -341,6 +350,7 @@ class PolicyLoss:
 
     def _teacher(
         self,
+        outputs: TokenOutputs,
         log_probs: torch.Tensor,
         log_ratio: torch.Tensor,
         batch: Batch,
@@ -348,6 +358,11 @@ class PolicyLoss:
     ) -> torch.Tensor | float:
         if self.teacher_coef == 0:
             return 0.0
+        if self.teaching is not None:
+            assert outputs.divergence is not None
+            divergence = where_counted(outputs.divergence, batch.loss_weight)
+            metrics["teacher_kl"] = divergence.detach().sum()
+            return self.teacher_coef * (batch.loss_weight * divergence).sum()
         teacher = where_counted(batch["teacher_log_probs"], batch.loss_weight)
         metrics["teacher_kl"] = kl_divergence(log_probs.detach(), teacher, "k1").sum()
         # The gradient of k3 is the same. Its value is 1e8 for a token that only the teacher takes.

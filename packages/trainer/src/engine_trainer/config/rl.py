@@ -114,6 +114,15 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "the tokens of a prompt may have other experts in each of its completions",
         "set engine.memory.share_prefixes: false, or rollout.routed_experts: off",
     )
+    teacher = algorithm.teacher
+    kl = "sampled" if teacher is None else teacher.chosen_kl
+    yield (
+        kl != "sampled" and config.engine.memory.share_prefixes,
+        "engine.memory.share_prefixes",
+        f"expected false with algorithm.teacher.kl: {kl}, got true",
+        "documents that begin alike may have teachers that saw different prompts",
+        "set engine.memory.share_prefixes: false, or algorithm.teacher.kl: sampled",
+    )
     mode = config.overlap.mode
     yield (
         mode != "none" and (config.launcher != "ray" or config.ray.rollouts is None),

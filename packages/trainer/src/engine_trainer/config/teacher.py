@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from engine_api.config import ModelSource, Parallelism
-from engine_trainer.config.checks import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Refusal, refuse, require
+from engine_api.distillation import Divergence
+from engine_trainer.config.checks import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    INSIDE_0_1,
+    Refusal,
+    refuse,
+    require,
+)
 from engine_trainer.config.sections import EngineSection, MemorySection, PrecisionSection
 
 PROMPT = "{prompt}"
@@ -90,6 +99,28 @@ class TeacherSection:
     timeout_s: float = 300.0
     """Seconds that a request to ``url`` may take."""
 
+    kl: Literal["full", "top_k", "sampled"] | None = None
+    """Part of the vocabulary that the KL is summed over. ``full`` is all of it, from an engine or
+    the policy itself; ``top_k`` the most likely tokens of a ``url``, and all other tokens as one;
+    ``sampled`` an estimate from the sampled token alone, with the same expected gradient as
+    ``full`` and more variance. Null is ``top_k`` with a ``url`` and ``full`` without. ``full`` and
+    ``top_k`` need engines that declare the capability ``distillation``.
+    """
+
+    divergence: Divergence = "reverse_kl"
+    """Divergence between the policy π and the teacher q: ``reverse_kl`` is KL(π ‖ q),
+    ``forward_kl`` KL(q ‖ π), and ``jsd`` the generalized Jensen-Shannon divergence of
+    arXiv:2306.13649. ``kl: sampled`` has ``reverse_kl`` alone.
+    """
+
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of ``divergence: jsd``, inside (0, 1)."""
+
+    top_k: int = 20
+    """Number of tokens that ``kl: top_k`` asks a server for at each position. vLLM returns at most
+    its own ``--max-logprobs``, which is 20 by default.
+    """
+
     prompt_template: str = PROMPT
     """Text around the last user turn in the teacher's prompt, in which ``{prompt}``, ``{answer}``
     and ``{response}`` are the row's. The teacher may thus see what the policy does not, such as the
@@ -112,10 +143,19 @@ class TeacherSection:
                 "coefficient": ABOVE_0,
                 "reward_weight": AT_LEAST_0,
                 "concurrency": AT_LEAST_1,
+                "top_k": AT_LEAST_1,
+                "beta": INSIDE_0_1,
                 "timeout_s": ABOVE_0,
             },
         )
         refuse("algorithm.teacher", _wrong_teacher(self))
+
+    @property
+    def chosen_kl(self) -> Literal["full", "top_k", "sampled"]:
+        """The part of the vocabulary that the KL is summed over."""
+        if self.kl is not None:
+            return self.kl
+        return "full" if self.url is None else "top_k"
 
     @property
     def is_policy(self) -> bool:
@@ -150,6 +190,27 @@ def _wrong_teacher(section: TeacherSection) -> Iterator[Refusal]:
         "expected an engine, a url or a prompt_template, got none of them",
         "the policy would be its own teacher with the same prompt, and the KL 0",
         "write `engine: {model: {path: FOLDER}}`, or `prompt_template: '{prompt} ({answer})'`",
+    )
+    yield (
+        section.kl == "full" and section.url is not None,
+        "kl",
+        "expected top_k or sampled with a url, got full",
+        "a server gives log-probs of tokens, and not the whole distribution",
+        "set kl: top_k, or give algorithm.teacher.engine",
+    )
+    yield (
+        section.kl == "top_k" and section.url is None,
+        "kl",
+        "expected full or sampled without a url, got top_k",
+        "an engine gives the whole distribution",
+        "set kl: full, or give algorithm.teacher.url",
+    )
+    yield (
+        section.chosen_kl == "sampled" and section.divergence != "reverse_kl",
+        "divergence",
+        f"expected reverse_kl with kl: sampled, got {section.divergence}",
+        "the tokens are the policy's, and an estimate from them is of KL(policy ‖ teacher)",
+        "set divergence: reverse_kl, or kl: full",
     )
     for name in ("served_model", "api_key"):
         yield (

@@ -87,6 +87,11 @@ class ChatTokenizer:
             self.eos_token_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids, up to the largest one that is a token."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

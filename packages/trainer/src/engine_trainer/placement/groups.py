@@ -81,6 +81,17 @@ class EngineGroup(Protocol):
         """Return per-token results of each local dp shard, on the CPU."""
         ...
 
+    def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the hidden states ``[T, d]`` of each local dp shard, on the CPU."""
+        ...
+
+    def learn_from(self, teacher: EngineGroup | None) -> None:
+        """Give the engine the current output head of a teacher on the same ranks, or drop it.
+
+        The teacher may be this engine itself. Later steps do not change the head that was given.
+        """
+        ...
+
     def train(
         self,
         shards: Sequence[Batch],

@@ -25,7 +25,13 @@ from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.config import RLConfig
 from engine_trainer.config.sections import EngineSection, RunSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.groups import Trained, format_sizes, model_sizes, run_together
+from engine_trainer.placement.groups import (
+    EngineGroup,
+    Trained,
+    format_sizes,
+    model_sizes,
+    run_together,
+)
 from engine_trainer.placement.memory import FreeMemory, check_here, look_around
 from engine_trainer.placement.rendezvous import connect_ranks
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
@@ -76,6 +82,16 @@ class SpmdEngines:
                 values=_to_cpu(outputs.values),
             )
         ]
+
+    def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
+        """See ``EngineGroup``."""
+        (batch,) = shards
+        return [self.engine.infer_states(batch)]
+
+    def learn_from(self, teacher: EngineGroup | None) -> None:
+        """See ``EngineGroup``."""
+        assert teacher is None or isinstance(teacher, SpmdEngines), "it is in this process"
+        self.engine.set_teacher(None if teacher is None else teacher.engine.output_head())
 
     def train(
         self,

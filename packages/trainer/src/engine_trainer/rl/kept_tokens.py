@@ -113,6 +113,8 @@ class TokenWatch:
     def __init__(self, loss: LossFn) -> None:
         self._loss = loss
         self.needs = needs_of(loss)
+        # Read where the loss needs a divergence (``engine_api.distillation``).
+        self.teaching = getattr(loss, "teaching", None)
         self._rows: list[dict[str, torch.Tensor]] = []
 
     @property

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from engine_api.batch import Batch
+from engine_api.distillation import Teaching
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.losses import LossFn, token_weights
 from engine_api.results import TrainOutput
@@ -35,7 +36,7 @@ from engine_trainer.rl.mismatch import (
     mismatch_sums,
 )
 from engine_trainer.rl.partition import Partition, TrainingDocument
-from engine_trainer.rl.teacher import create_teacher, teacher_documents
+from engine_trainer.rl.teacher import create_teacher, teacher_documents, teaching_of_run
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.experts import pad_experts
@@ -71,11 +72,11 @@ class Learner:
         self._comm = run.comm
         self.config = config
         self.temperature = config.rollout.temperature
-        self.loss = policy_loss(algorithm)
+        self.loss = policy_loss(algorithm, teaching_of_run(config))
         self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.reads_reference else None
         self.critic = Critic(run, config) if algorithm.critic else None
-        self.teacher = create_teacher(run, config)
+        self.teacher = create_teacher(run, config, self.loss.teaching)
         self.kept = KeptTokens([], [], ())
 
     @property
@@ -141,6 +142,8 @@ class Learner:
             figures |= self._update_critic(critic_shards, partition, credit.returns, mini_batches)
         with self.timers.phase("train"):
             figures |= corrected | self._update(mini_batches, partition.by_mini_batch(shards))
+        if self.teacher is not None:
+            self.teacher.end_updates(self.policy)
         self.offload_idle_engines()
         return figures
 
@@ -280,14 +283,18 @@ class Learner:
         mini_batches: Sequence[_MiniBatch],
         groups: Sequence[Group],
     ) -> list[Batch]:
-        """Return the shards with ``teacher_log_probs``, where there is a teacher."""
-        if self.teacher is None:
-            return list(shards)
+        """Return the shards with the fields of the teacher, where there is one.
+
+        Without documents there is no update, and the teacher is asked nothing.
+        """
         documents = [d for mini in mini_batches for d in mini.documents]
-        found = self.teacher.log_probs(
+        if self.teacher is None or not documents:
+            return list(shards)
+        found = self.teacher.fields(
             teacher_documents(documents, groups), partition, self.temperature
         )
-        return self._with_fields(shards, teacher_log_probs=found)
+        self.teacher.begin_updates(self.policy)
+        return self._with_fields(shards, **found)
 
     def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
         """Return each dp shard with its tensor of each field.
@@ -451,8 +458,12 @@ def check_own_loss(algorithm: AlgorithmSection) -> None:
         )
 
 
-def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
-    """Return the loss that the configuration describes. Raises ``ConfigError``."""
+def policy_loss(algorithm: AlgorithmSection, teaching: Teaching | None = None) -> PolicyLoss:
+    """Return the loss that the configuration describes. Raises ``ConfigError``.
+
+    ``teaching`` is the divergence to the teacher, or None without a teacher or for the log-probs of
+    its sampled tokens.
+    """
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     kl = algorithm.kl
     teacher = algorithm.teacher
@@ -468,6 +479,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         kl_bound=kl.bound,
         policy_coef=1.0 if teacher is None else teacher.reward_weight,
         teacher_coef=0.0 if teacher is None else teacher.coefficient,
+        teaching=teaching,
         entropy_coef=algorithm.entropy_coefficient,
         entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine",

@@ -122,6 +122,8 @@ class MismatchWatch:
         self._loss = loss
         self._correction = correction if correction is not None and correction.enabled else None
         self.needs = needs_of(loss)
+        # Read where the loss needs a divergence (``engine_api.distillation``).
+        self.teaching = getattr(loss, "teaching", None)
         # The largest |Δ| on this rank so far, in nats; see ``Trained``.
         self.observed = 0.0
 

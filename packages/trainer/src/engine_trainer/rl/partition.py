@@ -125,7 +125,7 @@ class Partition:
         Called on all processes of the loop together.
 
         Args:
-            values: ``[T]`` per dp shard, on the CPU.
+            values: ``[T, …]`` per dp shard, on the CPU.
         """
         if to is self:
             return list(values)
@@ -139,22 +139,28 @@ class Partition:
         }
         return to.place(found)
 
-    def place(self, found: Mapping[CompletionIndex, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of each local dp shard, ``[T]``, from those of each document.
+    def place(
+        self, found: Mapping[CompletionIndex, torch.Tensor], *, missing: int = 0
+    ) -> list[torch.Tensor]:
+        """Return the values of each local dp shard, ``[T, …]``, from those of each document.
 
         Values and document end at the same token. Values before the document's first token are left
-        out, and missing ones are 0.
+        out, and absent values are ``missing``.
         """
+        like = next(iter(found.values()), torch.zeros(0))
         return [
-            torch.cat([torch.zeros(0), *(_at_end(found[d.index], len(d.tokens)) for d in shard)])
+            torch.cat([like[:0], *(_at_end(found[d.index], len(d.tokens), missing) for d in shard)])
             for shard in self.shards
         ]
 
 
-def _at_end(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the last ``length`` values, with zeros in front of fewer."""
+def _at_end(values: torch.Tensor, length: int, missing: int) -> torch.Tensor:
+    """Return the last ``length`` values, with ``missing`` in front of fewer."""
     kept = values[max(len(values) - length, 0) :]
-    return torch.cat([values.new_zeros(length - len(kept)), kept]) if len(kept) < length else kept
+    absent = length - len(kept)
+    if not absent:
+        return kept
+    return torch.cat([kept.new_full((absent, *kept.shape[1:]), missing), kept])
 
 
 def _divide_documents(documents: Sequence[TrainingDocument], ranks: int) -> Bins:

@@ -134,8 +134,9 @@ MEANINGS: Mapping[str, str] = {
     "policy that is updated; 0 with a single update a step.",
     "train/ref_kl": "KL in nats a token between policy and reference model, as the loss estimates "
     "it.",
-    "train/teacher_kl": "KL in nats a token between policy and teacher, estimated from the sampled "
-    "tokens (k1).",
+    "train/teacher_kl": "Divergence in nats a token between policy and teacher "
+    "(algorithm.teacher.divergence); with kl: sampled the KL, estimated from the sampled tokens "
+    "(k1).",
     "train/kl": "KL in nats a token between policy and reference model, as it lowers the rewards.",
     "train/kl_coefficient": "Coefficient of the KL in the rewards, which an adaptive controller "
     "moves.",

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ray_runs import local_cluster, on_ray, result_of, start, tree
+from ray_runs import local_cluster, on_ray, reshaped, result_of, start, tree
 from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
@@ -73,6 +73,18 @@ def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path,
         assert row[f"worker/{worker}/generate_and_score_s"] > 0
         assert 0 <= row[f"worker/{worker}/idle"] <= 1
     assert row["time/generate"] > 0
+
+
+@pytest.mark.nightly
+def test_a_teachers_states_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path):
+    """Its documents are longer than the policy's, so that states move between the ranks."""
+    small = reshaped(sums_model, tmp_path / "teacher", hidden_size=48)
+    teacher = {"engine": {"model": {"path": str(small)}}, "prompt_template": "#{answer}#{prompt}"}
+    sections = {"algorithm": {"teacher": teacher}, "run": {"steps": 2}}
+    train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
+    result = result_of(tmp_path / "out")
+    assert result == torchrun(sums_model, tmp_path / "alone", **sections)
+    assert all(row["train/teacher_kl"] > 0 for row in result[1] if "train/teacher_kl" in row)
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ import torch
 from engine_api.batch import Batch
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointInfo, TokenOutputs, Topology
-from engine_trainer.placement.groups import Trained
+from engine_trainer.placement.groups import EngineGroup, Trained
 from engine_trainer.placement.ray.calls import Pool
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class RayEngines:
 
     def __init__(self, pool: Pool, number: int, topologies: Sequence[Topology]) -> None:
         self.pool = pool
-        self._number = number
+        self.number = number
         self.dp_size = topologies[0].dp_size
         self.local_dp_ranks: Sequence[int] = range(self.dp_size)
         self._dp_ranks = [t.dp_rank for t in topologies]
@@ -55,10 +55,18 @@ class RayEngines:
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        # Inference reads tokens and images alone, and the fields stay with the controller.
-        bare = [shard.keep_fields() for shard in shards]
-        found = self._scatter("infer", bare, temperature, adapter)
+        found = self._scatter("infer", _without_fields(shards), temperature, adapter)
         return [found[rank] for rank in self.primary]
+
+    def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
+        """See ``EngineGroup``."""
+        found = self._scatter("infer_states", _without_fields(shards))
+        return [found[rank] for rank in self.primary]
+
+    def learn_from(self, teacher: EngineGroup | None) -> None:
+        """See ``EngineGroup``."""
+        assert teacher is None or isinstance(teacher, RayEngines), "it is on the same workers"
+        self.call_all("learn_from", None if teacher is None else teacher.number)
 
     def train(
         self,
@@ -115,7 +123,7 @@ class RayEngines:
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a worker's method of this engine on every rank."""
-        return self.pool.call_all(method, self._number, *arguments)
+        return self.pool.call_all(method, self.number, *arguments)
 
     def _scatter(self, method: str, shards: Sequence[Batch], *arguments: Any) -> list[Any]:
         """Call a method on every rank with its dp shard.
@@ -124,10 +132,15 @@ class RayEngines:
         """
         references = [ray.put(shard) for shard in shards]
         calls = [
-            self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
+            self.pool.start(rank, method, self.number, references[dp_rank], *arguments)
             for rank, dp_rank in enumerate(self._dp_ranks)
         ]
         return [reply.value for reply in self.pool.finish(calls)]
+
+
+def _without_fields(shards: Sequence[Batch]) -> list[Batch]:
+    """Return tokens and images, which are all that inference reads."""
+    return [shard.keep_fields() for shard in shards]
 
 
 class RaySave:

@@ -125,6 +125,16 @@ class EngineWorker(Worker):
         (outputs,) = engines.infer([batch], temperature=temperature, adapter=adapter)
         return outputs if engines.engine.topology.is_primary else None
 
+    def infer_states(self, number: int, batch: Batch) -> torch.Tensor | None:
+        """Return this data-parallel rank's hidden states, from its primary rank."""
+        engines = self._engines[number]
+        (states,) = engines.infer_states([batch])
+        return states if engines.engine.topology.is_primary else None
+
+    def learn_from(self, number: int, teacher: int | None) -> None:
+        """See ``EngineGroup.learn_from``."""
+        self._engines[number].learn_from(None if teacher is None else self._engines[teacher])
+
     def train(
         self, number: int, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
     ) -> Trained:
