@@ -348,7 +348,7 @@ def refused_batches(target: Target) -> None:
 
     It names the document. There are fewer and more image tokens than features, images without
     tokens and tokens without images, a video, and pixels of another model. The engine stays usable.
-    In float32, because nothing is computed.
+    A model without a tower refuses images, too. In float32, because nothing is computed.
 
     If this fails: features move to the next image's tokens, or the error comes from a kernel on one
     rank while the others wait.
@@ -366,6 +366,13 @@ def refused_batches(target: Target) -> None:
             must(errors[name] is not None, "error", "none", where=f"{name}, rank {rank}")
     for rank, (_, output) in enumerate(ranks):
         must(output.skipped is None, "step", f"{output.skipped}", where=f"rank {rank}")
+    shown = [draw_document(11, 3, (4, 4), 4)] * 2
+    replies: list[EngineError | None] = target.run(
+        refused, target.config(target.model()), documents=shown
+    )
+    for rank, reply in enumerate(replies):
+        where = f"images for a model without a tower, rank {rank}"
+        must(isinstance(reply, BatchError), "error", f"{reply!r}", where=where)
 
 
 def go_on(

@@ -22,7 +22,16 @@ from engine_api.media import Media
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FAMILIES", "Run", "Vision", "find_runs", "has_vision", "read_vision", "refuse_vision"]
+__all__ = [
+    "FAMILIES",
+    "Run",
+    "Vision",
+    "find_auto_class",
+    "find_runs",
+    "has_vision",
+    "read_vision",
+    "refuse_vision",
+]
 
 _PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _WHOLE = ("gemma3", "internvl")
@@ -191,6 +200,16 @@ def has_vision(config: Any) -> bool:
     if isinstance(config, dict):
         return config.get("vision_config") is not None
     return getattr(config, "vision_config", None) is not None
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return transformers' class that builds a language model, with its vision tower if it has one.
+
+    The class for causal language models would leave a tower out, with a warning (Qwen3.5).
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def refuse_vision(config: Any, declared: Collection[str], where: str) -> None:

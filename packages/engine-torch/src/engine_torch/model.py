@@ -22,7 +22,13 @@ from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.hf_routers import Routers
-from engine_api.hf_vision import Vision, has_vision, read_vision, refuse_vision
+from engine_api.hf_vision import (
+    Vision,
+    find_auto_class,
+    has_vision,
+    read_vision,
+    refuse_vision,
+)
 from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.divergence import chunked_divergence
@@ -456,19 +462,12 @@ def reset_buffers(lm: Any) -> None:
 
 
 def auto_class(kind: Kind, hf_config: Any) -> Any:
-    """Return the transformers class that builds this kind of model.
+    """Return the transformers class that builds this kind of model."""
+    from transformers import AutoModelForTokenClassification
 
-    That for causal language models would leave a tower out, with a warning (Qwen3.5).
-    """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForTokenClassification,
-    )
-
-    if kind == "language_model" and has_vision(hf_config):
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
+    if kind == "value_model":
+        return AutoModelForTokenClassification
+    return find_auto_class(hf_config)
 
 
 def read_config(

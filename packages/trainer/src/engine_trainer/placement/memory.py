@@ -26,6 +26,7 @@ from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, PluginError, PluginUnavailable
 from engine_api.hf_config import unbuildable
+from engine_api.hf_vision import find_auto_class
 from engine_api.registry import RolloutRegistry
 from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
@@ -247,7 +248,7 @@ def count_parameters(source: ModelSource, *, trunk: bool = False) -> int:
 def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> int:
     """Count parameters from shapes alone, without memory."""
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel
 
     source = ModelSource(
         path=path,
@@ -256,7 +257,7 @@ def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk
         config_overrides=json.loads(overrides),
     )
     config = hf_config(source)
-    cls: Any = AutoModel if trunk else AutoModelForCausalLM
+    cls: Any = AutoModel if trunk else find_auto_class(config)
     try:
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=trusted)
