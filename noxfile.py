@@ -114,6 +114,9 @@ def install(
     session.install(*chosen.arguments(), *wanted, env=chosen.variables())
     for folder in chosen.folders():
         session.install("--no-deps", "-e", folder)
+    # uv compiles what it installs, but not the sources of an editable install.
+    sources = [folder for folder in folders if (ROOT / folder / "src").is_dir()]
+    session.run("python", "-m", "compileall", "-q", "-j", "0", *(f"{one}/src" for one in sources))
 
 
 def build_wheels(session: nox.Session, folders: list[str]) -> Path:

@@ -7,6 +7,7 @@ anything starts.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,10 @@ def plan(tmp_path_factory) -> Path:
 def cluster(plan):
     with local_cluster(6, plan):
         yield
+
+
+def test_workers_run_at_the_priority_of_the_run():
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
 PPO = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.003}}, "mini_batches": 2}

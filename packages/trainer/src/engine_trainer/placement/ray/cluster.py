@@ -67,7 +67,12 @@ def start_cluster(**arguments: Any) -> None:
 
     Ray gives a node of its own 30 seconds, which no setting changes. The processes of a start that
     was too slow end with this one. ``arguments`` and errors are those of ``ray.init``.
+
+    Workers run at the priority of this process, unless ``RAY_worker_niceness`` says otherwise.
     """
+    # Ray's default is 15: engines and servers would get a thirtieth of what any other process of
+    # the machine gets, and training is what the machine is for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     for left in reversed(range(STARTS)):
         try:
             ray.init(address="local", **arguments)
