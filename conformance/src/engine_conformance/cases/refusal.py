@@ -37,6 +37,7 @@ from engine_conformance.cases.vision import write_model
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.environment import devices_of
 from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.fixtures.pictures import write_losing_model
 
 BOTH = (LM, VALUE)
 _VOCABULARY = 64  # of the smallest fixture that is asked here
@@ -357,8 +358,13 @@ def probe_vision(target: Target) -> float:
     """Require that a vision-language model is refused by name, and so is `model.freeze`.
 
     An engine that does not know the model's family at all may refuse that by name.
+
+    If this fails: the tower is left out in silence, as transformers' class for causal language
+    models does it for Qwen3.5.
     """
     _require_model_refused(target, Capability.VISION, write_model(target), VISION_FAMILIES[0])
+    losing = write_model(target, write_losing_model)
+    _require_model_refused(target, Capability.VISION, losing, "qwen3_5")
     base = target.config(target.model())
     freezing = replace(base, model=replace(base.model, freeze=("vision",)))
     replies = target.run(configured, base, configs={"model.freeze": freezing})[0]

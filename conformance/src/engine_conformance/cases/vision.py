@@ -55,12 +55,12 @@ _TOGETHER = Memory(max_tokens=36)
 _TOWER = "model.visual."
 
 
-def write_model(target: Target) -> Path:
-    """Return the folder of the model, written once."""
+def write_model(target: Target, write: Callable[[Path], Path] = write_picture_model) -> Path:
+    """Return the folder of the model that ``write`` writes, written once."""
     if find_spec("transformers") is None:
         raise SkipCase("needs transformers, which writes and computes the model of these cases")
-    folder = target.root / "models" / "pictures"
-    return folder if (folder / "config.json").exists() else write_picture_model(folder)
+    folder = target.root / "models" / write.__name__
+    return folder if (folder / "config.json").exists() else write(folder)
 
 
 @cache
