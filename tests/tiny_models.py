@@ -220,6 +220,99 @@ def tiny_model(model_type: str, **changes: Any) -> Any:
     return model
 
 
+IMAGE = 60
+VIDEO = 61
+_MULTIMODAL: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}
+_PATCH_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+_POSITIONED_TOWER = _PATCH_TOWER | {"num_position_embeddings": 16}
+_DEEP_TOWER = _POSITIONED_TOWER | {"deepstack_visual_indexes": [0]}
+_IMAGE_TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_WHOLE_HEADS = {"partial_rotary_factor": 1.0}
+# By family the text model's type, keys of its own, the tower's keys, and those of the whole.
+_PICTURED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "qwen2_vl_text",
+        {"rope_parameters": _SECTIONS},
+        {**_PATCH_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+        _MULTIMODAL,
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl_text",
+        {"rope_parameters": _SECTIONS},
+        # A window of two by two features, smaller than the images, in one of two layers.
+        {**_PATCH_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        _MULTIMODAL,
+    ),
+    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _SECTIONS}, _DEEP_TOWER, _MULTIMODAL),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", {"rope_parameters": _SECTIONS}, _DEEP_TOWER, _MULTIMODAL),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {"rope_parameters": _SECTIONS | _WHOLE_HEADS},
+        _POSITIONED_TOWER,
+        _MULTIMODAL,
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {"rope_parameters": _SECTIONS | _WHOLE_HEADS},
+        _POSITIONED_TOWER,
+        _MULTIMODAL,
+    ),
+    "gemma3": (
+        "gemma3_text",
+        # A window that is shorter than an image and the text around it.
+        {"sliding_window": 6},
+        {**_IMAGE_TOWER, "image_size": 16, "patch_size": 4, "vision_use_head": False},
+        {"mm_tokens_per_image": 4, "image_token_id": IMAGE},
+    ),
+    "internvl": (
+        "qwen2",
+        {},
+        {**_IMAGE_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        {"image_seq_length": 4, "downsample_ratio": 0.5, "image_token_id": IMAGE},
+    ),
+}
+PICTURED_TYPES = tuple(_PICTURED)
+"""Model types with a vision tower that have tiny models."""
+
+
+def tiny_pictured_model(model_type: str) -> Any:
+    """Return a vision-language model of a family with random weights."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text_type, text, tower, whole = _PICTURED[model_type]
+    small = tiny_config(text_type, num_hidden_layers=2, **text).to_dict()
+    config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **whole)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def documents() -> list[torch.Tensor]:
     """Return token ids of three documents."""
     generator = torch.Generator().manual_seed(7)

@@ -564,6 +564,9 @@ selections are shorter than the documents.
 norm. A model that asks for anything else is refused by the name of the mechanism, before its
 weights are read. A new release of transformers is one command: `nox -s zoo`.
 
+Vision-language models are not among these types: `packages/engine-fsdp/tests/test_vision.py`
+compares each family of `engine_api.hf_vision.FAMILIES` with transformers in the same way.
+
 **{summary}.**
 """
 

@@ -8,7 +8,8 @@ from engine_api.plugin import EnginePlugin, Row, Variant
 
 _DEVICES = ("cpu", "cuda")
 
-CAPABILITIES = frozenset(Capability) - MECHANISMS - {Capability.FP16, Capability.FP8}
+_ABSENT = MECHANISMS | {Capability.FP16, Capability.FP8, Capability.VISION}
+CAPABILITIES = frozenset(Capability) - _ABSENT
 
 PLUGIN = EnginePlugin(
     name="loopback",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_routers import Routing
+from engine_api.hf_vision import refuse_vision
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -95,6 +96,7 @@ def read_config(source: ModelSource) -> dict[str, Any]:
                 remedy=near_matches(key, list(raw)),
             )
     raw |= source.config_overrides
+    refuse_vision(raw, (), "the loopback engine")
     _refuse(raw)
     return raw
 

@@ -30,6 +30,10 @@ STAYS: dict[str, str] = {
         "about models that no other case makes; the mutants have none of these mechanisms, and "
         "edits of engine-fsdp are in conformance/mutants/edits/fsdp2.toml"
     ),
+    "vision.*": (
+        "about a model that no other case makes; the mutants have no tower, and edits of "
+        "engine-fsdp are in conformance/mutants/edits/fsdp2.toml"
+    ),
     "moe.*": "about a field that no other case has",
     "distill.*": "about members and an output that no other case asks for",
     "train.trajectory": "the broadest: narrower cases catch the same defects with a name",

@@ -105,6 +105,7 @@ ASKS = {
     Capability.FP16: {"precision": Precision(reduce="float16")},
     Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
     Capability.ROUTER_REPLAY: {"router_replay": True},
+    Capability.VISION: {"model": ModelSource(path="x", freeze=["vision"])},
 }
 
 

@@ -18,8 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine_api import Batch
-from engine_api.batch import DTYPES
 from engine_api.errors import BatchError
+from engine_api.tensors import DTYPES
 
 # Of torch, where such tensors are made.
 pytestmark = pytest.mark.filterwarnings(

@@ -64,6 +64,7 @@ _MODULES = (
     "moe",
     "distill",
     "mechanisms",
+    "vision",
     "steps",
     "order",
     "checkpoint",

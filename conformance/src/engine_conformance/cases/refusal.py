@@ -32,9 +32,12 @@ from engine_conformance.cases._ranks import Trained, local_batch, opened, step, 
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.cases.portable import GOLD
+from engine_conformance.cases.vision import FAMILIES as VISION_FAMILIES
+from engine_conformance.cases.vision import write_model
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.environment import devices_of
 from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.fixtures.pictures import write_losing_model
 
 BOTH = (LM, VALUE)
 _VOCABULARY = 64  # of the smallest fixture that is asked here
@@ -334,17 +337,44 @@ def probe_mechanism(target: Target, capability: Capability) -> float:
     An engine that does not know the model's family at all may refuse that by name.
     """
     arguments = MODELS[capability]
-    config = target.config(target.with_model_type(LM).model(**arguments))
-    how = f"a {arguments['family']} model"
+    model = target.with_model_type(LM).model(**arguments)
+    _require_model_refused(target, capability, model, arguments["family"])
+    return _usable(target)
+
+
+def _require_model_refused(
+    target: Target, capability: Capability, model: Path, family: str
+) -> None:
+    """Require that the model is refused by the capability's name, or by that of its family."""
+    config = target.config(model)
+    how = f"a {family} model"
     reply = target.run(configured, config, configs={how: config})[0][how]
-    by_family = reply.error == "ConfigError" and arguments["family"] in reply.text
+    by_family = reply.error == "ConfigError" and family in reply.text
     if not by_family:
         _require_refusals(capability, {how: reply})
+
+
+def probe_vision(target: Target) -> float:
+    """Require that a vision-language model is refused by name, and so is `model.freeze`.
+
+    An engine that does not know the model's family at all may refuse that by name.
+
+    If this fails: the tower is left out in silence, as transformers' class for causal language
+    models does it for Qwen3.5.
+    """
+    _require_model_refused(target, Capability.VISION, write_model(target), VISION_FAMILIES[0])
+    losing = write_model(target, write_losing_model)
+    _require_model_refused(target, Capability.VISION, losing, "qwen3_5")
+    base = target.config(target.model())
+    freezing = replace(base, model=replace(base.model, freeze=("vision",)))
+    replies = target.run(configured, base, configs={"model.freeze": freezing})[0]
+    _require_refusals(Capability.VISION, replies)
     return _usable(target)
 
 
 _OWN: dict[Capability, Callable[[Target], float | None]] = {
     **{one: partial(probe_mechanism, capability=one) for one in MODELS},
+    Capability.VISION: probe_vision,
     Capability.MOE: probe_moe,
     Capability.DP: probe_dp,
     Capability.VALUE_HEAD: probe_value_head,
@@ -352,6 +382,7 @@ _OWN: dict[Capability, Callable[[Target], float | None]] = {
 # Ways of asking that are no entry of a table.
 _OTHER_WAYS = {
     **{one: f"a model that asks for it ({model['family']})" for one, model in MODELS.items()},
+    Capability.VISION: f"a model that asks for it ({VISION_FAMILIES[0]}), and model.freeze",
     Capability.MOE: "a qwen3_moe model",
     Capability.DP: "a world of two ranks",
     Capability.VALUE_HEAD: "a value model",
@@ -363,6 +394,7 @@ _SINCE_1_4 = MECHANISMS | {
     Capability.ROUTER_REPLAY,
     Capability.SHARED_PREFIXES,
     Capability.DISTILLATION,
+    Capability.VISION,
 }
 
 
@@ -393,9 +425,11 @@ def _probe(capability: Capability) -> None:
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
     if capability in MODELS:
         families = (MODELS[capability]["family"],)
+    if capability is Capability.VISION:
+        families = VISION_FAMILIES
     name = f"refusal.{capability}"
     since = "1.4" if capability in _SINCE_1_4 else "1.0"
-    kinds = (LM,) if capability in MODELS else BOTH
+    kinds = (LM,) if capability in MODELS or capability is Capability.VISION else BOTH
     case(id=name, since=since, probes=capability, world=(1,), model_types=kinds, families=families)(
         probe
     )

@@ -49,8 +49,10 @@ from engine_api.errors import BatchError, CheckpointCorrupt, ConfigError, Engine
 from engine_api.generators import seed_all
 from engine_api.heartbeat import TIMEOUT_S, watched
 from engine_api.hf_routers import Routing
+from engine_api.hf_vision import Vision
 from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
+from engine_api.media import MEDIA
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.process_groups import ProcessGroupUse
 from engine_api.results import (
@@ -430,9 +432,28 @@ class BaseEngine(EngineDefaults):
             max_tokens=memory.max_tokens,
             vocab_size=self.vocab_size,
             needs_weight=needs_weight,
+            max_patches=memory.max_patches,
             share_prefixes=memory.share_prefixes,
-            check=self._check_replayed,
+            check=self._check_contents,
         )
+
+    vision: Vision | None = None
+    """The images that the model takes, which an engine that declares ``vision`` sets in ``_build``.
+
+    None is a model without a tower.
+    """
+
+    def _check_contents(self, batch: Batch) -> None:
+        """Raise ``BatchError`` for experts or images that this engine's model does not take."""
+        self._check_replayed(batch)
+        if self.vision is not None:
+            self.vision.check(batch)
+        elif batch.media is not None and batch.media.num_images:
+            raise BatchError(
+                MEDIA,
+                f"{batch.media.num_images} images for a model without a vision tower",
+                remedy="train a vision-language model, or leave the images and their tokens out",
+            )
 
     routing: Routing | None = None
     """Layers and experts that ``routed_experts`` of a batch is about.
@@ -640,7 +661,8 @@ class BaseEngine(EngineDefaults):
         if self._loss_error is not None or not part.num_tokens:
             return zero_loss(outputs)
         try:
-            given = part.without_teacher()
+            # Neither the fields of a teacher nor pixels go to the device again.
+            given = part.without_teacher().with_media(None)
             return evaluate(loss, outputs, given.to(outputs.tensors()[0].device))
         # A caller's function may raise anything; `_local_sums` raises it again.
         except Exception as error:

@@ -10,6 +10,8 @@ that served the token when it was the input, or -1 where they are not known. The
 have a row for each token: ``teacher_states`` ``[T, d]``, the final hidden state that predicts it,
 ``teacher_top_ids`` ``[T, k]``, the most likely tokens in its place, and ``teacher_top_log_probs``
 ``[T, k + 1]``, their log-probs and that of all other tokens together.
+
+``media`` holds the images of the documents, ragged (``engine_api.media``).
 """
 
 # torch's own annotations are partial.
@@ -26,6 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
 from engine_api.errors import BatchError, kind_of
+from engine_api.media import MEDIA, Media
+from engine_api.tensors import check_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -37,18 +41,6 @@ ROUTED_EXPERTS = "routed_experts"
 TEACHER_STATES = "teacher_states"
 TEACHER_TOP_IDS = "teacher_top_ids"
 TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
-DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-)
 
 
 @register
@@ -62,6 +54,9 @@ class Batch:
         fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …). The
             field ``routed_experts`` is ``[T, L, k]``, signed integers, which the engine checks, and
             those of a teacher are ``[T, n]``.
+        media: the images of the documents, or None without any. The engine checks that they are
+            what the model takes, and that the documents' image tokens are as many as their
+            features.
 
     Raises:
         BatchError: when the parts do not fit each other; it names field and index.
@@ -70,6 +65,7 @@ class Batch:
     input_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    media: Media | None = None
 
     def __post_init__(self) -> None:
         _check_names(self.fields)
@@ -79,7 +75,7 @@ class Batch:
             "cu_seqlens": self.cu_seqlens,
             **self.fields,
         }.items():
-            _check_tensor(name, value)
+            check_tensor(name, value)
             _check_device(name, value, self.input_ids)
         _check_ids(self.input_ids)
         _check_boundaries(self.cu_seqlens, self.num_tokens)
@@ -87,10 +83,12 @@ class Batch:
             _check_field(name, value, self.num_tokens)
         if LOSS_WEIGHT in self.fields:
             _check_loss_weight(self)
+        if self.media is not None:
+            _check_media(self.media, self.input_ids, self.num_documents)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy does not pickle, and batches travel between processes.
-        return (_unpickle, (self.input_ids, self.cu_seqlens, dict(self.fields)))
+        return (_unpickle, (self.input_ids, self.cu_seqlens, dict(self.fields), self.media))
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +158,7 @@ class Batch:
             input_ids=self.input_ids[index],
             cu_seqlens=ends.to(self.cu_seqlens.device),
             fields=picked,
+            media=None if self.media is None else self.media.select(documents),
         )
 
     def to(self, device: Any) -> Batch:
@@ -172,13 +171,42 @@ class Batch:
         copy = self.with_computed(**moved)
         object.__setattr__(copy, "input_ids", self.input_ids.to(device, non_blocking=True))
         object.__setattr__(copy, "cu_seqlens", self.cu_seqlens.to(device, non_blocking=True))
+        if self.media is not None:
+            object.__setattr__(copy, "media", self.media.to(device))
         return copy
 
     def with_fields(self, **extra: torch.Tensor) -> Batch:
         """Return the same documents with additional (or replaced) fields."""
         return Batch(
-            input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra}
+            input_ids=self.input_ids,
+            cu_seqlens=self.cu_seqlens,
+            fields={**self.fields, **extra},
+            media=self.media,
         )
+
+    def keep_fields(self, *names: str) -> Batch:
+        """Return the same documents, with their images and these fields alone.
+
+        Raises ``BatchError`` for a field that the batch does not have.
+        """
+        return Batch(
+            input_ids=self.input_ids,
+            cu_seqlens=self.cu_seqlens,
+            fields={name: self[name] for name in names},
+            media=self.media,
+        )
+
+    def no_media(self) -> Media:
+        """Return the media of as many documents without images."""
+        return Media.none(self.num_documents, self.input_ids.device)
+
+    def with_media(self, media: Media | None) -> Batch:
+        """Return the same documents with these images, or without any (None)."""
+        if media is not None:
+            _check_media(media, self.input_ids, self.num_documents)
+        copy = self.with_computed()
+        object.__setattr__(copy, "media", media)
+        return copy
 
     def with_computed(self, **extra: torch.Tensor) -> Batch:
         """Return the same documents with additional fields that a loss has computed.
@@ -190,6 +218,7 @@ class Batch:
         object.__setattr__(copy, "input_ids", self.input_ids)
         object.__setattr__(copy, "cu_seqlens", self.cu_seqlens)
         object.__setattr__(copy, "fields", MappingProxyType({**self.fields, **extra}))
+        object.__setattr__(copy, "media", self.media)
         copy.__dict__["boundaries"] = self.boundaries
         return copy
 
@@ -216,6 +245,8 @@ class Batch:
     def pack(documents: Sequence[Mapping[str, Any]]) -> Batch:
         """Pack documents given as mappings of per-token sequences, one of them ``input_ids``.
 
+        ``media`` of a document, which may be left out, has its images (``Media.pack``).
+
         Raises ``BatchError`` when a field is missing in some documents or has a different length.
         """
         import torch
@@ -226,6 +257,8 @@ class Batch:
                 input_ids=torch.zeros(0, dtype=torch.int64),
                 cu_seqlens=torch.zeros(1, dtype=torch.int64),
             )
+        media = Media.pack([document.get(MEDIA) for document in documents])
+        documents = [{n: x for n, x in one.items() if n != MEDIA} for one in documents]
         names = list(documents[0])
         rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
         _check_same_layers([row.get(ROUTED_EXPERTS) for row in rows])
@@ -234,13 +267,13 @@ class Batch:
         lengths = [len(row[INPUT_IDS]) for row in rows]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         ids = columns.pop(INPUT_IDS)
-        return Batch(input_ids=ids, cu_seqlens=ends.to(ids.device), fields=columns)
+        return Batch(input_ids=ids, cu_seqlens=ends.to(ids.device), fields=columns, media=media)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Return all documents of ``batches`` in order.
 
-        Their fields must be the same.
+        Their fields must be the same. Some may have no media.
         """
         import torch
 
@@ -265,13 +298,42 @@ class Batch:
             input_ids=torch.cat([b.input_ids for b in batches]),
             cu_seqlens=ends.to(batches[0].cu_seqlens.device),
             fields={n: torch.cat([b[n] for b in batches]) for n in batches[0].fields},
+            media=_concat_media(batches),
         )
 
 
 def _unpickle(
-    input_ids: torch.Tensor, cu_seqlens: torch.Tensor, extra: dict[str, torch.Tensor]
+    input_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    extra: dict[str, torch.Tensor],
+    media: Media | None = None,
 ) -> Batch:
-    return Batch(input_ids=input_ids, cu_seqlens=cu_seqlens, fields=extra)
+    return Batch(input_ids=input_ids, cu_seqlens=cu_seqlens, fields=extra, media=media)
+
+
+def _concat_media(batches: Sequence[Batch]) -> Media | None:
+    """Return the images of all batches, or None where none has media."""
+    if all(batch.media is None for batch in batches):
+        return None
+    return Media.concat([batch.media or batch.no_media() for batch in batches])
+
+
+def _check_media(media: object, ids: torch.Tensor, documents: int) -> None:
+    """Raise ``BatchError`` unless ``media`` are the images of this number of documents."""
+    if not isinstance(media, Media):
+        raise BatchError(
+            MEDIA,
+            f"expected engine_api.media.Media or None, got {kind_of(media)}",
+            remedy="give the images to Batch.pack, by document",
+        )
+    if len(media.bounds) - 1 != documents:
+        raise BatchError(
+            "media.cu_images",
+            f"expected the images of {documents} documents, got those of {len(media.bounds) - 1}",
+            remedy="give 0 images for a document without any",
+        )
+    for name, value in media.tensors.items():
+        _check_device(f"media.{name}", value, ids)
 
 
 def _check_sequence(parts: object, kind: type, said: str) -> None:
@@ -291,62 +353,13 @@ def _check_names(fields: object) -> None:
             "fields", f"expected a mapping from names to tensors, got {kind_of(fields)}"
         )
     for name in cast("Mapping[object, object]", fields):
-        if not isinstance(name, str) or name in ("", INPUT_IDS, CU_SEQLENS):
+        if not isinstance(name, str) or name in ("", INPUT_IDS, CU_SEQLENS, MEDIA):
             raise BatchError(
                 "fields",
                 f"{name!r} cannot be the name of a field",
-                remedy=f"use a text other than {INPUT_IDS} and {CU_SEQLENS}, which are no fields",
+                remedy=f"use a text other than {INPUT_IDS}, {CU_SEQLENS} and {MEDIA}, which are no "
+                "fields",
             )
-
-
-def _check_tensor(name: str, value: object) -> None:
-    """Raise ``BatchError`` unless ``value`` is a tensor of plain numbers.
-
-    Each engine indexes, copies and hashes it.
-    """
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise BatchError(
-            name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor"
-        )
-    refused = [
-        (not _is_plain(value), f"a {type(value).__name__}", "convert it to torch.Tensor"),
-        (value.is_meta, "a tensor on the meta device", "give it values"),
-        (value.is_nested, "a nested tensor", "concatenate its parts"),
-        (
-            value.layout is not torch.strided,
-            f"a tensor of layout {value.layout}",
-            "convert with .to_dense()",
-        ),
-        (
-            value.requires_grad,
-            "a tensor that requires a gradient",
-            "take it out of the graph with .detach()",
-        ),
-        (
-            str(value.dtype).removeprefix("torch.") not in DTYPES,
-            f"a tensor of {value.dtype}",
-            f"known: {', '.join(DTYPES)}",
-        ),
-    ]
-    for wrong, got, remedy in refused:
-        if wrong:
-            raise BatchError(
-                name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy
-            )
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Return whether a tensor has the class that its device makes.
-
-    A backend written in Python defines a class of its own.
-    """
-    import torch
-
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(
-        torch.empty(0, device=value.device)
-    )
 
 
 def _check_target(device: Any) -> None:
@@ -428,7 +441,7 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
         raise BatchError(
             name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)
         ) from error
-    _check_tensor(name, column)
+    check_tensor(name, column)
     if name == ROUTED_EXPERTS:
         _check_experts(column, len(column), index=index)
     elif name in _ROWS:

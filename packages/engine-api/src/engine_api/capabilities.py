@@ -49,6 +49,7 @@ class Capability(StrEnum):
     SINKS = "sinks"
     LINEAR_ATTENTION = "linear_attention"
     SPARSE_ATTENTION = "sparse_attention"
+    VISION = "vision"
 
 
 MECHANISMS = frozenset(
@@ -88,6 +89,7 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.FP8: lambda c: "float8" in _dtypes(c),
     Capability.ASYNC_CHECKPOINT: lambda c: c.checkpoint.async_save,
     Capability.ROUTER_REPLAY: lambda c: c.router_replay,
+    Capability.VISION: lambda c: bool(c.model.freeze),
 }
 
 

@@ -50,6 +50,11 @@ class ModelSource:
     the model does not have, or that would have no effect, is refused.
     """
 
+    freeze: Sequence[str] = ()
+    """Parts of the model that are not trained. ``vision`` is a vision-language model's tower with
+    its projector, which engine-fsdp has. An empty list trains all of it.
+    """
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
@@ -192,6 +197,12 @@ class Memory:
     max_tokens: int = 16384
     """Largest number of tokens in a micro-batch of a data-parallel rank, before padding. A document
     is never cut, so that the longest one must fit.
+    """
+
+    max_patches: int | None = None
+    """Largest number of rows of pixels (patches, or whole images where the model takes those) in a
+    micro-batch of a data-parallel rank, in addition to ``max_tokens``. A document is never cut.
+    Null is no such bound, and text has no rows.
     """
 
     pad_to_multiple: int = 1
@@ -435,6 +446,7 @@ def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
     """Yield a refusal for each value and combination of values that no engine may have."""
     yield from _wrong_sizes(config)
     yield from _wrong_schedule(config.schedule)
+    yield from _wrong_parts(config.model.freeze)
     if config.optimizer is not None:
         yield from _wrong_optimizer(config.optimizer)
     if config.lora is not None:
@@ -461,10 +473,26 @@ def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
     )
 
 
+_PARTS = ("vision",)
+
+
+def _wrong_parts(freeze: object) -> Iterator[_Refusal]:
+    """Yield a refusal for ``model.freeze`` unless it is a list of known parts."""
+    is_list = isinstance(freeze, Sequence) and not isinstance(freeze, str)
+    given = cast("Sequence[object]", freeze) if is_list else ()
+    yield (
+        not is_list or any(part not in _PARTS for part in given),
+        "model.freeze",
+        f"expected a list of parts of {', '.join(_PARTS)}, got {freeze!r}",
+        "",
+        "give [vision], or leave it out",
+    )
+
+
 def _wrong_sizes(config: EngineConfig) -> Iterator[_Refusal]:
     """Yield a refusal for each number of tokens or ranks that is not a positive integer."""
     sizes = {
-        "memory": ("max_tokens", "pad_to_multiple", "logit_chunk"),
+        "memory": ("max_tokens", "max_patches", "pad_to_multiple", "logit_chunk"),
         "parallelism": ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "ulysses"),
     }
     for section, names in sizes.items():
@@ -475,8 +503,11 @@ def _wrong_sizes(config: EngineConfig) -> Iterator[_Refusal]:
             if name == "dp_shard":
                 expected += ", or -1"
                 automatic = value == -1
+            if name == "max_patches":
+                expected += ", or null"
+                automatic = value is None
             yield (
-                not isinstance(value, int) or (value < 1 and not automatic),
+                not automatic and (not isinstance(value, int) or value < 1),
                 f"{section}.{name}",
                 f"expected {expected}, got {value!r}",
                 "",

@@ -38,6 +38,9 @@ _COMPANIONS = (
     "*.jinja",
     "generation_config.json",
     "added_tokens.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 

@@ -27,13 +27,15 @@ class Piece:
     """One saved tensor, with the part of an in-memory parameter that it is.
 
     If ``expert`` is None it is the whole parameter, or ``parameter[rows[0]:rows[1]]`` where
-    ``rows`` are given. If not, it is ``parameter[expert, rows[0]:rows[1]]``.
+    ``rows`` are given. If not, it is ``parameter[expert, rows[0]:rows[1]]``. A ``transposed`` piece
+    is the whole parameter with its last two dimensions exchanged.
     """
 
     name: str
     shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] = (0, 0)
+    transposed: bool = False
 
     def view(self, tensor: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
         """Return the piece as a view of ``tensor``, a box of the parameter.
@@ -43,6 +45,8 @@ class Piece:
         """
         start = tuple(offset) or (0,) * tensor.dim()
         if self.expert is None:
+            if self.transposed:
+                return tensor.transpose(-1, -2)
             if not self.rows[1]:
                 return tensor
             rows = _overlap(self.rows, start[0], tensor.shape[0])
@@ -61,8 +65,8 @@ class Piece:
             if not self.rows[1]:
                 return ShardSpec(
                     global_shape=self.shape,
-                    offset=tuple(offset),
-                    shape=tuple(shape),
+                    offset=_exchange(offset) if self.transposed else tuple(offset),
+                    shape=_exchange(shape) if self.transposed else tuple(shape),
                     replica=replica,
                 )
             rows = _overlap(self.rows, offset[0], shape[0])
@@ -90,6 +94,11 @@ class Piece:
             return True
         has_expert = offset[0] <= self.expert < offset[0] + shape[0]
         return has_expert and len(_overlap(self.rows, offset[1], shape[1])) > 0
+
+
+def _exchange(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes with the last two exchanged."""
+    return (*sizes[:-2], sizes[-1], sizes[-2])
 
 
 def _overlap(rows: tuple[int, int], first: int, count: int) -> range:
@@ -230,6 +239,8 @@ def _split(
     if operations == ["Chunk(dim=0)"]:
         names = [renamed.replace(targets[0], target) for target in targets]
         return _split_rows(names, shape, folder)
+    if [type(one).__name__ for one in transform.operations] == ["Transpose"] and len(shape) == 3:
+        return [_transpose(renamed, shape, transform.operations[0], folder)]
     fused = operations == ["Chunk(dim=1)", "SplitModulelist(dim=0)"]
     if len(shape) != 3 or not (
         fused or (operations == ["SplitModulelist(dim=0)"] and len(targets) == 1)
@@ -252,6 +263,30 @@ def _split(
         for expert in range(experts)
         for i, target in enumerate(targets)
     ]
+
+
+def _transpose(
+    name: str, shape: tuple[int, ...], operation: Any, folder: SavedTensors | None
+) -> Piece:
+    """Return the piece of a parameter that some folders hold with its dimensions exchanged.
+
+    Where both are read, transformers writes the parameter as it is in memory (Qwen3-VL-MoE).
+
+    Raises:
+        ConfigError: other dimensions than the last two are exchanged.
+    """
+    if {operation.dim0, operation.dim1} != {1, 2}:
+        raise ConfigError(
+            "model.path",
+            f"no export for {name}: dimensions {operation.dim0} and {operation.dim1} are exchanged",
+            why="only the last two of three are known",
+            remedy="report the model family",
+        )
+    other = _exchange(shape)
+    transposed = not operation.check_dims
+    if operation.check_dims and folder is not None and name in folder:
+        transposed = shape != other == folder.shape_of(name)
+    return Piece(name=name, shape=other if transposed else shape, transposed=transposed)
 
 
 def _split_rows(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from engine_api.errors import ConfigError
+from engine_api.hf_vision import has_vision
 
 # Parts of the names of rates that transformers applies only in training.
 _NOISE = ("drop", "jitter")
@@ -25,8 +26,13 @@ _ALWAYS = {
 
 
 def noise_rates(config: Any) -> dict[str, float]:
-    """Return the rates above 0 in the language model's part of a configuration, by dotted key."""
-    return dict(_rates(config.get_text_config().to_dict(), ""))
+    """Return the rates above 0 of the language model and of its vision tower, by dotted key."""
+    found = dict(_rates(config.get_text_config().to_dict(), ""))
+    if has_vision(config):
+        # Keys of the whole model, its projector's among them, and the tower's.
+        whole = {k: v for k, v in config.to_dict().items() if k != "text_config"}
+        found |= dict(_rates(whole, ""))
+    return found
 
 
 def _rates(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:

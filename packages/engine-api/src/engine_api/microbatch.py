@@ -5,24 +5,45 @@ The functions are pure functions of lengths, so that every rank computes the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from engine_api.errors import BatchError
 
 Bins = list[list[int]]
 
 
-def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelBudget:
+    """The rows of pixels of each document, and the most of them that a micro-batch takes."""
+
+    rows: Sequence[int]
+    most: int
+
+    def holds(self, documents: Iterable[int]) -> bool:
+        """Return whether a micro-batch takes the images of these documents together."""
+        return sum(self.rows[i] for i in documents) <= self.most
+
+
+def least_bins(lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None = None) -> Bins:
     """Return few bins with at most ``max_tokens`` tokens each, by first-fit-decreasing.
 
-    Raises ``BatchError`` for a document longer than the budget.
+    With ``pixels`` a bin is within that budget, too.
+
+    Raises ``BatchError`` for a document that is beyond a budget alone.
     """
-    check_budget(lengths, max_tokens)
+    check_budget(lengths, max_tokens, pixels)
     bins: Bins = []
     loads: list[int] = []
     for index in _longest_first(lengths):
         fits = next(
-            (b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), None
+            (
+                b
+                for b, load in enumerate(loads)
+                if load + lengths[index] <= max_tokens
+                and (pixels is None or pixels.holds([*bins[b], index]))
+            ),
+            None,
         )
         if fits is None:
             bins.append([index])
@@ -33,16 +54,19 @@ def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
     return [sorted(b) for b in bins]
 
 
-def split_micro_batches(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
-    """Return exactly ``count`` bins within the budget, as even as possible.
+def split_micro_batches(
+    lengths: Sequence[int], max_tokens: int, count: int, pixels: PixelBudget | None = None
+) -> Bins:
+    """Return exactly ``count`` bins within the budgets, as even in tokens as possible.
 
     Some bins may be empty. ``count`` is the largest need over all ranks, and therefore at least
-    ``len(least_bins(lengths, max_tokens))``.
+    ``len(least_bins(lengths, max_tokens, pixels))``.
     """
-    least = least_bins(lengths, max_tokens)
+    least = least_bins(lengths, max_tokens, pixels)
     assert count >= len(least), f"{len(least)} micro-batches needed, {count} agreed on"
     even = balance(lengths, count)
-    if all(sum(lengths[i] for i in b) <= max_tokens for b in even):
+    fits = all(sum(lengths[i] for i in b) <= max_tokens for b in even)
+    if fits and (pixels is None or all(pixels.holds(b) for b in even)):
         return even
     return least + [[] for _ in range(count - len(least))]
 
@@ -67,8 +91,10 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
-    """Raise ``BatchError`` for a document longer than the budget."""
+def check_budget(
+    lengths: Sequence[int], max_tokens: int, pixels: PixelBudget | None = None
+) -> None:
+    """Raise ``BatchError`` for a document that is beyond a budget alone."""
     for index, length in enumerate(lengths):
         if length > max_tokens:
             raise BatchError(
@@ -77,4 +103,13 @@ def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
                 index=index,
                 why="a document is never cut",
                 remedy="raise memory.max_tokens or shorten the document",
+            )
+        if pixels is not None and not pixels.holds([index]):
+            raise BatchError(
+                "media.pixels",
+                f"document {index} has {pixels.rows[index]} rows of pixels, "
+                f"the budget is {pixels.most}",
+                index=index,
+                why="a document is never cut",
+                remedy="raise memory.max_patches, or make the document's images smaller or fewer",
             )

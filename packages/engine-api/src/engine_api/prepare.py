@@ -12,7 +12,7 @@ from engine_api.batch import LOSS_WEIGHT, Batch
 from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.errors import BatchError
-from engine_api.microbatch import least_bins, split_micro_batches
+from engine_api.microbatch import PixelBudget, least_bins, split_micro_batches
 from engine_api.prefixes import least_shared_bins, order_by_prefix, split_shared_micro_batches
 from engine_api.results import TokenOutputs, Topology
 
@@ -31,7 +31,11 @@ class MicroBatches:
     """The whole batch of this rank."""
 
     parts: list[Batch]
-    """The micro-batches."""
+    """The micro-batches.
+
+    One whose media are not None has images on some rank, though perhaps none on this one. They are
+    the last ones, so that as few as possible have images on some ranks only.
+    """
 
     documents: list[list[int]]
     """Indices into the batch of the documents of each part."""
@@ -75,6 +79,7 @@ class _Row:
     count: int
     loss_weight: float | None
     num_tokens: int
+    images: int
     digest: str
 
 
@@ -86,22 +91,29 @@ def prepare(
     max_tokens: int,
     vocab_size: int,
     needs_weight: bool,
+    max_patches: int | None = None,
     share_prefixes: bool = False,
     check: Callable[[Batch], None] | None = None,
 ) -> MicroBatches:
     """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
     With ``share_prefixes`` documents that begin alike come into the same micro-batch, and
-    ``max_tokens`` counts the tokens that differ. ``check`` is an engine's own check of its batch,
-    which raises ``BatchError``.
+    ``max_tokens`` counts the tokens that differ. Ranks also agree on which micro-batches have
+    images on any of them, because a tower whose weights are sharded is computed by all ranks
+    together. ``check`` is an engine's own check of its batch, which raises ``BatchError``.
 
     Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
+    pixels = None
+    if batch.media is not None and max_patches is not None:
+        pixels = PixelBudget(rows=batch.media.rows_by_document, most=max_patches)
 
     def examine() -> _Row:
         if check is not None:
             check(batch)
-        return _examine(batch, topology, max_tokens, vocab_size, needs_weight, share_prefixes)
+        return _examine(
+            batch, topology, max_tokens, pixels, vocab_size, needs_weight, share_prefixes
+        )
 
     rows = together(comm, examine)
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
@@ -110,20 +122,46 @@ def prepare(
     if share_prefixes:
         documents = split_shared_micro_batches(order_by_prefix(batch), max_tokens, count)
     else:
-        documents = split_micro_batches(batch.lengths, max_tokens, count)
+        documents = split_micro_batches(batch.lengths, max_tokens, count, pixels)
+    parts = [batch.select(d) for d in documents]
+    if any(row.images for row in rows):
+        # Stable, so that the order is otherwise as without images.
+        order = sorted(range(count), key=lambda i: _has_images(parts[i]))
+        documents = [documents[i] for i in order]
+        parts = _agree_on_images([parts[i] for i in order], comm)
+    elif batch.media is not None:
+        parts = [part.with_media(None) for part in parts]
     return MicroBatches(
         batch=batch,
-        parts=[batch.select(d) for d in documents],
+        parts=parts,
         documents=documents,
         loss_weight=_total([row.loss_weight for row in primary]),
         num_tokens=sum(row.num_tokens for row in primary),
     )
 
 
+def _has_images(part: Batch) -> bool:
+    return part.media is not None and part.media.num_images > 0
+
+
+def _agree_on_images(parts: list[Batch], comm: Comm) -> list[Batch]:
+    """Return the micro-batches with media in those that have images on any rank.
+
+    On each rank the ones with images are the last ones.
+    """
+    own = sum(map(_has_images, parts))
+    first = len(parts) - max(comm.all_gather(own))
+    return [
+        part.with_media((part.media or part.no_media()) if i >= first else None)
+        for i, part in enumerate(parts)
+    ]
+
+
 def _examine(
     batch: Batch,
     topology: Topology,
     max_tokens: int,
+    pixels: PixelBudget | None,
     vocab_size: int,
     needs_weight: bool,
     share_prefixes: bool,
@@ -132,7 +170,7 @@ def _examine(
     if share_prefixes:
         count = len(least_shared_bins(order_by_prefix(batch), max_tokens))
     else:
-        count = len(least_bins(batch.lengths, max_tokens))
+        count = len(least_bins(batch.lengths, max_tokens, pixels))
     if needs_weight and batch.num_tokens:
         batch.loss_weight  # noqa: B018 - raises the error that names the field
     weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else None
@@ -142,6 +180,7 @@ def _examine(
         count,
         weight,
         batch.num_tokens,
+        0 if batch.media is None else batch.media.num_images,
         _digest(batch, topology),
     )
 
@@ -161,6 +200,9 @@ def _digest(batch: Batch, topology: Topology) -> str:
     )
     for _, tensor in sorted({**batch.fields, "input_ids": batch.input_ids}.items()):
         digest.update(_bytes(tensor))
+    if batch.media is not None:
+        for tensor in batch.media.tensors.values():
+            digest.update(_bytes(tensor))
     return digest.hexdigest()
 
 

@@ -29,6 +29,7 @@ from engine_torch.model import (
 )
 from engine_torch.options import DTensorOptions
 from engine_torch.verify import verify_model
+from engine_torch.vision import position_tokens, tower_of
 from engine_torch.weights import fill, parameter_table
 
 log = logging.getLogger("engine_fsdp")
@@ -70,8 +71,9 @@ class FSDPEngine(DTensorEngine):
         self.folder = built.folder
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
         self._limit_documents(lm.config)
+        tower = tower_of(lm) if built.vision is not None else []
         if config.lora is not None:
-            lora.inject(lm, config.lora)
+            lora.inject(lm, config.lora, outside=tower)
         self.module = PackedModel(
             lm,
             kind=self.kind,
@@ -79,12 +81,24 @@ class FSDPEngine(DTensorEngine):
             group=layout.ulysses_group,
             head=built.head,
             routers=built.routers,
+            vision=built.vision,
         )
+        self.vision = built.vision
+        self._positions_of = position_tokens(lm, built.vision)
         self.routing = None if built.routers is None else built.routers.routing
         self.module.eval()
         # Before FSDP gives the blocks other classes.
-        self._blocks = blocks = blocks_of(lm)
-        shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
+        inside = {module for part in tower for module in part.modules()}
+        every = blocks_of(lm)
+        self._blocks = blocks = [block for block in every if block not in inside]
+        shard_model(
+            self.module,
+            blocks,
+            config,
+            layout,
+            self.options.prefetch_blocks,
+            tower=[block for block in every if block in inside],
+        )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
         if files is not None:
@@ -195,12 +209,16 @@ class FSDPEngine(DTensorEngine):
             kernel=self.kernel,
             device=self.device,
             multiple=multiple,
+            vision=self.vision,
+            positions_of=self._positions_of,
+            dtype=DTYPES[self.config.precision.compute],
             **given,
         )
 
     def _release(self) -> None:
         # A caller may hold the closed engine, and the blocks hold their weights.
         self._blocks.clear()
+        self._positions_of = None
         super()._release()
 
 

@@ -99,11 +99,18 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
 
 
 def shard_model(
-    root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int
+    root: nn.Module,
+    blocks: list[nn.Module],
+    config: EngineConfig,
+    layout: Layout,
+    prefetch: int,
+    *,
+    tower: list[nn.Module],
 ) -> None:
     """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
 
-    A model that has nothing to shard, reduce or cast stays a plain module.
+    A model that has nothing to shard, reduce or cast stays a plain module. ``tower`` are the blocks
+    of a vision tower, if any.
     """
     if not is_plain(config, layout.topology.world_size):
-        parallel.shard_model(root, blocks, config, layout.mesh, prefetch)
+        parallel.shard_model(root, blocks, config, layout.mesh, prefetch, tower=tower)

@@ -47,6 +47,7 @@ PLUGIN = EnginePlugin(
             Capability.SAVE_HF,
             Capability.ROUTER_REPLAY,
             Capability.DISTILLATION,
+            Capability.VISION,
             *MECHANISMS,
         }
     ),

@@ -17,6 +17,7 @@ from engine_api import hf_config
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_overrides import override
+from engine_api.hf_vision import refuse_vision
 from engine_megatron.mechanisms import (
     EVERY_LAYER_WINDOWS,
     MECHANISMS,
@@ -299,6 +300,7 @@ def read_hf_config(source: ModelSource, folder: str) -> Any:
     config = hf_config.read_hf_config(
         folder, remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}"
     )
+    refuse_vision(config, (), "engine-megatron")
     override(config, source.config_overrides)
     return config
 

@@ -81,6 +81,8 @@ class Packing:
             shorter). None where the documents are equally long.
         flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
         mask: ``[1, 1, T, T]`` bool, true where a query (row) attends to a key (column), or None.
+        blocks: ``[T]`` int64, the number of the image to whose tokens each token attends in both
+            directions, -1 for none, or None where all attention is causal.
         group: process group of Ulysses, or None.
         context: this rank's part of the pack under context parallelism, or None.
         ends: ``[T]`` int64, the index behind the last token that may attend to each token, where
@@ -96,6 +98,7 @@ class Packing:
     padded_index: Tensor | None = None
     flat_index: Tensor | None = None
     mask: Tensor | None = None
+    blocks: Tensor | None = None
     group: Any = None
     context: Context | None = None
     ends: Tensor | None = None
@@ -171,18 +174,23 @@ def check_heads(config: Any, ulysses: int) -> None:
 
 
 def build_packing(
-    lengths: list[int], kernel: str, device: torch.device, group: Any = None
+    lengths: list[int],
+    kernel: str,
+    device: torch.device,
+    group: Any = None,
+    blocks: Tensor | None = None,
 ) -> Packing:
     """Build the packing of documents of these lengths (tokens).
 
     Where ``kernel`` is sdpa and lengths differ, the packing also holds a mask or the indices of a
-    padded form.
+    padded form. Where tokens of ``blocks`` attend in both directions, the kernel is sdpa under a
+    mask.
     """
     cu = torch.tensor([0, *lengths]).cumsum(0)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     total = int(cu[-1])
     longest = max(lengths)
-    kernel = _select_kernel(lengths, kernel)
+    kernel = _select_kernel(lengths, kernel) if blocks is None else "sdpa"
     common: dict[str, Any] = {
         "kernel": kernel,
         "bounds": cu,
@@ -191,6 +199,11 @@ def build_packing(
         "document": document.to(device),
         "group": group,
     }
+    if blocks is not None:
+        same = (blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0)
+        earlier = torch.ones(total, total, dtype=torch.bool).tril()
+        visible = (earlier | same) & (document[:, None] == document[None, :])
+        return Packing(**common, mask=visible[None, None].to(device), blocks=blocks.to(device))
     if kernel != "sdpa" or len(set(lengths)) == 1:
         return Packing(**common)
     if total * total <= len(lengths) * longest * longest:
@@ -427,6 +440,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
     if packing.kernel != "sdpa":
         return _attend_fused(q, k, v, packing, scores)
     if scores.cap is not None or scores.sinks is not None:
+        _refuse_special_in_blocks(packing, scores)
         return _attend_plain(q, k, v, packing, scores)
     if q.shape[-1] != v.shape[-1] and torch.compiler.is_compiling():
         # torch 2.13's compiler fails on values of another width than the keys.
@@ -448,6 +462,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) 
     if packing.flat_index is not None:
         flat = flat[:, packing.flat_index]
     return flat[None]
+
+
+def _refuse_special_in_blocks(packing: Packing, scores: _Scores) -> None:
+    """Raise ``UnsupportedCapability`` for a cap or sinks beside images seen in both directions."""
+    if packing.blocks is None:
+        return
+    raise UnsupportedCapability(
+        "softcap" if scores.cap is not None else "sinks",
+        where="image tokens that attend in both directions",
+        why="its kernel is causal",
+        remedy="use another backend for this model family",
+    )
 
 
 def _refuse_special(kernel: str, scores: _Scores) -> None:
@@ -537,8 +563,12 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
     """Build the mask ``[1, 1, T, T]`` of a sliding window inside each document."""
     position = torch.arange(packing.document.shape[0], device=packing.document.device)
     distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    if packing.blocks is not None:
+        blocks = packing.blocks
+        visible |= (blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0)
     same = packing.document[:, None] == packing.document[None, :]
-    return (same & (distance >= 0) & (distance < window))[None, None]
+    return (same & visible & (distance < window))[None, None]
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Scores) -> Tensor:

@@ -16,6 +16,7 @@ from engine_api.batch import (
     Batch,
 )
 from engine_api.distillation import OutputHead, Teaching
+from engine_api.hf_vision import Vision
 from engine_torch.attention import (
     Packing,
     build_context_packing,
@@ -25,6 +26,7 @@ from engine_torch.attention import (
 from engine_torch.divergence import Taught
 from engine_torch.prefixes import build_tree, take_rows
 from engine_torch.ulysses import gather_tokens
+from engine_torch.vision import PackedImages, Positions, pack_images
 
 __all__ = ["PackedInputs", "pack_inputs", "pack_tree"]
 
@@ -38,7 +40,9 @@ class PackedInputs:
 
     Attributes:
         input_ids: ``[1, T'/n]`` int64.
-        position_ids: ``[1, T'/n]`` int64, each token's position in its document.
+        position_ids: ``[1, T'/n]`` int64, each token's position in its document. Where documents
+            have images whose tokens have positions in three dimensions ``[4, 1, T'/n]``: the
+            position in the document, then in time, height and width.
         targets: ``[T'/n]`` int64, the token that follows each token.
         first: ``[T']`` bool, true at the first token of each document.
         packing: the documents, for attention.
@@ -51,6 +55,7 @@ class PackedInputs:
         rows: ``[T]`` int64, the token of the tree for each token of the documents, or None.
         experts: ``[T'/n, L, k]`` signed integers, the experts that serve each token by layer, -1
             where the router selects them, or None where it selects all of them.
+        images: the images of the documents, or None where no rank has any.
     """
 
     input_ids: Tensor
@@ -64,6 +69,7 @@ class PackedInputs:
     rows: Tensor | None = None
     experts: Tensor | None = None
     taught: Taught | None = None
+    images: PackedImages | None = None
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Return the hidden states ``[T'/n, d]`` that predict ``targets``."""
@@ -92,6 +98,9 @@ def pack_inputs(
     teaching: Teaching | None = None,
     teacher: OutputHead | None = None,
     gathers_keys: bool = False,
+    vision: Vision | None = None,
+    positions_of: Positions | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> PackedInputs:
     """Pad a batch to a multiple of ``multiple`` and of ``parts``, and move it to the device.
 
@@ -111,6 +120,9 @@ def pack_inputs(
         teacher: the teacher's head where ``teaching`` reads states.
         gathers_keys: true where the group is of context parallelism, whose ranks gather keys and
             values, and false where it is of Ulysses.
+        vision: the images that the model takes, or None.
+        positions_of: positions of a document with images, or None where they are as without.
+        dtype: dtype of the computation, for pixels.
     """
     step = multiple * parts
     padding = -batch.num_tokens % step if batch.num_tokens else step
@@ -121,19 +133,52 @@ def pack_inputs(
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
     mine = torch.arange(len(ids)).chunk(parts)[part]
+    first = positions == 0
+    images = None if vision is None else pack_images(batch, vision, mine, device, dtype)
+    blocks = None
+    if vision is not None and vision.bidirectional and images is not None:
+        blocks = torch.cat([vision.number_image_tokens(batch), torch.full((padding,), -1)])
+    if positions_of is not None and images is not None:
+        positions = _position_images(batch, positions, positions_of)
     if coefficients is not None:
         coefficients = _shift_to_targets(coefficients, padding, mine).to(device)
     return PackedInputs(
         input_ids=ids[mine][None].to(device, non_blocking=True),
-        position_ids=positions[mine][None].to(device, non_blocking=True),
+        position_ids=positions[..., None, mine].to(device, non_blocking=True),
         targets=ids.roll(-1)[mine].to(device, non_blocking=True),
-        first=(positions == 0).to(device, non_blocking=True),
-        packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys),
+        first=first.to(device, non_blocking=True),
+        packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys, blocks),
         size=batch.num_tokens,
         coefficients=coefficients,
         experts=_pad_experts(batch, padding, mine, device),
         taught=_place_teacher(batch, teaching, teacher, padding, mine, device),
+        images=images,
     )
+
+
+def _position_images(batch: Batch, positions: Tensor, positions_of: Positions) -> Tensor:
+    """Return positions ``[4, T']`` of a padded batch whose documents may have images.
+
+    Each document's are computed from its own tokens and images, never from those of the pack.
+
+    Args:
+        batch: the documents.
+        positions: ``[T']`` int64, each token's position in its document.
+        positions_of: positions of a document with images.
+    """
+    whole = positions[None].repeat(4, 1)
+    media = batch.media
+    if media is None or not media.num_images:
+        return whole
+    ids = batch.input_ids.cpu()
+    grid = media.grid.cpu()
+    for document, (start, end) in enumerate(
+        zip(batch.boundaries, batch.boundaries[1:], strict=False)
+    ):
+        own = media.images_of(document)
+        if own:
+            whole[1:, start:end] = positions_of(ids[start:end], grid[own.start : own.stop])
+    return whole
 
 
 def pack_tree(
@@ -223,10 +268,11 @@ def _build_packing(
     parts: int,
     part: int,
     gathers_keys: bool,
+    blocks: Tensor | None,
 ) -> Packing:
     """Build the packing of documents of these lengths (see ``pack_inputs``)."""
     if group is None or not gathers_keys:
-        return build_packing(lengths, kernel, device, group)
+        return build_packing(lengths, kernel, device, group, blocks)
     return build_context_packing(lengths, kernel, device, group=group, parts=parts, part=part)
 
 

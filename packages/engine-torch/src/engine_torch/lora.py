@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +17,10 @@ from engine_api.errors import ConfigError
 from engine_torch.weights import ShardedParam
 
 
-def inject(lm: nn.Module, lora: LoraConfig) -> None:
+def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
     """Insert adapters into ``lm`` in place, and freeze all but them and a value head.
+
+    Modules of ``outside``, such as a vision tower, get none.
 
     Raises:
         ConfigError: peft is not installed, or the target modules do not fit the model.
@@ -35,7 +38,11 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     # peft annotates lora_alpha as an integer and computes with it as a number.
     alpha: Any = lora.alpha
     config = PeftLoraConfig(
-        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets
+        r=lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=_match_inside(lm, outside),
     )
     try:
         inject_adapter_in_model(config, lm)
@@ -49,6 +56,12 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     _refuse_unseen(lm)
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
+
+
+def _match_inside(lm: nn.Module, outside: Collection[nn.Module]) -> str | None:
+    """Return a regular expression of the names of modules and all in them, or None for none."""
+    names = [re.escape(name) for name, module in lm.named_modules() if module in outside]
+    return rf"({'|'.join(names)})(\..*)?" if names else None
 
 
 def _refuse_unseen(lm: Any) -> None:

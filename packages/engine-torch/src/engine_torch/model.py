@@ -22,6 +22,13 @@ from engine_api.hf_names import Piece, SavedTensors, keep_float32, pieces_of
 from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.hf_routers import Routers
+from engine_api.hf_vision import (
+    Vision,
+    find_auto_class,
+    has_vision,
+    read_vision,
+    refuse_vision,
+)
 from engine_api.results import TokenOutputs
 from engine_torch import attention
 from engine_torch.divergence import chunked_divergence
@@ -34,8 +41,11 @@ from engine_torch.mechanisms import (
     selects_tokens,
 )
 from engine_torch.mixers import divide_mixers, refuse_without_kernels
+from engine_torch.vision import compute_features, tower_of
 
 Kind = Literal["language_model", "value_model"]
+# Attention of a tower, each image to itself.
+_TOWER_ATTENTION = "sdpa"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's dtypes by their names in the configuration."""
 
@@ -52,9 +62,11 @@ class PackedModel(nn.Module):
         group: Any,
         head: Head | None = None,
         routers: Routers | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.routers = routers
+        self.vision = vision
         self.lm = lm
         self.head = head or Head()
         self.kind = kind
@@ -71,27 +83,33 @@ class PackedModel(nn.Module):
         _connect_experts(lm)
 
     def forward(
-        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
+        self,
+        inputs: PackedInputs | Mapping[str, Tensor],
+        needs: Sequence[str],
+        temperature: float,
     ) -> tuple[Tensor, ...]:
         """Compute the aligned outputs of the whole micro-batch, on every rank that shares it.
 
-        Plain ids ``[1, L]`` instead run the model's own forward, for the check at the start.
+        Arguments of the model's own forward by name, such as ``input_ids`` ``[1, L]``, instead run
+        it, for the check at the start.
 
         Returns:
             ``(values,)``, or log-probs and what else of ``needs`` is computed of them, each ``[T]``
-            float32, as a tuple because FSDP looks for tensors in tuples. For plain ids
-            ``(logits,)``, and where ``states`` are needed ``(hidden states [T, d],)``.
+            float32, as a tuple because FSDP looks for tensors in tuples. Where ``states`` are
+            needed ``(hidden states [T, d],)``, and for the model's own forward ``(logits,)``.
         """
-        self.documents.set(None if isinstance(inputs, Tensor) else inputs.packing)
+        packed = inputs if isinstance(inputs, PackedInputs) else None
+        self.documents.set(None if packed is None else packed.packing)
         if self.routers is not None:
-            self.routers.replay(None if isinstance(inputs, Tensor) else inputs.experts)
-        if isinstance(inputs, Tensor):
-            return (self.lm(input_ids=inputs, use_cache=False).logits,)
+            self.routers.replay(None if packed is None else packed.experts)
+        if not isinstance(inputs, PackedInputs):
+            return (self.lm(**inputs, use_cache=False).logits,)
         hidden = self.lm.base_model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
             packing=inputs.packing,
+            **self._compute_features(inputs),
         ).last_hidden_state[0]
         hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
@@ -149,6 +167,17 @@ class PackedModel(nn.Module):
         found = (log_probs, entropy, divergence)
         return tuple(inputs.align(x, self.group) for x in found if x is not None)
 
+    def _compute_features(self, inputs: PackedInputs) -> dict[str, Any]:
+        """Return the features of the micro-batch's images as an argument of the base model.
+
+        The tower is not run for a micro-batch in which no rank has images.
+        """
+        if self.vision is None or inputs.images is None:
+            return {}
+        trained = any(p.requires_grad for part in tower_of(self.lm) for p in part.parameters())
+        features = compute_features(self.lm, self.vision, inputs.images, trained=trained)
+        return {"mm_encoder_outputs": {"image": features}}
+
     def outputs(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float
     ) -> TokenOutputs:
@@ -200,6 +229,7 @@ class BuiltModel:
             model that has its random weights.
         head: what a language model does with its plain logits.
         routers: the model's routers, or None where no selection of experts is replayed.
+        vision: the images that the model takes, or None for a model without a tower.
     """
 
     lm: Any
@@ -208,6 +238,7 @@ class BuiltModel:
     files: WeightFiles | None
     head: Head = field(default_factory=Head)
     routers: Routers | None = None
+    vision: Vision | None = None
 
 
 class ModelClasses:
@@ -227,7 +258,7 @@ class ModelClasses:
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
         # No public name tells it without building.
-        return auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001
+        return auto_class(kind, hf_config)._model_mapping.get(type(hf_config), None)  # noqa: SLF001
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a model that the library does not have.
@@ -251,10 +282,11 @@ class ModelClasses:
 
         Its attention is ``attention.NAME``, or ``attention.MASKED`` where layers select tokens.
         """
-        masked = selects_tokens(hf_config.get_text_config())
-        return auto_class(kind).from_config(
+        name = attention.MASKED if selects_tokens(hf_config.get_text_config()) else attention.NAME
+        by_part = {"text_config": name, "vision_config": _TOWER_ATTENTION}
+        return auto_class(kind, hf_config).from_config(
             hf_config,
-            attn_implementation=attention.MASKED if masked else attention.NAME,
+            attn_implementation=by_part if has_vision(hf_config) else name,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
@@ -294,7 +326,10 @@ def build_model(
         UnsupportedCapability: the engine would compute this kind of model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = read_config(folder, config, kind, classes)
+    hf_config = read_config(folder, config, kind, classes, served)
+    vision = read_vision(hf_config, classes.engine)
+    _refuse_frozen(config.model, vision)
+    _refuse_shared(config, vision)
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
     refuse_unserved(hf_config, cls, None, **refusal)
@@ -321,6 +356,9 @@ def build_model(
         need = sum(parameter.nbytes for parameter in lm.parameters())
         require_memory(hf_config, folder, need, device_of("cpu").room()[1])
         lm = make_model(hf_config, config, kind, folder, torch.device("cpu"), classes)
+    if vision is not None and config.model.freeze:
+        for part in tower_of(lm):
+            part.requires_grad_(False)
     routers = Routers(lm, where=classes.engine) if config.router_replay else None
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -328,7 +366,36 @@ def build_model(
     pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
-    return BuiltModel(lm=lm, pieces=pieces, folder=folder, files=files, head=head, routers=routers)
+    return BuiltModel(
+        lm=lm,
+        pieces=pieces,
+        folder=folder,
+        files=files,
+        head=head,
+        routers=routers,
+        vision=vision,
+    )
+
+
+def _refuse_shared(config: EngineConfig, vision: Vision | None) -> None:
+    """Raise ``ConfigError`` for shared prefixes in a model whose documents may have images."""
+    if config.memory.share_prefixes and vision is not None:
+        raise ConfigError(
+            "memory.share_prefixes",
+            "a model with a vision tower does not share the beginnings of its documents",
+            why="they are compared by their ids, which are the same for all images",
+            remedy="set memory.share_prefixes: false",
+        )
+
+
+def _refuse_frozen(source: ModelSource, vision: Vision | None) -> None:
+    """Raise ``ConfigError`` for a tower that is to be frozen, in a model without one."""
+    if source.freeze and vision is None:
+        raise ConfigError(
+            "model.freeze",
+            f"expected parts of the model, got {list(source.freeze)} for a model without a tower",
+            remedy="leave it out, or give a vision-language model",
+        )
 
 
 def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:
@@ -378,27 +445,43 @@ def reset_buffers(lm: Any) -> None:
 
     transformers computes them in its hook that initializes a module. A whole model may fill the
     buffers of its layers there (Falcon-H1), so it is called after them. The hook draws no
-    parameter.
+    parameter. A model inside the model, such as a tower, has a hook of its own.
     """
     from transformers import PreTrainedModel
 
     for parameter in lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - transformers' mark of what is read
-    for module in reversed(list(lm.modules())):
+    hooks: dict[str, Any] = {}
+    for name, module in lm.named_modules():
+        above = hooks.get(name.rpartition(".")[0])
+        hooks[name] = module._init_weights if isinstance(module, PreTrainedModel) else above  # noqa: SLF001 - the hook, which has no public name
+    for name, module in reversed(list(lm.named_modules())):
         owns = any(True for _ in module.buffers(recurse=False))
         if owns or isinstance(module, PreTrainedModel):
-            lm._init_weights(module)  # noqa: SLF001 - the hook, which has no public name
+            hooks[name](module)
 
 
-def auto_class(kind: Kind) -> Any:
+def auto_class(kind: Kind, hf_config: Any) -> Any:
     """Return the transformers class that builds this kind of model."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForTokenClassification
 
-    return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
+    if kind == "value_model":
+        return AutoModelForTokenClassification
+    return find_auto_class(hf_config)
 
 
-def read_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelClasses) -> Any:
-    """Read config.json, check that the model is of this kind, and apply the overrides."""
+def read_config(
+    folder: str,
+    config: EngineConfig,
+    kind: Kind,
+    classes: ModelClasses,
+    served: Collection[str] = (),
+) -> Any:
+    """Read config.json, check that the model is of this kind, and apply the overrides.
+
+    A model with a vision tower is refused unless ``vision`` is among ``served``, the engine's
+    capabilities.
+    """
     hf_config = read_hf_config(
         folder,
         remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
@@ -410,6 +493,14 @@ def read_config(folder: str, config: EngineConfig, kind: Kind, classes: ModelCla
             f"{folder} holds quantized weights (quantization_config)",
             why="they would be read without their scales",
             remedy="use the bf16 release of the model",
+        )
+    refuse_vision(hf_config, served, classes.engine)
+    if kind == "value_model" and has_vision(hf_config):
+        raise UnsupportedCapability(
+            "vision",
+            where=f"{classes.engine} with a value model",
+            why="no test has compared a value head over a vision tower",
+            remedy="use a language model as the critic, or an algorithm without a critic",
         )
     classes.check(hf_config, kind, config.model)
     override(hf_config, config.model.config_overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -86,6 +86,7 @@ def shard_model(
     prefetch: int,
     *,
     parts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+    tower: Sequence[nn.Module] = (),
 ) -> None:
     """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
 
@@ -96,6 +97,8 @@ def shard_model(
         mesh: the ranks to shard over, ``(shard,)``, or ``(replicate, shard)`` for HSDP.
         prefetch: number of blocks whose weights are gathered ahead.
         parts: modules inside the blocks that are sharded over a mesh of their own, with the mesh.
+        tower: the blocks of a vision tower, which a forward pass without images leaves out. Their
+            rotary positions stay float32.
     """
     dtypes: dict[str, Any] = {
         "param_dtype": DTYPES[config.precision.compute],
@@ -103,26 +106,29 @@ def shard_model(
     }
     pins = device_of(mesh.device_type).pins_memory
     arguments: dict[str, Any] = {"offload_policy": _offload_policy(config, pins)}
-    for module, own_mesh in [*parts.items(), *((block, mesh) for block in blocks)]:
+    # The root's inputs are ids, and per-token values that must stay float32.
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    own_meshes = {**parts, **dict.fromkeys([*blocks, *tower], mesh)}
+    for module, own_mesh in own_meshes.items():
         fully_shard(
             module,
             mesh=own_mesh,
-            mp_policy=MixedPrecisionPolicy(**dtypes),
+            mp_policy=policy if module in tower else MixedPrecisionPolicy(**dtypes),
             reshard_after_forward=config.memory.reshard_after_forward,
             **arguments,
         )
-    # The root's inputs are ids, and per-token values that must stay float32.
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **arguments)
     sum_gradients(root)
     _prefetch(blocks, prefetch)
+    # A chain of its own, because text alone must not gather the tower's weights.
+    _prefetch(tower, prefetch)
 
 
 def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=pins) if config.memory.offload_params else OffloadPolicy()
 
 
-def _prefetch(blocks: list[nn.Module], count: int) -> None:
+def _prefetch(blocks: Sequence[nn.Module], count: int) -> None:
     """Let FSDP gather ``count`` blocks ahead, in forward and in backward."""
     for index, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)

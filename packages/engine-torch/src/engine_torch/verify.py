@@ -17,6 +17,7 @@ from torch import Tensor
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_torch.mechanisms import has_sinks
+from engine_torch.vision import build_arguments, draw_image
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
 # to about 1e-5.
@@ -49,12 +50,8 @@ def verify_model(
         UnsupportedCapability: the outputs differ by more than rounding.
         ConfigError: the model fails on these documents, or its own outputs are not finite.
     """
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
-    for document in documents:
-        document[:shared] = documents[0][:shared]
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    batch = Batch(input_ids=torch.cat(documents), cu_seqlens=ends)
+    documents = _draw_documents(engine, lengths, shared)
+    batch = Batch.pack(documents)
     value_model = engine.kind == "value_model"
     try:
         with torch.no_grad():
@@ -62,7 +59,7 @@ def verify_model(
             trained = got
             if engine.config.optimizer is not None:
                 trained = _packed_in_training(engine, batch)
-            want = torch.cat([_reference(engine, d, value_model) for d in documents])
+            want = torch.cat([_reference(engine, Batch.pack([d]), value_model) for d in documents])
     except EngineError:
         raise
     except Exception as error:
@@ -86,10 +83,31 @@ def verify_model(
             raise UnsupportedCapability(
                 "this model family",
                 where=f"{name} with {type(engine.module.lm).__name__}",
-                why=f"{what} by {difference} of documents {lengths}",
+                why=f"{what} by {difference} of documents {batch.lengths}",
                 remedy="report the model; "
                 "options.verify_model: false skips this check at your own risk",
             )
+
+
+def _draw_documents(engine: Any, lengths: list[int], shared: int) -> list[dict[str, Any]]:
+    """Return random documents that begin alike, with one more where the model takes images."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
+    for document in documents:
+        document[:shared] = documents[0][:shared]
+    vision = engine.vision
+    if vision is None:
+        return [{"input_ids": ids} for ids in documents]
+    special = [t for t in (vision.image_token, vision.video_token) if t is not None]
+    plain = next(i for i in range(engine.vocab_size) if i not in special)
+    for ids in documents:
+        ids[torch.isin(ids, torch.tensor(special))] = plain
+    media = draw_image(vision, generator)
+    run = vision.count_features(media.grid[0].tolist())
+    image = torch.full((run,), vision.image_token)
+    shown = torch.cat([documents[-1], image, documents[0]])
+    pictured = {"input_ids": shown, "media": {"pixels": media.pixels, "grid": media.grid}}
+    return [pictured, *({"input_ids": ids} for ids in documents)]
 
 
 def _check_finite(engine: Any, outputs: Tensor) -> None:
@@ -147,15 +165,20 @@ def own_attention(lm: Any) -> str:
     return "sdpa" if plain and not has_sinks(lm) else "eager"
 
 
-def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:
+def _reference(engine: Any, document: Batch, value_model: bool) -> Tensor:
     """Return the model's own per-token outputs ``[L]`` of one document, in contract alignment."""
     lm = engine.module.lm
+    text = lm.get_decoder() if engine.vision is not None else lm
+    ids = document.input_ids.to(engine.device)
+    arguments = {"input_ids": ids[None]}
+    if engine.vision is not None:
+        arguments = build_arguments(engine.vision, ids, document.media)
     former = lm.config.get_text_config()._attn_implementation  # noqa: SLF001 - no public name
-    lm.set_attn_implementation(own_attention(lm))
+    text.set_attn_implementation(own_attention(lm))
     try:
-        scores = engine.module(ids[None].to(engine.device), (), 1.0)[0][0].float()
+        scores = engine.module(arguments, (), 1.0)[0][0].float()
     finally:
-        lm.set_attn_implementation(former)
+        text.set_attn_implementation(former)
     first = scores.new_zeros(1)
     if value_model:
         return torch.cat([first, scores[:-1, 0]])

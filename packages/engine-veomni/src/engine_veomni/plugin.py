@@ -49,8 +49,10 @@ PLUGIN = EnginePlugin(
     contract="1.4",
     rows=_rows(_DEVICES, "engine", "VeOmni"),
     # No case has compared VeOmni's classes under torch.compile, and it has code of its own for
-    # routers and for the families with mechanisms, which none has compared.
-    capabilities=FSDP.capabilities - {Capability.COMPILE, Capability.ROUTER_REPLAY} - MECHANISMS,
+    # routers, for vision towers and for the families with mechanisms, which none has compared.
+    capabilities=FSDP.capabilities
+    - {Capability.COMPILE, Capability.ROUTER_REPLAY, Capability.VISION}
+    - MECHANISMS,
     options="engine_veomni.options:VeOmniOptions",
     # VeOmni keeps its kernels and its parallel state in global variables.
     one_layout=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ray_runs import configure, on_ray
+from tiny_models import tiny_pictured_model
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
@@ -29,6 +30,13 @@ def gpus(free: float) -> dict[str, float]:
 @pytest.fixture
 def eight_billion(monkeypatch):
     monkeypatch.setattr(memory, "count_parameters", lambda source, trunk=False: 8_000_000_000)
+
+
+def test_a_vision_tower_counts(tmp_path):
+    model = tiny_pictured_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    counted = memory.count_parameters(ModelSource(path=str(tmp_path)))
+    assert counted == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_memory_estimate_by_hand(eight_billion, tmp_path):

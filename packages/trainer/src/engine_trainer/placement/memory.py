@@ -26,6 +26,7 @@ from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.hf_config import unbuildable
+from engine_api.hf_vision import find_auto_class
 from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
@@ -223,7 +224,7 @@ def count_parameters(source: ModelSource, *, trunk: bool = False) -> int:
 def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> int:
     """Count parameters from shapes alone, without memory."""
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel
 
     source = ModelSource(
         path=path,
@@ -232,7 +233,7 @@ def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk
         config_overrides=json.loads(overrides),
     )
     config = hf_config(source)
-    cls: Any = AutoModel if trunk else AutoModelForCausalLM
+    cls: Any = AutoModel if trunk else find_auto_class(config)
     try:
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=trusted)

@@ -16,6 +16,7 @@ from typing import Any, cast
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_config import unbuildable
+from engine_api.hf_vision import find_auto_class
 from engine_trainer.utils.hf_models import MODEL_KEY, hf_config, require_source
 
 HIDDEN = 64
@@ -204,14 +205,12 @@ def _spread(values: Sequence[float], count: int) -> list[float]:
 def _kinds_of(source: ModelSource) -> set[str]:
     """Return the names of the classes of a model's modules, made without memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = hf_config(source)
+    cls: Any = find_auto_class(config)
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=source.trust_remote_code
-            )
+            model = cls.from_config(config, trust_remote_code=source.trust_remote_code)
     # Each family's own code reads the configuration, and may raise anything.
     except Exception as error:
         raise unbuildable(config, source.path, error, field=MODEL_KEY) from error

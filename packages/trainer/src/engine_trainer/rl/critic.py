@@ -49,7 +49,7 @@ class Critic:
 
     def values(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
         """Return V of the state before each token, ``[T]`` float32 for each local dp shard."""
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
+        bare = [shard.keep_fields() for shard in shards]
         return [
             torch.zeros(0, dtype=torch.float32) if o.values is None else o.values
             for o in self.engines.infer(bare)
@@ -79,7 +79,7 @@ def _batch(shard: Batch) -> Batch:
         "old_values": shard["values"],
         "loss_weight": shard["mask"],
     }
-    return Batch(input_ids=shard.input_ids, cu_seqlens=shard.cu_seqlens, fields=extra)
+    return shard.keep_fields().with_fields(**extra)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from engine_api.batch import (
-    TEACHER_STATES,
-    TEACHER_TOP_IDS,
-    TEACHER_TOP_LOG_PROBS,
-    Batch,
-)
+from engine_api.batch import TEACHER_STATES, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, together
 from engine_api.distillation import Teaching
@@ -154,7 +149,7 @@ class EngineTeacher:
         if not self._shares_partition:
             own = Partition(self._engines, [documents], keeps_groups=self._keeps_groups)
         packed = run_together(self._comm, own.pack)
-        bare = [Batch(input_ids=b.input_ids, cu_seqlens=b.cu_seqlens) for b in packed]
+        bare = [batch.keep_fields() for batch in packed]
         if self._gives_states:
             return {TEACHER_STATES: own.move(self._engines.infer_states(bare), partition)}
         outputs = self._engines.infer(bare, temperature=temperature)

@@ -64,8 +64,7 @@ class Reference:
 
 def without_experts(batch: Batch) -> Batch:
     """Return the batch without the experts that the policy replays."""
-    kept = {name: value for name, value in batch.fields.items() if name != ROUTED_EXPERTS}
-    return Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens, fields=kept)
+    return batch.keep_fields(*(name for name in batch.fields if name != ROUTED_EXPERTS))
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:

@@ -55,15 +55,12 @@ class RayEngines:
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        # Inference reads only these; the other fields stay with the controller.
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
-        found = self._scatter("infer", bare, temperature, adapter)
+        found = self._scatter("infer", _without_fields(shards), temperature, adapter)
         return [found[rank] for rank in self.primary]
 
     def infer_states(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the hidden states from the primary workers (see ``EngineGroup``)."""
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
-        found = self._scatter("infer_states", bare)
+        found = self._scatter("infer_states", _without_fields(shards))
         return [found[rank] for rank in self.primary]
 
     def learn_from(self, teacher: EngineGroup | None) -> None:
@@ -139,6 +136,11 @@ class RayEngines:
             for rank, dp_rank in enumerate(self._dp_ranks)
         ]
         return [reply.value for reply in self.pool.finish(calls)]
+
+
+def _without_fields(shards: Sequence[Batch]) -> list[Batch]:
+    """Return tokens and images, which are all that inference reads."""
+    return [shard.keep_fields() for shard in shards]
 
 
 class RaySave:

@@ -1,0 +1,172 @@
+"""The vision tower of a transformers model, and the images of a micro-batch.
+
+The tower and its projector are all of the base model but its ``language_model``. They run in the
+forward pass of the root, on all images of the micro-batch at once, and an image attends to itself
+alone. The family's own forward pass receives their features and puts them in the place of the image
+tokens' embeddings. Under Ulysses each rank computes the features of all images of its group, and
+uses those of its own tokens.
+
+Where other ranks have images and this one has none, the tower computes an image of zeros, none of
+whose features is used. All ranks then gather the tower's weights and reduce its gradients together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.batch import Batch
+from engine_api.hf_vision import Vision
+from engine_api.media import Media
+
+__all__ = [
+    "PackedImages",
+    "build_arguments",
+    "compute_features",
+    "draw_image",
+    "pack_images",
+    "position_tokens",
+    "tower_of",
+]
+
+_TEXT = "language_model"
+
+Positions = Callable[[Tensor, Tensor], Tensor]
+"""Function of a document's ids ``[n]`` and its images' grids ``[N, 3]`` to positions ``[3, n]``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedImages:
+    """The images of one micro-batch on the device.
+
+    Attributes:
+        pixels: ``[R, …]`` in the dtype of the computation.
+        grid: ``[N, 3]`` int64, rows of each image in time, height and width.
+        own: the features that stand for image tokens of this rank.
+    """
+
+    pixels: Tensor
+    grid: Tensor
+    own: slice
+
+
+def tower_of(lm: Any) -> list[nn.Module]:
+    """Return the tower of a vision-language model and its projector, as modules."""
+    return [module for name, module in lm.base_model.named_children() if name != _TEXT]
+
+
+def pack_images(
+    batch: Batch, vision: Vision, mine: Tensor, device: torch.device, dtype: torch.dtype
+) -> PackedImages | None:
+    """Move the images of a micro-batch to the device, or return None where no rank has any.
+
+    Args:
+        batch: documents whose media are not None where any rank has images.
+        vision: the images that the model takes.
+        mine: positions in the padded pack of this rank's tokens, without a gap.
+        device: device of the tensors.
+        dtype: dtype of the computation.
+    """
+    media = batch.media
+    if media is None:
+        return None
+    at = (batch.input_ids == vision.image_token).cpu().nonzero()[:, 0]
+    before = int((at < mine[0]).sum())
+    own = int(((at >= mine[0]) & (at <= mine[-1])).sum())
+    if not media.num_images:
+        media = _blank(vision)
+    return PackedImages(
+        pixels=media.pixels.to(device, dtype, non_blocking=True),
+        grid=media.grid.to(device, non_blocking=True),
+        own=slice(before, before + own),
+    )
+
+
+def _blank(vision: Vision) -> Media:
+    """Return one image of zeros, the smallest that the model takes."""
+    grid = torch.tensor([vision.smallest])
+    rows = int(grid.prod())
+    return Media(
+        pixels=torch.zeros(rows, *vision.row_shape), grid=grid, cu_images=torch.tensor([0, 1])
+    )
+
+
+def draw_image(vision: Vision, generator: torch.Generator) -> Media:
+    """Return one small image of random numbers, wider than high where the model allows it."""
+    grid = torch.tensor([vision.smallest])
+    if vision.has_grid:
+        grid[:, 2] *= 2
+    rows = int(grid.prod())
+    pixels = torch.rand(rows, *vision.row_shape, generator=generator) * 2 - 1
+    return Media(pixels=pixels, grid=grid, cu_images=torch.tensor([0, 1]))
+
+
+def build_arguments(vision: Vision, ids: Tensor, media: Media | None) -> dict[str, Tensor]:
+    """Return the arguments of the model's own forward pass for one document.
+
+    Args:
+        vision: the images that the model takes.
+        ids: ``[n]`` ids of the document.
+        media: its images, or None.
+    """
+    arguments = {"input_ids": ids[None]}
+    if media is None:
+        return arguments
+    types = (ids == vision.image_token).int()[None]
+    arguments["pixel_values"] = media.pixels.to(ids.device)
+    if vision.has_grid:
+        arguments |= {"image_grid_thw": media.grid.to(ids.device), "mm_token_type_ids": types}
+    if vision.bidirectional:
+        arguments["token_type_ids"] = types
+    return arguments
+
+
+def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
+    """Return the function of a family whose image tokens have positions in three dimensions."""
+    of_model = getattr(lm.base_model, "get_rope_index", None)
+    if vision is None or of_model is None:
+        return None
+
+    def positions(ids: Tensor, grid: Tensor) -> Tensor:
+        types = (ids == vision.image_token).int()[None]
+        found: Tensor = of_model(ids[None], mm_token_type_ids=types, image_grid_thw=grid)[0]
+        return found[:, 0]
+
+    return positions
+
+
+def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: bool) -> Any:
+    """Return the output of the tower, with the features of this rank's tokens.
+
+    The family's forward pass takes it as ``mm_encoder_outputs["image"]``.
+
+    Args:
+        lm: the vision-language model.
+        vision: the images that it takes.
+        images: the images of the micro-batch.
+        trained: whether the tower's parameters need gradients.
+    """
+    arguments = {"pixel_values": images.pixels}
+    if vision.has_grid:
+        arguments["image_grid_thw"] = images.grid
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        output = lm.base_model.get_image_features(**arguments, return_dict=True)
+    output.pooler_output = _take(output.pooler_output, images.own)
+    layers = getattr(output, "deepstack_features", None)
+    if layers is not None:
+        output.deepstack_features = [_take(layer, images.own) for layer in layers]
+    return output
+
+
+def _take(features: Any, own: slice) -> Any:
+    """Return some of the features of all images, in the form in which they came.
+
+    They are one tensor ``[n, d]`` for each image, or one ``[N, n, d]`` of images of one size.
+    """
+    if isinstance(features, Tensor):
+        return features.flatten(0, 1)[own][None]
+    return (torch.cat(list(features))[own],)
