@@ -94,7 +94,7 @@ def export_checkpoint(
                 policy,
                 launcher.comm,
                 directory,
-                tokenizer.tokenizer,
+                tokenizer,
                 dtype=chosen,
                 convert=convert,
             )
