@@ -45,6 +45,7 @@ _BROKEN = (
     IndexError,
     TypeError,
     MemoryError,
+    RuntimeError,
     struct.error,
     zlib.error,
 )
@@ -94,8 +95,9 @@ class ImageSource:
         with self._open() as image:
             self._check(image)
             width, height = image.size
-            turned = image.getexif().get(_ORIENTATION) in _LYING
-            return (width, height) if turned else (height, width)
+            # The method of a PNG would decode the pixels, behind which it may have this, too.
+            exif = Image.Image.getexif(image)
+            return (width, height) if exif.get(_ORIENTATION) in _LYING else (height, width)
 
     def decode(self) -> Image.Image:
         """Return the image in RGB, turned as it is shown.
