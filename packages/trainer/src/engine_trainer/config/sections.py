@@ -651,7 +651,7 @@ class RunSection:
                 "data.source",
                 f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, "
                 f"but a step takes {batch_size}",
-                why="rows that data.on_too_long: drop leaves out do not count",
+                why="rows that data.on_too_long or data.on_bad_image drops do not count",
                 remedy=f"give more rows, or a smaller {key}",
             )
         if self.steps is not None:

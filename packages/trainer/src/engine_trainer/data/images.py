@@ -121,8 +121,8 @@ class ImageSource:
             raise self.error(
                 "is missing",
                 why="there is no such file",
-                remedy="correct the path, which is relative to the folder of the data file; an "
-                "image in base64 begins with data:image/png;base64,",
+                remedy="correct the path, which is relative to the folder of the data file (base64 "
+                "needs data:image/png;base64, before it)",
             ) from error
         except UnidentifiedImageError as error:
             raise self.error(
