@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pictured_models import draw, save_pictured_model, write_rows
+from pictured_models import PICTURED_FAMILIES, draw, save_pictured_model, write_rows
 from transformers import AutoModelForImageTextToText
 
 from engine_api import Batch
@@ -28,7 +28,6 @@ from engine_trainer.run.run import Run
 from engine_trainer.sft import train_sft
 from engine_trainer.telemetry.logs import METRICS, read_metrics
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 # Difference of float32 from float64, in nats.
 NEAR = 1e-4
 
@@ -37,7 +36,7 @@ NEAR = 1e-4
 def place(tmp_path_factory, tokenizer_of) -> Path:
     """A folder with a model of each family, and rows of two, one and no images."""
     folder = tmp_path_factory.mktemp("pictured")
-    for family in FAMILIES:
+    for family in PICTURED_FAMILIES:
         save_pictured_model(folder / family, family, tokenizer_of())
     draw(folder, "a.png")
     draw(folder, "b.jpg", (40, 16))
@@ -71,7 +70,7 @@ def configure(place: Path, output: Path, *overrides: str, family: str = "qwen3_v
             "backend": "fsdp2",
             "device": "cpu",
             "optimizer": {"lr": 0.01},
-            "memory": {"max_tokens": 64, "max_patches": 64},
+            "memory": {"max_tokens": 128, "max_patches": 64},
         },
         "data": {"source": str(place / "rows.jsonl"), "shuffle": False},
         "batch_size": 3,
@@ -105,18 +104,19 @@ def score(folder: Path, fields: dict[str, Any]) -> torch.Tensor:
     ids = torch.tensor(fields["input_ids"])
     given: dict[str, Any] = {}
     if "media" in fields:
-        given = {
-            "pixel_values": fields["media"]["pixels"].double(),
-            "image_grid_thw": fields["media"]["grid"],
-            "mm_token_type_ids": (ids == model.config.image_token_id).int()[None],
-        }
+        types = (ids == model.config.image_token_id).int()[None]
+        given = {"pixel_values": fields["media"]["pixels"].double()}
+        if model.config.model_type.startswith("qwen"):
+            given |= {"image_grid_thw": fields["media"]["grid"], "mm_token_type_ids": types}
+        if model.config.model_type == "gemma3":
+            given["token_type_ids"] = types
     with torch.no_grad():
         scores = model(input_ids=ids[None], use_cache=False, **given).logits[0].log_softmax(-1)
     picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
     return torch.cat([picked.new_zeros(1), picked])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PICTURED_FAMILIES)
 def test_every_token_of_a_run_has_the_loss_that_transformers_computes(
     tmp_path, place, family, monkeypatch
 ):
@@ -142,9 +142,9 @@ def test_every_token_of_a_run_has_the_loss_that_transformers_computes(
     loss = float(-(weight * expected).sum() / weight.sum())
     assert read_losses(outcome.folder) == pytest.approx([loss], abs=NEAR)
     row = read_metrics(outcome.folder / METRICS)[-1]
-    assert (row["train/images"], row["train/patches"]) == (3, 24 + 40 + 40)
-    # Each document with images fills the budget of patches.
-    assert row["train/micro_batches"] == 2
+    assert (row["train/images"], row["train/patches"]) == (3, batch.media.grid.prod(1).sum())
+    # Two documents with images are beyond the budget of patches together.
+    assert (row["train/micro_batches"] == 2) == (row["train/patches"] > 64)
 
 
 def test_a_resumed_run_ends_as_one_that_was_left_alone(tmp_path, place):

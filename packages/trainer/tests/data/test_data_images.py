@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pictured_models import TEMPLATE, draw, save_pictured_model, write_rows
+from pictured_models import PLACE, TEMPLATE, draw, save_pictured_model, write_rows
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
@@ -88,7 +88,7 @@ def check(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert torch.equal(fields["media"]["grid"], expected["grid"])
 
 
-SHOWN = "<|vision_start|>[]<|vision_end|>"
+SHOWN = PLACE.replace("<|image_pad|>", "[]")
 PAIR = f"<|bos|><|user|>{SHOWN}or{SHOWN}?<|assistant|>one<|eos|>"
 
 
@@ -293,7 +293,7 @@ def test_images_and_their_places_must_be_as_many(tmp_path, build, row, said):
 
 def test_a_template_that_leaves_images_out_is_refused(tmp_path, build):
     row = {"prompt": "<image>?", "response": "one", "images": draw(tmp_path, "a.png")}
-    without = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
+    without = TEMPLATE.replace("IMAGE", "")
     with pytest.raises(ImageError, match="1 images and 0 placeholders"):
         build([row], chat_template=without)
 

@@ -3,49 +3,119 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from tiny_models import tiny_pictured_model
 
-IMAGE_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SETTINGS: dict[str, Any] = {
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 1024},
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What Qwen's template writes for an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """The tokens and the processor of a family."""
+
+    tokens: Mapping[str, str]
+    """Special tokens by the names that the processor reads."""
+    ids: Mapping[str, str]
+    """Names of tokens by the keys of config.json."""
+    place: str
+    """Text of an image in the template."""
+    processor: str
+    settings: Mapping[str, Any]
+    also: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Content of processor_config.json."""
+
+
+_QWEN = _Family(
+    tokens={
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    },
+    ids={
+        "image_token_id": "image_token",
+        "video_token_id": "video_token",
+        "vision_start_token_id": "vision_start_token",
+        "vision_end_token_id": "vision_end_token",
+    },
+    place=PLACE,
+    processor="Qwen2VLImageProcessorPil",
+    # An image of 8 by 8 pixels has four patches, which are one token.
+    settings={
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    },
+)
+_TILE = {"size": {"height": 16, "width": 16}}
+_FAMILIES = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "gemma3": _Family(
+        tokens={"boi_token": "<soi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
+        ids={
+            "image_token_id": "image_token",
+            "boi_token_index": "boi_token",
+            "eoi_token_index": "eoi_token",
+        },
+        place="<soi>",
+        processor="Gemma3ImageProcessorPil",
+        settings=_TILE,
+        also={"image_seq_length": 4},
+    ),
+    # Its processor cuts an image into up to four tiles, and adds the whole one.
+    "internvl": _Family(
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        ids={"image_token_id": "context_image_token"},
+        place="<IMG_CONTEXT>",
+        processor="GotOcr2ImageProcessorPil",
+        settings={**_TILE, "min_patches": 1, "max_patches": 4},
+        also={"image_seq_length": 4},
+    ),
 }
-"""An image of 8 by 8 pixels has four patches, which are one token."""
+PICTURED_FAMILIES = tuple(_FAMILIES)
 
 
 def save_pictured_model(folder: Path, model_type: str, tokenizer: Any) -> Path:
     """Write a tiny model with tokenizer and processor. Return its folder."""
-    from transformers import Qwen2VLImageProcessorPil
+    import transformers
 
-    tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
-    tokenizer.chat_template = TEMPLATE
-    start, end, image, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
-    model = tiny_pictured_model(
+    family = _FAMILIES[model_type]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens.values())})
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", family.place)
+    number = tokenizer.convert_tokens_to_ids
+    tiny_pictured_model(
         model_type,
         {"vocab_size": len(tokenizer)},
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-    )
-    model.save_pretrained(folder)
+        **{key: number(family.tokens[name]) for key, name in family.ids.items()},
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(**SETTINGS).save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    names = {"extra_special_tokens": family.tokens, "model_specific_special_tokens": family.tokens}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
+    getattr(transformers, family.processor)(**family.settings).save_pretrained(folder)
+    if family.also:
+        (folder / "processor_config.json").write_text(json.dumps(dict(family.also)))
     return folder
 
 

@@ -416,7 +416,7 @@ def _load_processor(
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    family = PROCESSOR_MAPPING[type(config)]
+    family: Any = PROCESSOR_MAPPING[type(config)]
 
     class WithoutVideos(family):
         # A processor of videos needs torchvision.
