@@ -22,10 +22,14 @@ from transformers.image_utils import load_image
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_trainer.config import SFTConfig
+from engine_trainer.config.loading import load_config
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, SFTDataset, load_tokenizer, read_examples
 from engine_trainer.data.datasets import make_fields
 from engine_trainer.errors import DataError, ImageError
+from engine_trainer.preview.collect import collect
+from engine_trainer.preview.show import show
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +263,27 @@ def test_a_truncated_image_is_found_when_its_document_is_made(tmp_path, build, c
     (kept,) = make_fields(documents, drop=True)
     assert kept["input_ids"] == documents[1].input_ids.tolist()
     assert "a document is left out of this step" in caplog.text
+
+
+def test_the_preview_decodes_every_image(tmp_path, folder):
+    rows = [
+        {"prompt": "<image>what", "response": "one", "images": name}
+        for name in (draw(tmp_path, "good.png"), _cut(tmp_path, "cut.png"))
+    ]
+    tree = {
+        "engine": {"model": {"path": str(folder)}, "backend": "fsdp2"},
+        "data": {"source": str(write_rows(tmp_path / "rows.jsonl", rows))},
+        "run": {"output_dir": "-", "steps": 1},
+    }
+    (tmp_path / "sft.yaml").write_text(json.dumps(tree))
+    config = load_config(SFTConfig, tmp_path / "sft.yaml")
+    found = collect(config, "sft")
+    assert [row.fate for row in found.rows] == ["kept", "refused"]
+    assert "cut.png) cannot be decoded" in found.rows[1].reason
+    text = "\n".join(show(found, rows=1, row=None, width=100, color=False))
+    assert "<|vision_start|><|image_pad|> × 6<|vision_end|>what" in text
+    drops = load_config(SFTConfig, tmp_path / "sft.yaml", ["data.on_bad_image=drop"])
+    assert [row.fate for row in collect(drops, "sft").rows] == ["kept", "dropped"]
 
 
 def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build):
