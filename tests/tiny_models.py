@@ -309,9 +309,7 @@ def tiny_pictured_model(
     text_type, text, tower, whole = _PICTURED[model_type]
     own = text | (text_changes or {})
     small = tiny_config(text_type, num_hidden_layers=2, **own).to_dict()
-    config = CONFIG_MAPPING[model_type](
-        text_config=small, vision_config=tower, **(whole | changes)
-    )
+    config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **(whole | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

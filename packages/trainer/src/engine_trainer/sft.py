@@ -280,7 +280,14 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
             nll -= float((weight * where_counted(log_probs.cpu().double(), weight)).sum())
             tokens += float(weight.sum())
     rows = run.comm.all_gather((nll, tokens))
-    loss = math.fsum(n for n, _ in rows) / math.fsum(t for _, t in rows)
+    learned = math.fsum(t for _, t in rows)
+    if not learned:
+        raise DataError(
+            "no held-out image can be decoded",
+            why="all held-out documents were left out",
+            remedy="see the warnings above, and correct the files",
+        )
+    loss = math.fsum(n for n, _ in rows) / learned
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 

@@ -300,6 +300,7 @@ def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build
         ({"prompt": "<image>", "images": ["a.png", "a.png"]}, "2 images and 1 places"),
         ({"prompt": "<image><image>", "images": ["a.png"]}, "1 images and 2 places"),
         ({"prompt": "no place", "images": ["a.png"]}, "1 images and 0 places"),
+        ({"prompt": "<image>"}, "0 images and 1 places"),
         (
             {"prompt": "<|image_pad|><image>", "images": ["a.png"]},
             "1 images and 2 placeholders '<|image_pad|>'",

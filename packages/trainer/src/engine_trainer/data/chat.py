@@ -375,7 +375,9 @@ class ChatTokenizer:
         asked = [t for t in turns if t["role"] == "user"]
         if asked:
             asked[-1]["content"] = _fill(self.section.prompt_template, asked[-1]["content"])
-        if example.images or any(isinstance(turn.get("content"), list) for turn in turns):
+        marked = self.image_token is not None and IMAGE_MARK in self.section.prompt_template
+        parted = any(isinstance(turn.get("content"), list) for turn in turns)
+        if example.marks_images or parted or marked:
             _place_images(turns, example)
         if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self.section.system_prompt})

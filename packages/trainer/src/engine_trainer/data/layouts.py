@@ -87,6 +87,8 @@ class Example:
         answer: ground truth that a reward compares with, or None.
         tools: schemas of a ``tools`` column, as chat templates take them.
         images: images of the row, in the order of their places in the messages.
+        marks_images: whether ``<image>`` in the messages is the place of an image, because the
+            row's file has a column of images.
         given: number of leading messages that are never learned, namely those of a prompt column.
         metadata: the row's other columns, including ``data_source`` if there is one.
         file: file that the row comes from.
@@ -97,6 +99,7 @@ class Example:
     answer: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     images: Sequence[ImageSource] = ()
+    marks_images: bool = False
     given: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
@@ -255,6 +258,7 @@ class _Layout:
             answer=self._answer(row),
             tools=_tools(row),
             images=() if images is None else images.in_order(),
+            marks_images=self.images is not None,
             metadata=metadata,
             file=row.file,
             number=row.number,
