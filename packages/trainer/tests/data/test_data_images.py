@@ -368,7 +368,9 @@ def test_a_budget_of_patches_is_checked_by_row(tmp_path, build):
         build(rows, patches=3, on_too_long="drop")
 
 
-def test_settings_replace_the_processors_own_and_are_saved_with_the_model(tmp_path, folder, build):
+def test_settings_replace_the_processors_own_and_are_saved_with_the_model(
+    tmp_path, folder, build, tokenizer_of
+):
     row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png", (64, 64))}
     (document,) = build([row]).documents
     assert document.rows == 64
@@ -382,6 +384,9 @@ def test_settings_replace_the_processors_own_and_are_saved_with_the_model(tmp_pa
     assert document.rows == 16
     with pytest.raises(ConfigError, match=r"processor_kwargs\.largest.*no such setting"):
         build([row], processor_kwargs={"largest": 3})
+    tiled = save_pictured_model(tmp_path / "tiled", "internvl", tokenizer_of())
+    with pytest.raises(ConfigError, match=r"processor_kwargs\.crop_to_patches.*in each call"):
+        build([row], model=tiled, processor_kwargs={"crop_to_patches": False})
 
 
 def _copy(folder: Path, to: Path, **changes: Any) -> Path:

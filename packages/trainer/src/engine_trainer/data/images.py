@@ -360,9 +360,8 @@ class ImageProcessor:
 
         The tokenizer is left out: it may not be used by several threads.
         """
-        defaults = self._processor.valid_processor_kwargs._defaults  # noqa: SLF001 - no public name
         return self._processor.image_processor(
-            list(images), return_tensors="pt", **defaults.get("images_kwargs", {})
+            list(images), return_tensors="pt", **_fixed_settings(self._processor)
         )
 
     def _compare_with_model(self) -> None:
@@ -452,11 +451,18 @@ def _load_processor(
                 why=f"it has {', '.join(sorted(known))}",
                 remedy="correct the name, or leave it out",
             )
-    if getattr(image_processor, "do_pan_and_scan", False):
-        raise ConfigError(
-            f"{KWARGS}.do_pan_and_scan",
-            "expected false, got true",
-            why="the number of an image's crops is known only when it is processed",
-            remedy=f"set {KWARGS}.do_pan_and_scan: false",
-        )
+    for name, value in _fixed_settings(processor).items():
+        if name in kwargs:
+            raise ConfigError(
+                f"{KWARGS}.{name}",
+                f"{family.__name__} sets it to {value!r:.100} in each call",
+                why="a server would not see the setting",
+                remedy="leave it out",
+            )
     return processor
+
+
+def _fixed_settings(processor: Any) -> dict[str, Any]:
+    """Return the settings that a processor gives its image processor in each call."""
+    defaults = processor.valid_processor_kwargs._defaults  # noqa: SLF001 - it has no public name
+    return dict(defaults.get("images_kwargs", {}))
