@@ -311,20 +311,9 @@ def _keep_image_settings(tokenizer: ChatTokenizer, state: Mapping[str, Any]) -> 
     """
     if not tokenizer.has_image_processor:
         return {}
-    now = tokenizer.image_processor.settings
-    then = state.get("image_processor", now)
-    changed = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
-    if changed:
-        key = changed[0]
-        raise ConfigError(
-            f"data.processor_kwargs.{key}",
-            f"expected {then.get(key)!r} as in the checkpoint, got {now.get(key)!r}",
-            why="the image processor has changed since then, or another backend of it is installed"
-            + (f"; also: {', '.join(changed[1:])}" if changed[1:] else ""),
-            remedy="restore the processor's files or set the key, or start a new run in another "
-            "run.output_dir",
-        )
-    return {"image_processor": now}
+    if "image_processor" in state:
+        tokenizer.image_processor.require(state["image_processor"])
+    return {"image_processor": tokenizer.image_processor.settings}
 
 
 def _count_images(run: Run, documents: Sequence[Document], batch: Batch) -> Metrics:

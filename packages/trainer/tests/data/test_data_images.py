@@ -30,6 +30,7 @@ from engine_trainer.data.datasets import make_fields
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preview.collect import collect
 from engine_trainer.preview.show import show
+from engine_trainer.rehearsal.checks import check_data
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +285,8 @@ def test_the_preview_decodes_every_image(tmp_path, folder):
     assert "<|vision_start|><|image_pad|> × 6<|vision_end|>what" in text
     drops = load_config(SFTConfig, tmp_path / "sft.yaml", ["data.on_bad_image=drop"])
     assert [row.fate for row in collect(drops, "sft").rows] == ["kept", "dropped"]
+    with pytest.raises(DataError, match="which a rehearsal does not copy"):
+        check_data(drops, "sft", tmp_path)
 
 
 def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build):
@@ -375,11 +378,10 @@ def test_settings_replace_the_processors_own_and_are_saved_with_the_model(
     (document,) = build([row]).documents
     assert document.rows == 64
     small = {"size": {"shortest_edge": 64, "longest_edge": 256}}
-    section = DataSection(source="-", processor_kwargs=small)
     (document,) = build([row], processor_kwargs=small).documents
     assert document.rows == 16
     shutil.copytree(folder, tmp_path / "saved")
-    load_tokenizer(section, ModelSource(path=str(folder))).save_pretrained(tmp_path / "saved")
+    document.images.processor.save(tmp_path / "saved")
     (document,) = build([row], model=tmp_path / "saved").documents
     assert document.rows == 16
     with pytest.raises(ConfigError, match=r"processor_kwargs\.largest.*no such setting"):
@@ -409,6 +411,8 @@ def test_a_processor_of_another_model_is_refused(tmp_path, folder, build):
     ids = _copy(folder, tmp_path / "ids", config={"image_token_id": 9})
     with pytest.raises(ConfigError, match=r"writes 0 image tokens \(id 9\)"):
         build([row], model=ids)
+    with pytest.raises(ConfigError, match=r"the processor of '.*patches' makes rows of pixels"):
+        build([row], tokenizer=str(patches))
     none = shutil.copytree(folder, tmp_path / "none")
     (none / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="no processor of images can be read"):

@@ -353,7 +353,9 @@ class DataSection:
     """Names of the columns to read."""
 
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer. Null is ``engine.model.path``."""
+    """Folder or hub id of the tokenizer, and of the processor of images. Null is
+    ``engine.model.path``.
+    """
 
     chat_template: str | None = None
     """Jinja text or path of a .jinja file. Null is the tokenizer's own template.

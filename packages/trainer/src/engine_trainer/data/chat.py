@@ -114,22 +114,23 @@ class ChatTokenizer:
         Raises ``ConfigError`` as ``ImageProcessor.load``.
         """
         assert self._model is not None, "rows have images only where the model is known"
-        return ImageProcessor.load(self._model, self.tokenizer, self.section.processor_kwargs)
+        section = self.section
+        return ImageProcessor.load(
+            self._model, self.tokenizer, section.processor_kwargs, section.tokenizer
+        )
 
     @property
     def has_image_processor(self) -> bool:
-        """True where rows with images have been read."""
+        """True where the processor is loaded, because rows have images."""
         return "image_processor" in self.__dict__
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the tokenizer to a model's folder, and the image processor if its own is not there.
+        """Write the tokenizer to a model's folder, and the image processor if it was used.
 
         The folder has the files of the model's processor, whose settings may be others.
         """
         self.tokenizer.save_pretrained(folder)
-        if self.image_token is not None and (
-            self.has_image_processor or self.section.processor_kwargs
-        ):
+        if self.has_image_processor:
             self.image_processor.save(folder)
 
     def plan_images(self, example: Example) -> list[PlannedImage]:

@@ -259,13 +259,16 @@ class ImageProcessor:
         self._compare_with_model()
 
     @staticmethod
-    def load(model: ModelSource, tokenizer: Any, kwargs: Mapping[str, Any]) -> ImageProcessor:
+    def load(
+        model: ModelSource, tokenizer: Any, kwargs: Mapping[str, Any], path: str | None = None
+    ) -> ImageProcessor:
         """Load the processor of a model.
 
         Args:
-            model: the model, whose folder has the processor's files.
+            model: the model.
             tokenizer: the tokenizer, which must have the model's placeholder.
             kwargs: settings that take the place of the processor's own.
+            path: folder or hub id of the processor's files; None: the model's.
 
         Raises:
             UnsupportedCapability: the model's family is not served.
@@ -281,7 +284,10 @@ class ImageProcessor:
                 why="its config.json has no vision_config",
                 remedy="give a vision-language model, or remove the images from the rows",
             )
-        return ImageProcessor(_load_processor(model, config, tokenizer, kwargs), vision, model.path)
+        revision = model.revision if path is None else None
+        path = path or model.path
+        processor = _load_processor(path, revision, config, tokenizer, kwargs)
+        return ImageProcessor(processor, vision, path)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -291,6 +297,21 @@ class ImageProcessor:
             **json.loads(image_processor.to_json_string()),
             "backend": str(getattr(image_processor, "backend", "")),
         }
+
+    def require(self, then: Mapping[str, Any]) -> None:
+        """Raise ``ConfigError`` if the settings are not those of a checkpoint."""
+        now = self.settings
+        changed = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
+        if changed:
+            raise ConfigError(
+                f"{KWARGS}.{changed[0]}",
+                f"expected {then.get(changed[0])!r} as in the checkpoint, "
+                f"got {now.get(changed[0])!r}",
+                why="the image processor has changed since then, or another backend of it is "
+                "installed" + (f"; also: {', '.join(changed[1:])}" if changed[1:] else ""),
+                remedy="restore the processor's files or set the key, or start a new run in "
+                "another run.output_dir",
+            )
 
     def save(self, folder: Path) -> None:
         """Write the processor's settings to a model's folder, which has its other files."""
@@ -409,7 +430,7 @@ class ImageProcessor:
 
 
 def _load_processor(
-    model: ModelSource, config: Any, tokenizer: Any, kwargs: Mapping[str, Any]
+    path: str, revision: str | None, config: Any, tokenizer: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Return transformers' processor of a model, without its part for videos."""
     from transformers import AutoImageProcessor
@@ -425,10 +446,8 @@ def _load_processor(
 
     WithoutVideos.__name__ = family.__name__
     try:
-        image_processor = AutoImageProcessor.from_pretrained(
-            model.path, revision=model.revision, **kwargs
-        )
-        settings, _ = WithoutVideos.get_processor_dict(model.path, revision=model.revision)
+        image_processor = AutoImageProcessor.from_pretrained(path, revision=revision, **kwargs)
+        settings, _ = WithoutVideos.get_processor_dict(path, revision=revision)
         processor = WithoutVideos.from_args_and_dict(
             [image_processor, tokenizer],
             {name: value for name, value in settings.items() if name != "video_processor"},
@@ -437,10 +456,10 @@ def _load_processor(
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ConfigError(
             MODEL_KEY,
-            f"no processor of images can be read at {model.path!r}",
+            f"no processor of images can be read at {path!r}",
             why=f"{type(error).__name__}: {first_line(error)}",
             remedy="copy preprocessor_config.json (and processor_config.json, where the model has "
-            "it) and the whole tokenizer into the model's folder",
+            "it) and the whole tokenizer into that folder",
         ) from error
     known = set(image_processor.valid_kwargs.__annotations__) | {"backend"}
     for name in kwargs:
