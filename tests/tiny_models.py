@@ -296,14 +296,20 @@ PICTURED_TYPES = tuple(_PICTURED)
 """Model types with a vision tower that have tiny models."""
 
 
-def tiny_pictured_model(model_type: str) -> Any:
-    """Return a vision-language model of a family with random weights."""
+def tiny_pictured_model(
+    model_type: str, text_changes: dict[str, Any] | None = None, **changes: Any
+) -> Any:
+    """Return a vision-language model of a family with random weights.
+
+    ``text_changes`` are keys of its language model, ``changes`` those of the whole.
+    """
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     text_type, text, tower, whole = _PICTURED[model_type]
-    small = tiny_config(text_type, num_hidden_layers=2, **text).to_dict()
-    config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **whole)
+    own = text | (text_changes or {})
+    small = tiny_config(text_type, num_hidden_layers=2, **own).to_dict()
+    config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **(whole | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

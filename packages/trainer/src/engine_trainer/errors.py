@@ -31,3 +31,7 @@ class DataError(EngineError):
             + (f", column {column!r}" if column else "")
         )
         super().__init__(what, where=place, why=why, remedy=remedy)
+
+
+class ImageError(DataError):
+    """The error of a row whose images cannot be used (``data.on_bad_image``)."""

@@ -67,6 +67,10 @@ def export_checkpoint(
             "--adapter", "the run has no adapter", remedy="leave --adapter out for the whole model"
         )
     tokenizer = load_tokenizer(config.data, section.model)
+    state = read_extra(found)["loop"]
+    # The folder is to have the processor that the run has trained with.
+    if "image_processor" in state:
+        tokenizer.image_processor.require(state["image_processor"])
     launcher = Spmd(timeout_s=config.run.timeout_s)
     try:
         device, capabilities = launcher.resolve(section)
@@ -94,7 +98,7 @@ def export_checkpoint(
                 policy,
                 launcher.comm,
                 directory,
-                tokenizer.tokenizer,
+                tokenizer,
                 dtype=chosen,
                 convert=convert,
             )

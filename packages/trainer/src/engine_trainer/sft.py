@@ -9,12 +9,16 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_api.batch import Batch
 from engine_api.errors import ConfigError
+from engine_api.hf_vision import refuse_vision
 from engine_api.losses import sft_loss, where_counted
+from engine_api.registry import EngineRegistry
 from engine_api.results import TrainOutput
-from engine_trainer.config import SFTConfig
+from engine_trainer.config import EngineSection, SFTConfig
 from engine_trainer.data import (
     ChatTokenizer,
+    Document,
     Heldout,
     SFTDataset,
     heldout_sets,
@@ -26,8 +30,10 @@ from engine_trainer.data import (
     read_responses,
     warn_of_overlap,
 )
+from engine_trainer.errors import DataError
 from engine_trainer.run.run import Outcome, Run
 from engine_trainer.telemetry.throughput import measure
+from engine_trainer.utils.hf_models import hf_config
 
 if TYPE_CHECKING:
     from engine_trainer.sampling.evaluate import Evaluator
@@ -56,6 +62,7 @@ def train_sft(config: SFTConfig) -> Outcome:
     Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
     """
     tokenizer = load_tokenizer(config.data, config.engine.model)
+    _refuse_tower(config.engine)
     data = _Data.load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
     steps = config.run.total_steps(
@@ -65,6 +72,7 @@ def train_sft(config: SFTConfig) -> Outcome:
         run.start()
         speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
+        images = _keep_image_settings(tokenizer, state)
         position = int(state.get("position", 0))
         with closing(_Evaluation(run, config, data.heldout, tokenizer)) as evaluation:
             evaluation.restore(state)
@@ -76,19 +84,20 @@ def train_sft(config: SFTConfig) -> Outcome:
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
                 with run.timers.phase("train"):
-                    output = run.engine.train_batch(
-                        run.pack_local([d.fields() for d in documents]), sft_loss
-                    )
+                    batch = run.pack_local(documents)
+                    counts = _count_images(run, documents, batch)
+                    output = run.engine.train_batch(batch, sft_loss)
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
-                state = {"position": position, "rows": len(data.train)}
+                metrics |= counts
+                state = {"position": position, "rows": len(data.train)} | images
                 if step == run.total_steps or (
                     config.eval and config.eval.every and step % config.eval.every == 0
                 ):
                     run.complete(step, metrics, state | evaluation.state)
                     metrics |= evaluation.measure(step)
                 run.end_step(step, metrics, state | evaluation.state, show=SHOW)
-        return run.finish(tokenizer.tokenizer)
+        return run.finish(tokenizer)
 
 
 def evaluate_sft(config: SFTConfig) -> Metrics:
@@ -112,6 +121,7 @@ def evaluate_sft(config: SFTConfig) -> Metrics:
             remedy="name a file of rows that are not trained on",
         )
     tokenizer = load_tokenizer(config.data, config.engine.model)
+    _refuse_tower(config.engine)
     heldout = _Heldout.load(config, tokenizer)
     only = replace(
         config,
@@ -167,6 +177,7 @@ class _Heldout:
                 positions_of(model),
                 key,
                 budget=config.engine.memory.max_tokens,
+                patches=config.engine.memory.max_patches,
             )
             texts[name] = questions(examples)
         return _Heldout(documents=documents, problems=problems, questions=texts)
@@ -188,6 +199,7 @@ class _Data:
             config.data,
             positions_of(config.engine.model),
             budget=config.engine.memory.max_tokens,
+            patches=config.engine.memory.max_patches,
         )
         heldout = _Heldout.load(config, tokenizer)
         seen = questions(examples)
@@ -262,9 +274,7 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     """
     nll = tokens = 0.0
     for start in range(0, len(dataset), EVAL_DOCUMENTS):
-        batch = run.pack_local(
-            [d.fields() for d in dataset.documents[start : start + EVAL_DOCUMENTS]]
-        )
+        batch = run.pack_local(dataset.documents[start : start + EVAL_DOCUMENTS])
         log_probs = run.engine.infer_batch(batch).log_probs
         if batch.num_tokens and run.engine.topology.is_primary:
             assert log_probs is not None, "a language model gives log-probs"
@@ -272,8 +282,64 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
             nll -= float((weight * where_counted(log_probs.cpu().double(), weight)).sum())
             tokens += float(weight.sum())
     rows = run.comm.all_gather((nll, tokens))
-    loss = math.fsum(n for n, _ in rows) / math.fsum(t for _, t in rows)
+    learned = math.fsum(t for _, t in rows)
+    if not learned:
+        raise DataError(
+            "no held-out image can be decoded",
+            why="all held-out documents were left out",
+            remedy="see the warnings above, and correct the files",
+        )
+    loss = math.fsum(n for n, _ in rows) / learned
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def _refuse_tower(section: EngineSection) -> None:
+    """Raise ``UnsupportedCapability`` for a model with a tower that the engine does not train.
+
+    The engine refuses it, too, but after the data have been read.
+    """
+    found = EngineRegistry.resolve(
+        model_type=section.model_type, backend=section.backend, device=section.device
+    )
+    refuse_vision(hf_config(section.model), found.plugin.capabilities, section.backend)
+
+
+def _keep_image_settings(tokenizer: ChatTokenizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the image processor, which a resumed run must find again.
+
+    It is empty where no row has images.
+
+    Raises ``ConfigError`` for a processor that makes other pixels than the checkpoint's.
+    """
+    if not tokenizer.has_image_processor:
+        return {}
+    if "image_processor" in state:
+        tokenizer.image_processor.require(state["image_processor"])
+    return {"image_processor": tokenizer.image_processor.settings}
+
+
+def _count_images(run: Run, documents: Sequence[Document], batch: Batch) -> Metrics:
+    """Return the numbers of a step's images, of their rows of pixels, and of documents left out.
+
+    There are none where no document has images. They are the same on all ranks.
+
+    Raises ``DataError`` if all documents are left out.
+    """
+    if all(document.images is None for document in documents):
+        return {}
+    own = batch.num_documents if run.engine.topology.is_primary else 0
+    left_out = len(documents) - sum(run.comm.all_gather(own))
+    if left_out == len(documents):
+        raise DataError(
+            "no image of this step can be decoded",
+            why=f"all {left_out} documents of the step were left out",
+            remedy="see the warnings above, and correct the files",
+        )
+    figures = {
+        "train/images": float(sum(len(d.images.planned) for d in documents if d.images)),
+        "train/patches": float(sum(document.rows for document in documents)),
+    }
+    return figures | ({"train/bad_images": float(left_out)} if left_out else {})
 
 
 def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:

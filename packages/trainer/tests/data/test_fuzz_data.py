@@ -27,7 +27,7 @@ from engine_trainer.data.labelled import LabelledDataset
 from engine_trainer.data.layouts import ROLES, SHAREGPT_ROLES, to_examples
 from engine_trainer.data.preferences import PairDataset
 from engine_trainer.data.readers import read_rows
-from engine_trainer.errors import DataError
+from engine_trainer.errors import DataError, ImageError
 
 SURROGATE = '"\\ud800"'
 texts = st.one_of(
@@ -55,8 +55,8 @@ calls = st.one_of(
 parts = st.lists(
     st.one_of(
         st.fixed_dictionaries(
-            {"type": st.one_of(st.just("text"), st.just("text"), st.just("image_url"), values)},
-            optional={"text": st.one_of(texts, values), "image_url": values},
+            {"type": st.one_of(st.sampled_from(["text", "text", "image", "image_url"]), values)},
+            optional={"text": st.one_of(texts, values), "image_url": values, "image": values},
         ),
         values,
     ),
@@ -100,6 +100,7 @@ COLUMNS = {
     "data_source": values,
     "label": st.one_of(st.booleans(), st.booleans(), scalars, values),
     "output": values,
+    "images": values,
 }
 rows = st.lists(st.fixed_dictionaries({}, optional=COLUMNS), min_size=1, max_size=3)
 named = st.fixed_dictionaries(
@@ -354,6 +355,13 @@ def _dataset(task, tokenizer, section):
     examples = to_examples(
         read_rows(section.source), section.columns, "response" if task == "sft" else "prompt"
     )
+    rows = read_rows(section.source) if task == "sft" else []
+    pictured = outcome(lambda: to_examples(rows, section.columns, "response", images=True))
+    for one in [] if isinstance(pictured, DataError) else pictured:
+        for source in one.images:
+            size = outcome(source.read_size)
+            assert isinstance(size, ImageError), "no file has an image"
+            assert_placed(size, source.file)
     for one in examples:
         assert all(turn["role"] in ROLES for turn in one.messages)
         assert one.answer is None or isinstance(one.answer, str)

@@ -275,7 +275,10 @@ def _wrong_rows(config: KTOConfig) -> Iterator[Refusal]:
         "give at least 2; the estimate gets better with more",
     )
     yield from _wrong_data(
-        config.data, "labelled rows", "prompt, completion and label in data.source", ("answer",)
+        config.data,
+        "labelled rows",
+        "prompt, completion and label in data.source",
+        ("answer", "images"),
     )
 
 
@@ -291,7 +294,7 @@ def _wrong_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> Iter
         config.data,
         "pairs",
         "chosen and rejected in data.source",
-        ("messages", "response", "answer"),
+        ("messages", "response", "answer", "images"),
         remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the "
         "first",
     )

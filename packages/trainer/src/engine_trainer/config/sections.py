@@ -298,6 +298,14 @@ class ColumnsSection:
     ``Solution`` that the rows have.
     """
 
+    images: str | None = None
+    """Column with the images of a row, read by ``sft``. Null is ``images`` or ``image``, where the
+    rows have it.
+
+    It has one image or a list of them. An image is a path relative to the folder of the data file,
+    ``data:image/…;base64,…``, bytes, or a mapping ``{bytes, path}``.
+    """
+
     def __post_init__(self) -> None:
         both = self.messages is not None and (self.prompt is not None or self.response is not None)
         refuse(
@@ -345,7 +353,9 @@ class DataSection:
     """Names of the columns to read."""
 
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer. Null is ``engine.model.path``."""
+    """Folder or hub id of the tokenizer, and of the processor of images. Null is
+    ``engine.model.path``.
+    """
 
     chat_template: str | None = None
     """Jinja text or path of a .jinja file. Null is the tokenizer's own template.
@@ -386,7 +396,21 @@ class DataSection:
     """Treatment of a row above the limit: raise an error, drop the row, or truncate it.
 
     A truncated document keeps its beginning, a truncated prompt its end. Pairs and labelled rows
-    are never truncated, so that ``truncate`` is an error for them.
+    are never truncated, so that ``truncate`` is an error for them. A document is never truncated
+    inside its images, but dropped.
+    """
+
+    on_bad_image: Literal["error", "drop"] = "error"
+    """Treatment of a row whose images cannot be used: raise an error, or drop the row and count it
+    (``data/bad_images``).
+
+    An image whose header is right is decoded where its step begins. There, ``drop`` leaves the
+    document out of its step (``train/bad_images``).
+    """
+
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the model's image processor in place of its own, such as ``size``, which are
+    saved with the model. Read only for rows with images.
     """
 
     shuffle: bool = True
@@ -630,7 +654,7 @@ class RunSection:
                 "data.source",
                 f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, "
                 f"but a step takes {batch_size}",
-                why="rows that data.on_too_long: drop leaves out do not count",
+                why="rows that data.on_too_long or data.on_bad_image drops do not count",
                 remedy=f"give more rows, or a smaller {key}",
             )
         if self.steps is not None:

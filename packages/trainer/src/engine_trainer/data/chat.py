@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_config import check_counts
+from engine_api.hf_vision import has_vision
 from engine_trainer.config.sections import DataSection
-from engine_trainer.data.layouts import Example, Messages
+from engine_trainer.data.images import ImageProcessor, PlannedImage
+from engine_trainer.data.layouts import Example, Messages, text_of
 from engine_trainer.data.templates import TemplateError, renderer
+from engine_trainer.errors import ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, require_source
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
@@ -37,6 +41,8 @@ RESERVED = {
 }
 # A placeholder text that shows how a template renders a message.
 PROBE = "ANSWER"
+# The text that stands for an image in rows whose messages have no parts.
+IMAGE_MARK = "<image>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +66,19 @@ class ChatTokenizer:
         stop_token_ids: tokens that end a completion, namely the template's end-of-turn token and
             EOS.
         pad_token_id: padding token for rollouts that pad; EOS if the tokenizer has none.
+        image_token: id of the tokens that stand for images, None for a model without a tower.
     """
 
-    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        section: DataSection,
+        model: ModelSource | None = None,
+        image_token: int | None = None,
+    ) -> None:
         self.tokenizer, self.section = tokenizer, section
+        self.image_token = image_token
+        self._model = model
         if section.chat_template is not None:
             tokenizer.chat_template = _template_text(section.chat_template)
         self.has_template = bool(tokenizer.chat_template)
@@ -91,6 +106,61 @@ class ChatTokenizer:
     def vocabulary(self) -> int:
         """The number of token ids, up to the largest one that is a token."""
         return max(self.tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """The model's processor of images, which is loaded when it is first asked for.
+
+        Raises ``ConfigError`` as ``ImageProcessor.load``.
+        """
+        assert self._model is not None, "rows have images only where the model is known"
+        section = self.section
+        return ImageProcessor.load(
+            self._model, self.tokenizer, section.processor_kwargs, section.tokenizer
+        )
+
+    @property
+    def has_image_processor(self) -> bool:
+        """True where the processor is loaded, because rows have images."""
+        return "image_processor" in self.__dict__
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the tokenizer to a model's folder, and the image processor if it was used.
+
+        The folder has the files of the model's processor, whose settings may be others.
+        """
+        self.tokenizer.save_pretrained(folder)
+        if self.has_image_processor:
+            self.image_processor.save(folder)
+
+    def plan_images(self, example: Example) -> list[PlannedImage]:
+        """Return the example's images with the numbers of their tokens.
+
+        Raises ``ImageError`` for an image that cannot be used.
+        """
+        return [self.image_processor.plan(source) for source in example.images]
+
+    def expand_images(
+        self, example: Example, segments: Sequence[Segment], images: Sequence[PlannedImage]
+    ) -> list[Segment]:
+        """Return the segments with the placeholders replaced by the tokens of the images.
+
+        Raises ``ImageError`` if there are more images than placeholders, or fewer.
+        """
+        if not images:
+            return list(segments)
+        processor = self.image_processor
+        placed = sum(segment.text.count(processor.placeholder) for segment in segments)
+        if placed != len(images):
+            raise _misplaced(
+                example,
+                placed,
+                f"placeholders {processor.placeholder!r} in the rendered conversation",
+                "set a data.chat_template that writes each part of type image, take the "
+                "placeholder's text out of the row, or put the images before the last response",
+            )
+        left = iter(images)
+        return [replace(one, text=processor.expand(one.text, left)) for one in segments]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
@@ -235,9 +305,8 @@ class ChatTokenizer:
         ]
         lost = [f"{what} {name!r}" for what, name in names if name not in text]
         for at, turn in enumerate(turns):
-            reaches_text = (
-                turn["role"] in ("assistant", "tool")
-                or str(turn.get("content") or "").strip() in text
+            reaches_text = turn["role"] in ("assistant", "tool") or all(
+                part.strip() in text for part in _texts(turn.get("content"))
             )
             # A template may read a message without writing it: SmolLM3's removes /no_think from a
             # system prompt and sets its mode. Such a message changes the rendered text.
@@ -306,9 +375,11 @@ class ChatTokenizer:
             self._require_plain(turns, example)
         asked = [t for t in turns if t["role"] == "user"]
         if asked:
-            asked[-1]["content"] = self.section.prompt_template.replace(
-                "{prompt}", asked[-1]["content"]
-            )
+            asked[-1]["content"] = _fill(self.section.prompt_template, asked[-1]["content"])
+        marked = self.image_token is not None and IMAGE_MARK in self.section.prompt_template
+        parted = any(isinstance(turn.get("content"), list) for turn in turns)
+        if example.marks_images or parted or marked:
+            _place_images(turns, example)
         if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self.section.system_prompt})
         return turns
@@ -427,7 +498,20 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
             why=f"expected one of {_FILES} in its folder",
             remedy="copy the whole tokenizer into it, or name another in data.tokenizer",
         )
-    return ChatTokenizer(tokenizer, section)
+    return ChatTokenizer(tokenizer, section, model, _find_image_token(model))
+
+
+def _find_image_token(model: ModelSource) -> int | None:
+    """Return the id of the tokens that stand for images, or None for a model without a tower."""
+    from transformers import PreTrainedConfig
+
+    # A tokenizer needs no config.json.
+    with suppress(OSError):
+        content, _ = PreTrainedConfig.get_config_dict(model.path, revision=model.revision)
+        token = content.get("image_token_id", content.get("image_token_index"))
+        if has_vision(content) and isinstance(token, int):
+            return token
+    return None
 
 
 def _check_counts(path: str, key: str, revision: str | None) -> None:
@@ -467,6 +551,65 @@ def _require_files(folder: Path, key: str) -> None:
 def _has_content(turn: Mapping[str, Any]) -> bool:
     """Return whether a turn has text, a tool call, or any other content (such as thoughts)."""
     return any(v.strip() if isinstance(v, str) else v for name, v in turn.items() if name != "role")
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a message's content, one by one."""
+    if isinstance(content, list):
+        return [part["text"] for part in content if part["type"] == "text"]
+    return [str(content or "")]
+
+
+def _fill(template: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a message's content in place of ``{prompt}`` in the template."""
+    if isinstance(content, str):
+        return template.replace("{prompt}", content)
+    found: list[dict[str, Any]] = []
+    for number, text in enumerate(template.split("{prompt}")):
+        found += content if number else []
+        found += [{"type": "text", "text": text}] if text else []
+    return found
+
+
+def _place_images(turns: Messages, example: Example) -> None:
+    """Put a part of type image into the turns for each image of the example.
+
+    Turns that have such parts are left as they are. In others ``<image>`` marks the places, but for
+    those of the assistant, which writes no images.
+
+    Raises ``ImageError`` if there are more images than places, or fewer.
+    """
+    if not any(isinstance(turn.get("content"), list) for turn in turns):
+        for turn in turns:
+            if turn["role"] != "assistant" and IMAGE_MARK in text_of(turn.get("content")):
+                head, *rest = turn["content"].split(IMAGE_MARK)
+                parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in rest]
+                found = [{"type": "text", "text": head}, *(part for pair in parts for part in pair)]
+                turn["content"] = [part for part in found if part.get("text") != ""]
+    placed = sum(
+        part["type"] == "image"
+        for turn in turns
+        if isinstance(turn.get("content"), list)
+        for part in turn["content"]
+    )
+    if placed != len(example.images):
+        raise _misplaced(
+            example,
+            placed,
+            f"places for them: {IMAGE_MARK} in the texts before the response, or parts of type "
+            "image",
+            f"write {IMAGE_MARK} where each image belongs, in the row or in data.prompt_template",
+        )
+
+
+def _misplaced(example: Example, placed: int, places: str, remedy: str) -> ImageError:
+    return ImageError(
+        f"the row has {len(example.images)} images and {placed} {places}",
+        file=example.file,
+        row=example.number or None,
+        why="the features of an image replace the tokens of its placeholder",
+        remedy=f"{remedy}, or set data.on_bad_image=drop",
+    )
 
 
 def _function(tool: Mapping[str, Any]) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,10 +17,12 @@ from numpy.typing import NDArray
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.gym import gym_examples
-from engine_trainer.data.layouts import Example, Messages, Need, to_examples
+from engine_trainer.data.images import ImageProcessor, PlannedImage
+from engine_trainer.data.layouts import Example, Messages, Need, text_of, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
-from engine_trainer.errors import DataError
+from engine_trainer.errors import DataError, ImageError
+from engine_trainer.utils.cores import choose_threads, count_cores
 
 T = TypeVar("T", "Document", "Prompt")
 # Number of examples tokenized in one call.
@@ -31,18 +36,53 @@ class Document:
 
     input_ids: NDArray[np.int64]
     loss_weight: NDArray[np.float32]
+    images: DocumentImages | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of pixels (patches, or whole tiles) of the document's images."""
+        return 0 if self.images is None else sum(image.rows for image in self.images.planned)
+
     def cut(self, length: int) -> Document | None:
-        """Return the document's first ``length`` tokens, or None if none of them is learned."""
-        shorter = Document(input_ids=self.input_ids[:length], loss_weight=self.loss_weight[:length])
+        """Return the document's first ``length`` tokens, or None if none of them is learned.
+
+        A document is not cut before the end of its last image, and None is returned.
+        """
+        shorter = replace(
+            self, input_ids=self.input_ids[:length], loss_weight=self.loss_weight[:length]
+        )
+        if self.images is not None and self.images.token in self.input_ids[length:]:
+            return None
         return shorter if shorter.loss_weight.any() else None
 
     def fields(self) -> dict[str, Any]:
-        """Return the document as a mapping in the form that ``Batch.pack`` takes."""
-        return {"input_ids": self.input_ids.tolist(), "loss_weight": self.loss_weight.tolist()}
+        """Return the document as a mapping in the form that ``Batch.pack`` takes.
+
+        Raises ``ImageError`` for an image that cannot be decoded.
+        """
+        found: dict[str, Any] = {
+            "input_ids": self.input_ids.tolist(),
+            "loss_weight": self.loss_weight.tolist(),
+        }
+        if self.images is not None:
+            found["media"] = self.images.processor.make_media(self.images.planned)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentImages:
+    """The images of a document, whose pixels are made when the document goes into a batch."""
+
+    planned: Sequence[PlannedImage]
+    processor: ImageProcessor
+
+    @property
+    def token(self) -> int:
+        """Id of the tokens that stand for images."""
+        return self.processor.vision.image_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +120,20 @@ class Prompt:
 
 
 class SFTDataset:
-    """Tokenized documents, with counts of those that were too long (dropped or truncated)."""
+    """Tokenized documents, with counts of those that were left out or cut.
 
-    def __init__(self, documents: Sequence[Document], dropped: int = 0, truncated: int = 0) -> None:
+    These were too long (dropped or truncated), or had images that cannot be used.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        dropped: int = 0,
+        truncated: int = 0,
+        bad_images: int = 0,
+    ) -> None:
         self.documents, self.dropped, self.truncated = list(documents), dropped, truncated
+        self.bad_images = bad_images
 
     @staticmethod
     def build(
@@ -94,6 +144,7 @@ class SFTDataset:
         name: str = "",
         *,
         budget: int | None = None,
+        patches: int | None = None,
     ) -> SFTDataset:
         """Tokenize the examples.
 
@@ -104,15 +155,24 @@ class SFTDataset:
             context: tokens of the model's context (``context.positions_of``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
             budget: tokens of a micro-batch (``engine.memory.max_tokens``); None: any number.
+            patches: rows of pixels that a micro-batch takes (``engine.memory.max_patches``); None:
+                any number.
 
         Raises:
-            DataError: a row has nothing to learn, or is too long.
+            DataError: a row has nothing to learn, is too long, or has images that cannot be used.
         """
-        documents: list[Document] = []
-        for start in range(0, len(examples), CHUNK):
-            documents += tokenize_documents(examples[start : start + CHUNK], tokenizer)
-        bound = Bound.of(section, context, budget=budget)
-        dataset = SFTDataset(*_fit(examples, documents, section, bound, name))
+        kept, documents = _tokenize(examples, tokenizer, section, name)
+        bad = len(examples) - len(kept)
+        small = _fit_patches(kept, documents, section, patches)
+        fitting, dropped, cut = _fit(
+            [kept[i] for i in small],
+            [documents[i] for i in small],
+            section,
+            Bound.of(section, context, budget=budget),
+            name,
+        )
+        dropped += len(documents) - len(small)
+        dataset = SFTDataset(fitting, dropped, cut, bad)
         if not name:
             _warn_of_endless_turns(dataset.documents, tokenizer)
         return dataset
@@ -121,11 +181,34 @@ class SFTDataset:
         return len(self.documents)
 
     def figures(self) -> dict[str, float]:
-        """``data/…``: rows that were too long, where there were any."""
-        return _too_long(self.dropped, self.truncated)
+        """``data/…``: rows that were too long or had bad images, where there were any."""
+        bad = {"data/bad_images": float(self.bad_images)} if self.bad_images else {}
+        return _too_long(self.dropped, self.truncated) | bad
 
     def __getitem__(self, index: int) -> Document:
         return self.documents[index]
+
+
+def make_fields(documents: Sequence[Document], *, drop: bool) -> list[dict[str, Any]]:
+    """Return the documents as ``Batch.pack`` takes them, with the pixels of their images.
+
+    With ``drop`` a document with an image that cannot be decoded is left out, with a warning.
+
+    Raises ``ImageError`` for such an image without ``drop``.
+    """
+    if all(document.images is None for document in documents):
+        return [document.fields() for document in documents]
+    found: list[dict[str, Any]] = []
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(choose_threads(count_cores(), ranks)) as threads:
+        for future in [threads.submit(document.fields) for document in documents]:
+            try:
+                found.append(future.result())
+            except ImageError as error:
+                if not drop:
+                    raise
+                log.warning("a document is left out of this step: %s", error)
+    return found
 
 
 def _warn_of_endless_turns(documents: Sequence[Document], tokenizer: ChatTokenizer) -> None:
@@ -264,18 +347,125 @@ def _with_privilege(example: Example, template: str) -> Example:
 def read_examples(section: DataSection, need: Need) -> list[Example]:
     """Return the training rows of a data section.
 
-    ``need`` is ``response`` for SFT, ``prompt`` for RL.
+    ``need`` is ``response`` for SFT, which reads images, too, and ``prompt`` for RL.
     """
     if section.reasoning_gym is not None:
         return gym_examples(section.reasoning_gym, "train")
     assert section.source is not None  # DataSection checks it
-    return to_examples(read_rows(section.source, section.split), section.columns, need)
+    rows = read_rows(section.source, section.split)
+    return to_examples(rows, section.columns, need, images=need == "response")
 
 
 def tokenize_documents(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Document]:
-    """Return the tokens of each conversation. Raises ``DataError`` if there is nothing to learn."""
-    encoded = tokenizer.encode_documents([tokenizer.document(e) for e in examples])
-    return [_document(e, *tokens) for e, tokens in zip(examples, encoded, strict=True)]
+    """Return the tokens of each conversation.
+
+    Raises ``DataError`` if there is nothing to learn, and ``ImageError`` for bad images.
+    """
+    segments = [tokenizer.document(e) for e in examples]
+    images = [tokenizer.plan_images(e) for e in examples]
+    encoded = tokenizer.encode_documents(
+        [tokenizer.expand_images(*parts) for parts in zip(examples, segments, images, strict=True)]
+    )
+    return [
+        _add_images(e, _document(e, *tokens), planned, tokenizer)
+        for e, tokens, planned in zip(examples, encoded, images, strict=True)
+    ]
+
+
+def _add_images(
+    example: Example, document: Document, planned: Sequence[PlannedImage], tokenizer: ChatTokenizer
+) -> Document:
+    """Return the document with its images.
+
+    Raises ``ImageError`` if its image tokens are not as many as the images have features.
+    """
+    if tokenizer.image_token is None:
+        return document
+    expected = tokenizer.image_processor.count_features(planned) if planned else 0
+    tokens = int((document.input_ids == tokenizer.image_token).sum())
+    if tokens != expected:
+        raise ImageError(
+            f"the row has {tokens} image tokens (id {tokenizer.image_token}), and {len(planned)} "
+            f"images of {expected} features",
+            file=example.file,
+            row=example.number or None,
+            why="the features of an image replace the tokens of its placeholder",
+            remedy="take the placeholder's text out of the row, or give its images in a column "
+            "images; or set data.on_bad_image=drop",
+        )
+    if not planned:
+        return document
+    return replace(
+        document, images=DocumentImages(planned=planned, processor=tokenizer.image_processor)
+    )
+
+
+def _tokenize(
+    examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, name: str
+) -> tuple[list[Example], list[Document]]:
+    """Return the documents, and the examples that they are made from.
+
+    With ``data.on_bad_image: drop`` examples with images that cannot be used are left out.
+    """
+    kept: list[Example] = []
+    documents: list[Document] = []
+    first: ImageError | None = None
+    for start in range(0, len(examples), CHUNK):
+        chunk = examples[start : start + CHUNK]
+        try:
+            documents += tokenize_documents(chunk, tokenizer)
+            kept += chunk
+        except ImageError as error:
+            if section.on_bad_image == "error":
+                raise
+            first = first or error
+            for example in chunk:
+                with suppress(ImageError):
+                    documents += tokenize_documents([example], tokenizer)
+                    kept.append(example)
+    if first is not None:
+        bad = len(examples) - len(kept)
+        rows = f"of {len(examples)} rows" + (f" of {name}" if name else "")
+        if not kept:
+            raise first
+        log.warning("%d %s have bad images and were dropped; the first: %s", bad, rows, first)
+    return kept, documents
+
+
+def _fit_patches(
+    examples: Sequence[Example],
+    documents: Sequence[Document],
+    section: DataSection,
+    most: int | None,
+) -> list[int]:
+    """Return the indices of the documents with at most this number of rows of pixels.
+
+    Raises ``DataError`` for one with more of them, unless ``data.on_too_long`` drops it.
+    """
+    if most is None:
+        return list(range(len(documents)))
+    for example, document in zip(examples, documents, strict=True):
+        if document.rows > most and section.on_too_long == "error":
+            raise example.error(
+                f"{document.rows} patches, engine.memory.max_patches is {most}",
+                why="a document's images are computed in one micro-batch",
+                remedy="raise it, give the processor a smaller size (data.processor_kwargs), or "
+                "set data.on_too_long=drop",
+            )
+    small = [i for i, document in enumerate(documents) if document.rows <= most]
+    if not small:
+        raise DataError(
+            f"all {len(documents)} rows have more than {most} patches",
+            why="engine.memory.max_patches is the most that a micro-batch takes",
+            remedy="raise it, or give the processor a smaller size (data.processor_kwargs)",
+        )
+    if len(small) < len(documents):
+        log.warning(
+            "%d of %d rows have more patches than engine.memory.max_patches and were dropped",
+            len(documents) - len(small),
+            len(documents),
+        )
+    return small
 
 
 def tokenize_prompts(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Prompt]:
@@ -346,7 +536,8 @@ def _prompt(example: Example, text: str, ids: list[int], messages: Messages) -> 
 
 
 def _question(example: Example) -> str:
-    return str(next((t["content"] for t in reversed(example.prompt) if t["role"] == "user"), ""))
+    asked = (t["content"] for t in reversed(example.prompt) if t["role"] == "user")
+    return text_of(next(asked, ""))
 
 
 def _too_long(dropped: int, truncated: int) -> dict[str, float]:

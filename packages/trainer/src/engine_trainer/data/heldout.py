@@ -37,7 +37,8 @@ def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Exam
         assert section.reasoning_gym is not None
         examples = gym_examples(section.reasoning_gym, "heldout")
     else:
-        examples = to_examples(read_rows(chosen.source, chosen.split), section.columns, need)
+        rows = read_rows(chosen.source, chosen.split)
+        examples = to_examples(rows, section.columns, need, images=need == "response")
     return examples[: chosen.max_problems]
 
 
@@ -51,7 +52,7 @@ def read_responses(section: DataSection, chosen: EvalSet) -> list[Example] | Non
     rows = read_rows(chosen.source, chosen.split)
     if not have_responses(rows, section.columns):
         return None
-    return to_examples(rows, section.columns, "response")[: chosen.max_problems]
+    return to_examples(rows, section.columns, "response", images=True)[: chosen.max_problems]
 
 
 def heldout_sets(

@@ -18,6 +18,11 @@ column. A column ``tools`` (JSON schemas, or their JSON text) goes to the chat t
 Wherever there are messages, each may be in ShareGPT's form instead (``SHAREGPT_ROLES``), and a
 ``content`` may be a list of OpenAI's parts, ``{"type": "text", "text": …}``, whose texts are
 joined.
+
+Rows of ``sft`` may have images (``images.ImageSource``) in a column ``images`` or ``image``. Each
+takes the place of one ``<image>`` in the texts before the responses, or of one part of type
+``image``. A part may hold its image itself, also as OpenAI's
+``{"type": "image_url", "image_url": {"url": "data:…"}}``.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine_trainer.config.sections import ColumnsSection
+from engine_trainer.data.images import ImageSource, list_sources
 from engine_trainer.data.readers import Row
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
@@ -61,6 +67,9 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 GSM8K_MARK = "####"
+IMAGES = ("images", "image")
+# Types of the parts of a message that are images, in transformers' and in OpenAI's form.
+IMAGE_PARTS = ("image", "image_url")
 TOOLS = "tools"
 CALLS = "tool_calls"
 # Alpaca's prompt consists of these two columns.
@@ -77,6 +86,9 @@ class Example:
         messages: ``{role, content}`` turns, as chat templates take them.
         answer: ground truth that a reward compares with, or None.
         tools: schemas of a ``tools`` column, as chat templates take them.
+        images: images of the row, in the order of their places in the messages.
+        marks_images: whether ``<image>`` in the messages is the place of an image, because the
+            row's file has a column of images.
         given: number of leading messages that are never learned, namely those of a prompt column.
         metadata: the row's other columns, including ``data_source`` if there is one.
         file: file that the row comes from.
@@ -86,6 +98,8 @@ class Example:
     messages: Messages
     answer: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[ImageSource] = ()
+    marks_images: bool = False
     given: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
@@ -105,18 +119,26 @@ class Example:
         )
 
 
-def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
+def to_examples(
+    rows: Sequence[Row], columns: ColumnsSection, need: Need, *, images: bool = False
+) -> list[Example]:
     """Convert every row to an example.
+
+    With ``images`` the images of rows are read, too; without, messages with images are refused.
 
     Raises:
         DataError: a row cannot be converted; the error names file, row and column.
     """
-    convert = converter(rows, columns, need)
+    convert = converter(rows, columns, need, images=images)
     return [convert(row) for row in rows]
 
 
-def converter(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> Callable[[Row], Example]:
+def converter(
+    rows: Sequence[Row], columns: ColumnsSection, need: Need, *, images: bool = False
+) -> Callable[[Row], Example]:
     """Return the function that converts one of ``rows``, which raises ``DataError`` if it cannot.
+
+    ``images`` is that of ``to_examples``.
 
     Raises:
         DataError: a file lacks a column, or is read from different columns than the first file.
@@ -124,7 +146,7 @@ def converter(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> Calla
     files: dict[str, list[Row]] = {}
     for row in rows:
         files.setdefault(row.file, []).append(row)
-    layouts = {file: _Layout.of(own, columns, need) for file, own in files.items()}
+    layouts = {file: _Layout.of(own, columns, need, images) for file, own in files.items()}
     _require_alike(layouts, need)
     return lambda row: layouts[row.file].example(row)
 
@@ -137,7 +159,8 @@ def have_responses(rows: Sequence[Row], columns: ColumnsSection) -> bool:
     """
     layout = _Layout.of(rows, columns, "prompt")
     if layout.messages:
-        return any(turn["role"] == "assistant" for turn in _messages(rows[0], layout.messages))
+        turns = _messages(rows[0], layout.messages, _RowImages([]))
+        return any(turn["role"] == "assistant" for turn in turns)
     return (columns.response or _Present(rows).first(RESPONSES)) is not None
 
 
@@ -169,10 +192,16 @@ class _Layout:
 
     False if it means that there is no answer.
     """
+    images: str | None
+    """Column with images."""
+    takes_images: bool
 
     @staticmethod
-    def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
+    def of(
+        rows: Sequence[Row], columns: ColumnsSection, need: Need, takes_images: bool = False
+    ) -> _Layout:
         present, scored = _Present(rows), need == "prompt"
+        images = (columns.images or present.first(IMAGES)) if takes_images else None
         messages = columns.messages or present.first(("messages",))
         if messages is None and columns.prompt is None and present.first(PROMPTS) is None:
             messages = present.first(CONVERSATIONS)
@@ -183,6 +212,8 @@ class _Layout:
                 response=None,
                 answer=columns.answer or present.first(ANSWERS),
                 needs_answer=scored,
+                images=images,
+                takes_images=takes_images,
             )
         prompt = columns.prompt or present.first(PROMPTS)
         response = columns.response or present.first(RESPONSES)
@@ -200,6 +231,8 @@ class _Layout:
             response=response if need == "response" else None,
             answer=columns.answer or present.first(ANSWERS),
             needs_answer=scored,
+            images=images,
+            takes_images=takes_images,
         )
 
     def describe(self, need: Need) -> str:
@@ -209,11 +242,12 @@ class _Layout:
         return ", ".join(f"{part} {name}" for part, name in names.items() if name)
 
     def example(self, row: Row) -> Example:
-        prompt = _turns(row, self.messages) if self.messages else self._prompt(row)
-        response = self._response(row) if self.response else []
+        images = self._images(row)
+        prompt = _turns(row, self.messages, images) if self.messages else self._prompt(row, images)
+        response = self._response(row, images) if self.response else []
         used = {
             (c or "").split(".")[0]
-            for c in (self.messages, self.prompt, self.response, self.answer)
+            for c in (self.messages, self.prompt, self.response, self.answer, self.images)
         }
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
         used |= {SYSTEM} if {self.messages, self.prompt} & {*CONVERSATIONS} else set()
@@ -223,15 +257,24 @@ class _Layout:
             given=len(prompt) if response else 0,
             answer=self._answer(row),
             tools=_tools(row),
+            images=() if images is None else images.in_order(),
+            marks_images=self.images is not None,
             metadata=metadata,
             file=row.file,
             number=row.number,
         )
 
-    def _prompt(self, row: Row) -> Messages:
+    def _images(self, row: Row) -> _RowImages | None:
+        """Return the images of the row's column, or None where images are refused."""
+        if not self.takes_images:
+            return None
+        value = None if self.images is None else _reach(row.values, self.images)
+        return _RowImages(list_sources(row, self.images or IMAGES[0], value))
+
+    def _prompt(self, row: Row, images: _RowImages | None) -> Messages:
         assert self.prompt is not None
         if isinstance(_cell(row, self.prompt), list):
-            turns = _turns(row, self.prompt)
+            turns = _turns(row, self.prompt, images)
             if self.response is None and turns[-1]["role"] == "assistant":
                 raise row.error(
                     "the prompt ends with the assistant's turn",
@@ -243,11 +286,11 @@ class _Layout:
             return turns
         return [_turn("user", _question(row, self.prompt))]
 
-    def _response(self, row: Row) -> Messages:
+    def _response(self, row: Row, images: _RowImages | None) -> Messages:
         assert self.response is not None
         if not isinstance(_cell(row, self.response), list):
             return [_turn("assistant", _text(row, self.response))]
-        turns = _messages(row, self.response)
+        turns = _messages(row, self.response, images)
         if turns[0]["role"] != "assistant":
             raise row.error(
                 f"begins with a turn of the {turns[0]['role']}",
@@ -279,6 +322,26 @@ class _Layout:
         # In a column with nulls, whole numbers arrive as floats: 42.0 is the answer 42.
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
+
+
+class _RowImages:
+    """The images of a row, in the order of their places in its messages."""
+
+    def __init__(self, column: Sequence[ImageSource]) -> None:
+        self._left = list(column)
+        self._placed: list[ImageSource] = []
+
+    def place(self, row: Row, name: str, part: Mapping[str, Any]) -> None:
+        """Place the image that a part of a message holds, or the next one of the column."""
+        own = {key: value for key, value in part.items() if key != "type" and value is not None}
+        if own:
+            self._placed += list_sources(row, name, own, first=len(self._placed) + 1)
+        elif self._left:
+            self._placed.append(self._left.pop(0))
+
+    def in_order(self) -> list[ImageSource]:
+        """Return the images that are placed, and behind them those that no part has taken."""
+        return [*self._placed, *self._left]
 
 
 class _Present:
@@ -342,9 +405,9 @@ def _question(row: Row, name: str) -> str:
     return f"{text}\n\n{_text(row, INPUT)}"
 
 
-def _turns(row: Row, name: str) -> Messages:
+def _turns(row: Row, name: str, images: _RowImages | None) -> Messages:
     """Return the messages of a column, behind the text of ShareGPT's system column."""
-    turns = _messages(row, name)
+    turns = _messages(row, name, images)
     if name not in CONVERSATIONS or row.values.get(SYSTEM) in (None, ""):
         return turns
     if turns[0]["role"] == "system":
@@ -356,7 +419,8 @@ def _turns(row: Row, name: str) -> Messages:
     return [_turn("system", _text(row, SYSTEM)), *turns]
 
 
-def _messages(row: Row, name: str) -> Messages:
+def _messages(row: Row, name: str, images: _RowImages | None = None) -> Messages:
+    """Return the messages of a column, without images if ``images`` is None."""
     value = _cell(row, name)
     if not isinstance(value, list) or not value:
         raise row.error(
@@ -364,7 +428,7 @@ def _messages(row: Row, name: str) -> Messages:
             column=name,
             remedy="write [{role, content}, …]",
         )
-    messages = [_message(row, name, turn) for turn in value]
+    messages = [_message(row, name, turn, images) for turn in value]
     turns = messages if _as_written(row) else [_drop_nulls(turn) for turn in messages]
     return [
         {k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None}
@@ -377,8 +441,11 @@ def is_sharegpt(turn: Any) -> bool:
     return isinstance(turn, Mapping) and turn.get("role") is None and turn.get("from") is not None
 
 
-def _message(row: Row, name: str, turn: Any) -> dict[str, Any]:
-    """Return a message as ``{role, content}``, with its other keys and its text as one string."""
+def _message(row: Row, name: str, turn: Any, images: _RowImages | None) -> dict[str, Any]:
+    """Return a message as ``{role, content}``, with its other keys.
+
+    The content is one string, or in a message with images a list of parts.
+    """
     if is_sharegpt(turn):
         turn = _from_sharegpt(row, name, turn)
     if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
@@ -390,9 +457,9 @@ def _message(row: Row, name: str, turn: Any) -> dict[str, Any]:
         )
     content = turn.get("content")
     if isinstance(content, list):
-        content = _join_parts(row, name, content)
+        content = _join_parts(row, name, content, turn["role"], images)
     calls = turn["role"] == "assistant" and turn.get(CALLS)
-    if not isinstance(content, str) and not (calls and content is None):
+    if not isinstance(content, str | list) and not (calls and content is None):
         raise row.error(
             "a message without text",
             column=name,
@@ -415,18 +482,26 @@ def _from_sharegpt(row: Row, name: str, turn: Mapping[str, Any]) -> dict[str, An
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": turn.get("value")}
 
 
-def _join_parts(row: Row, name: str, parts: Sequence[Any]) -> str:
-    """Return the text of a message's parts."""
+def _join_parts(
+    row: Row, name: str, parts: Sequence[Any], role: str, images: _RowImages | None
+) -> str | list[dict[str, Any]]:
+    """Return the text of a message's parts, or the parts in order where some are images."""
     if not parts:
         raise row.error("a message without parts", column=name, remedy="give it a text")
+    found: list[dict[str, Any]] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in IMAGE_PARTS and images is not None and role != "assistant":
+            images.place(row, name, part)
+            found.append({"type": "image"})
+            continue
         if kind != "text":
             raise row.error(
-                f"a message with a part of type {kind!r:.100}, expected text",
+                f"a message of the {role} with a part of type {kind!r:.100}, expected text",
                 column=name,
                 why=f"part: {str(part)[:120]}",
-                remedy="the trainer trains on text alone: remove the part, or the row",
+                remedy="remove the part, or the row: images are trained on by sft alone, and in "
+                "no message of the assistant",
             )
         if not isinstance(part.get("text"), str):
             raise row.error(
@@ -435,7 +510,17 @@ def _join_parts(row: Row, name: str, parts: Sequence[Any]) -> str:
                 why=f"part: {str(part)[:120]}",
                 remedy='write {"type": "text", "text": "…"}',
             )
-    return "".join(part["text"] for part in parts)
+        found.append({"type": "text", "text": part["text"]})
+    if all(part["type"] == "text" for part in found):
+        return "".join(part["text"] for part in found)
+    return found
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, without its images."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return str(content or "")
 
 
 def _calls(row: Row, name: str, value: Any) -> list[Any]:

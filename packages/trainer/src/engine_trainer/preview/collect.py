@@ -22,7 +22,7 @@ from engine_trainer.data.labelled import Labelled, tokenize_labelled
 from engine_trainer.data.layouts import converter
 from engine_trainer.data.preferences import Pair, score_token, tokenize_pairs
 from engine_trainer.data.readers import read_rows
-from engine_trainer.errors import DataError
+from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preferences.classifier import padding_token
 
 Fate = Literal["kept", "cut", "dropped", "refused"]
@@ -133,11 +133,12 @@ def _examples(config: Config, tokenizer: ChatTokenizer) -> Found:
     else:
         assert section.source is not None  # DataSection checks it
         given = read_rows(section.source, section.split)
-        convert = converter(given, section.columns, "response" if is_sft else "prompt")
+        need = "response" if is_sft else "prompt"
+        convert = converter(given, section.columns, need, images=is_sft)
         converted = [_attempt(lambda row=row: convert(row)) for row in given]
     good = [e for e in converted if not isinstance(e, DataError)]
     tokenize = tokenize_documents if is_sft else tokenize_prompts
-    items = iter(_each(good, lambda part: tokenize(part, tokenizer)))
+    items = iter(map(_decoded, _each(good, lambda part: tokenize(part, tokenizer))))
     return [
         (row.file, row.number, e if isinstance(e, DataError) else next(items))
         for row, e in zip(given, converted, strict=True)
@@ -172,6 +173,14 @@ def _each(given: Sequence[Any], tokenize: Callable[[Any], list[Any]]) -> list[An
     return items
 
 
+def _decoded(item: Any) -> Any:
+    """Return the item, or the error of an image of it that cannot be decoded."""
+    if not isinstance(item, Document) or item.images is None:
+        return item
+    found = _attempt(item.fields)
+    return found if isinstance(found, DataError) else item
+
+
 def _attempt(call: Callable[[], Any]) -> Any:
     """Return the result of a call, or the ``DataError`` that it raises."""
     try:
@@ -185,6 +194,7 @@ class _Judge:
 
     def __init__(self, config: Config, bound: Bound, padding: int) -> None:
         self._on_too_long = config.data.on_too_long
+        self._on_bad_image = config.data.on_bad_image
         self._bound = bound
         # A reward model learns from one token of each document.
         self._padding = padding if isinstance(config, RewardModelConfig) else None
@@ -193,12 +203,13 @@ class _Judge:
         """Return the row of an item, or of the error that the row raises."""
         if isinstance(item, DataError):
             column = f", column {item.column!r}" if item.column else ""
+            drops = isinstance(item, ImageError) and self._on_bad_image == "drop"
             return PreviewRow(
                 file=file,
                 number=number,
-                fate="refused",
+                fate="dropped" if drops else "refused",
                 reason=f"{item.what}{column}",
-                remedy=item.remedy,
+                remedy="" if drops else item.remedy,
             )
         length = max(map(len, item.documents)) if isinstance(item, Pair) else len(item)
         fate, kept = self._fit(item, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -146,7 +147,7 @@ def _tokens(
     at = start
     for learned, group in groupby(part.learned[start:]):
         end = at + sum(1 for _ in group)
-        text = _decode(preview, part.tokens, at, end)
+        text = _fold_images(preview, _decode(preview, part.tokens, at, end))
         at = end
         shown = text if len(text) <= left else text[: int(left)]
         yield from _run(shown, style, learned=learned)
@@ -181,6 +182,15 @@ def _decode(preview: Preview, tokens: Sequence[int], start: int, end: int) -> st
 
     former, whole = text(tokens[:start]), text(tokens[:end])
     return whole.removeprefix(former) if whole.startswith(former) else text(tokens[start:end])
+
+
+def _fold_images(preview: Preview, text: str) -> str:
+    """Return the text with the tokens of each image as one of them, and their number."""
+    if preview.tokenizer.image_token is None:
+        return text
+    token = preview.tokenizer.tokenizer.convert_ids_to_tokens(preview.tokenizer.image_token)
+    tokens = f"(?:{re.escape(token)})+"
+    return re.sub(tokens, lambda found: f"{token} × {len(found[0]) // len(token)}", text)
 
 
 def _run(text: str, style: Style, *, learned: bool) -> Iterator[str]:

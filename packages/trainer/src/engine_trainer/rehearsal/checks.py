@@ -116,6 +116,12 @@ def check_data(config: Config, task: str, folder: Path) -> tuple[Preview, str]:
     would end the run before its first step.
     """
     preview = collect(config, task)
+    if preview.tokenizer.has_image_processor:
+        raise DataError(
+            "the rows have images, which a rehearsal does not copy",
+            file=preview.rows[0].file,
+            remedy="rehearse with rows of text alone; engine-train data decodes every image",
+        )
     fates = Counter(row.fate for row in preview.rows)
     refused = next((row for row in preview.rows if row.fate == "refused"), None)
     if refused is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine_api.comm import Comm, together
 from engine_api.config import LoraConfig, Precision
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from engine_trainer.placement.groups import EngineGroup
 
 ADAPTER_FILE = "adapter_model.safetensors"
+
+
+class SavesPretrained(Protocol):
+    """A tokenizer, as transformers' or the trainer's."""
+
+    def save_pretrained(self, folder: Path, /) -> Any:
+        """Write its files to a folder."""
+        ...
 
 
 def export_dtype(name: str | None, precision: Precision) -> torch.dtype:
@@ -37,12 +45,14 @@ def write_model(
     policy: EngineGroup,
     comm: Comm,
     final: Path,
-    tokenizer: Any,
+    tokenizer: SavesPretrained,
     *,
     dtype: torch.dtype,
     convert: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the model, with its adapter merged, and the tokenizer in place of the folder ``final``.
+
+    The tokenizer also writes an image processor of its own, over that of the model's folder.
 
     All ranks call it together. ``convert`` changes the folder before it takes that name. A kill
     leaves the former folder or the new one, whole.

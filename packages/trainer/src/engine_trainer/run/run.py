@@ -38,6 +38,7 @@ from engine_api.errors import ConfigError, EngineError
 from engine_api.generators import seed_all
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.config.loading import to_plain, to_yaml
+from engine_trainer.data.datasets import Document, make_fields
 from engine_trainer.errors import DataError
 from engine_trainer.placement import automatic, loopback
 from engine_trainer.placement.groups import EngineGroup, Launcher, divide
@@ -55,7 +56,7 @@ from engine_trainer.run.configurations import keep_config
 from engine_trainer.run.hub import create_repository, push_folder
 from engine_trainer.run.interrupt import Interrupt
 from engine_trainer.run.lock import FolderLock
-from engine_trainer.run.model_folder import export_dtype, write_model
+from engine_trainer.run.model_folder import SavesPretrained, export_dtype, write_model
 from engine_trainer.telemetry.environment import Start, describe_start, record
 from engine_trainer.telemetry.learning import LearningWatch
 from engine_trainer.telemetry.logs import METRICS, RunLog, Timers, last_step
@@ -470,7 +471,9 @@ class Run:
                 "continues from there"
             )
 
-    def finish(self, tokenizer: Any, convert: Callable[[Path], None] | None = None) -> Outcome:
+    def finish(
+        self, tokenizer: SavesPretrained, convert: Callable[[Path], None] | None = None
+    ) -> Outcome:
         """Wait for the last save, then write the model and the report.
 
         The model and the tokenizer go to ``output_dir/hf``, only if ``run.save_hf`` is true and
@@ -500,14 +503,23 @@ class Run:
             together(self.comm, lambda: self._push(name, step) if self.is_main else None)
         return Outcome(folder=self.folder, step=step, total_steps=self.total_steps, report=report)
 
-    def pack_local(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
+    def pack_local(self, documents: Sequence[Document]) -> Batch:
         """Return this data-parallel rank's part of ``documents`` as a packed batch.
 
-        ``documents`` is the same list on all ranks. Each document is a mapping as ``Batch.pack``
-        takes it. The parts have about equal numbers of tokens.
+        ``documents`` is the same list on all ranks. The parts have about equal numbers of tokens.
+        A document whose images cannot be decoded is left out with ``data.on_bad_image: drop``.
+
+        Raises ``ImageError`` for such a document otherwise (``RankFailure`` on other ranks).
         """
-        (mine,) = divide([len(d["input_ids"]) for d in documents], self.policy)
-        return Batch.pack([documents[i] for i in mine])
+        (mine,) = divide([len(d) for d in documents], self.policy)
+        own = [documents[i] for i in mine]
+        drop = self.config.data.on_bad_image == "drop"
+        if all(document.images is None for document in documents):
+            return Batch.pack(make_fields(own, drop=drop))
+        packed: list[Batch] = []
+        # Only the rank that has a document decodes its images.
+        together(self.comm, lambda: packed.append(Batch.pack(make_fields(own, drop=drop))))
+        return packed[0]
 
     # --- inside ---------------------------------------------------------------------------------
 

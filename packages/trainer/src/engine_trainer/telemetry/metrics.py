@@ -121,6 +121,10 @@ MEANINGS: Mapping[str, str] = {
     "train/tokens": "Tokens in all updates of the step, prompts included.",
     "train/learned_tokens": "Tokens of the step that carry loss.",
     "train/micro_batches": "Number of micro-batches that the step was computed in.",
+    "train/images": "Images of the step.",
+    "train/patches": "Rows of pixels of the step's images: patches, or whole tiles.",
+    "train/bad_images": "Documents that were left out of the step because an image of theirs could "
+    "not be decoded.",
     "train/skipped": "Updates that were skipped because a number was not finite; weights and "
     "optimizer stay as they were.",
     "train/updates": "Updates of the optimizer that the step applied; 0 means that nothing was "
@@ -216,6 +220,7 @@ MEANINGS: Mapping[str, str] = {
     "agent/failed": "Share of conversations whose function raised an error.",
     "data/dropped": "Rows that were left out because they are too long.",
     "data/truncated": "Rows that were cut because they are too long.",
+    "data/bad_images": "Rows that were left out because their images cannot be used.",
     "eval/accuracy": "Share of correct completions to the held-out problems; with pairs, of "
     "held-out pairs whose chosen answer has the higher reward, and with labelled rows of those "
     "whose log-ratio is on the label's side of the baseline.",
