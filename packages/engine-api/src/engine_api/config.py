@@ -50,7 +50,7 @@ class ModelSource:
     the model does not have, or that would have no effect, is refused.
     """
 
-    freeze: Sequence[str] = ()
+    freeze: Sequence[str] = field(default_factory=list[str])
     """Parts of the model that are not trained. ``vision`` is a vision-language model's tower with
     its projector, which engine-fsdp has. An empty list trains all of it.
     """
