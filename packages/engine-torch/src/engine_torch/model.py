@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -41,7 +42,7 @@ from engine_torch.mechanisms import (
     selects_tokens,
 )
 from engine_torch.mixers import divide_mixers, refuse_without_kernels
-from engine_torch.vision import compute_features, tower_of
+from engine_torch.vision import compute_features, replace_tower, tower_of
 
 Kind = Literal["language_model", "value_model"]
 # Attention of a tower, each image to itself.
@@ -104,13 +105,14 @@ class PackedModel(nn.Module):
             self.routers.replay(None if packed is None else packed.experts)
         if not isinstance(inputs, PackedInputs):
             return (self.lm(**inputs, use_cache=False).logits,)
-        hidden = self.lm.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            packing=inputs.packing,
-            **self._compute_features(inputs),
-        ).last_hidden_state[0]
+        with self._features(inputs) as images:
+            hidden = self.lm.base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                packing=inputs.packing,
+                **images,
+            ).last_hidden_state[0]
         hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
             values = self.lm.score(hidden).squeeze(-1).float()
@@ -167,16 +169,19 @@ class PackedModel(nn.Module):
         found = (log_probs, entropy, divergence)
         return tuple(inputs.align(x, self.group) for x in found if x is not None)
 
-    def _compute_features(self, inputs: PackedInputs) -> dict[str, Any]:
-        """Return the features of the micro-batch's images as an argument of the base model.
+    @contextmanager
+    def _features(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
+        """Yield arguments of the base model, which takes the features of the images inside.
 
         The tower is not run for a micro-batch in which no rank has images.
         """
         if self.vision is None or inputs.images is None:
-            return {}
+            yield {}
+            return
         trained = any(p.requires_grad for part in tower_of(self.lm) for p in part.parameters())
         features = compute_features(self.lm, self.vision, inputs.images, trained=trained)
-        return {"mm_encoder_outputs": {"image": features}}
+        with replace_tower(self.lm, features):
+            yield {"pixel_values": inputs.images.pixels}
 
     def outputs(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float

@@ -12,7 +12,8 @@ whose features is used. All ranks then gather the tower's weights and reduce its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "draw_image",
     "pack_images",
     "position_tokens",
+    "replace_tower",
     "tower_of",
 ]
 
@@ -142,7 +144,7 @@ def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
 def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: bool) -> Any:
     """Return the output of the tower, with the features of this rank's tokens.
 
-    The family's forward pass takes it as ``mm_encoder_outputs["image"]``.
+    The family's forward pass takes it inside ``replace_tower``.
 
     Args:
         lm: the vision-language model.
@@ -162,11 +164,26 @@ def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: 
     return output
 
 
+@contextmanager
+def replace_tower(lm: Any, features: Any) -> Iterator[None]:
+    """Let the model's forward pass take features that were computed, wherever it asks its tower.
+
+    The argument of transformers for it (``mm_encoder_outputs``) came with 5.18.
+    """
+    model = lm.base_model
+    model.get_image_features = lambda *_args, **_options: features
+    try:
+        yield
+    finally:
+        del model.get_image_features
+
+
 def _take(features: Any, own: slice) -> Any:
     """Return some of the features of all images, in the form in which they came.
 
-    They are one tensor ``[n, d]`` for each image, or one ``[N, n, d]`` of images of one size.
+    They are one tensor ``[n, d]`` for each image, one ``[N, n, d]`` of images of one size, or one
+    of all tokens of all images ``[T, d]``.
     """
     if isinstance(features, Tensor):
-        return features.flatten(0, 1)[own][None]
+        return features[own] if features.ndim == 2 else features.flatten(0, 1)[own][None]
     return (torch.cat(list(features))[own],)
