@@ -267,6 +267,7 @@ def chunk_of(folder):
 
 def test_a_resumed_run_keeps_what_was_chosen_for_auto(sft_file, caplog):
     folder = run(sft_file, "run.steps=1", "engine.memory.logit_chunk=7").folder
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="engine_trainer"):
         run(sft_file, "run.steps=2")
     (chosen,) = [r.getMessage() for r in caplog.records if "chosen:" in r.getMessage()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
+from engine_api.config import Memory, OptimizerConfig, Precision, ScheduleConfig
 from engine_api.results import ForwardBackwardOutput, StepOutput
 from engine_conformance.cases._case import FLOAT32, LM, VALUE, case, must
 from engine_conformance.cases._expect import (
@@ -200,7 +200,10 @@ def shared_prefixes(target: Target) -> float:
         margins.append(training_matches(target, ranks, want, oracle_of(str(folder))))
     if target.model_type == VALUE:
         return max(margins)
-    config = target.config(folder, optimizer=optimizer, memory=whole)
+    # In float32: torch cannot count inside the compiled attention that an engine may have for trees
+    # in half precision.
+    precision = Precision(compute="float32")
+    config = target.config(folder, optimizer=optimizer, memory=whole, precision=precision)
     found = target.run(shared_rows, config, batch=batches[0], model=model)
     for rank, (rows, distinct, tokens) in enumerate(found):
         problem = f"of {rows} tokens, {distinct} of {tokens} are distinct"

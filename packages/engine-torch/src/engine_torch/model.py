@@ -42,7 +42,7 @@ from engine_torch.mechanisms import (
     selects_tokens,
 )
 from engine_torch.mixers import divide_mixers, refuse_without_kernels
-from engine_torch.vision import compute_features, replace_tower, tower_of
+from engine_torch.vision import compute_features, multiply_patches, replace_tower, tower_of
 
 Kind = Literal["language_model", "value_model"]
 # Attention of a tower, each image to itself.
@@ -73,6 +73,8 @@ class PackedModel(nn.Module):
         self.kind = kind
         self.logit_chunk = logit_chunk
         self.group = group
+        if vision is not None:
+            multiply_patches(lm)
         self._adapt(lm)
 
     def _adapt(self, lm: Any) -> None:

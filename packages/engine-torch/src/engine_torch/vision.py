@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine_api.batch import Batch
 from engine_api.hf_vision import Vision
@@ -29,6 +31,7 @@ __all__ = [
     "build_arguments",
     "compute_features",
     "draw_image",
+    "multiply_patches",
     "pack_images",
     "position_tokens",
     "replace_tower",
@@ -139,6 +142,42 @@ def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
         return found[:, 0]
 
     return positions
+
+
+def multiply_patches(lm: Any) -> None:
+    """Let a tower embed its patches, which do not overlap, by a product and not a convolution.
+
+    cuDNN computes convolutions of float32 in TF32, with 10 bits of mantissa, unless a switch of the
+    whole process is off.
+    """
+    for part in tower_of(lm):
+        for module in part.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_by_patch(module):
+                module.forward = MethodType(_embed_patches, module)
+
+
+def _is_by_patch(convolution: nn.Conv2d | nn.Conv3d) -> bool:
+    padding = convolution.padding
+    is_padded = padding != "valid" if isinstance(padding, str) else any(padding)
+    return (
+        convolution.kernel_size == convolution.stride
+        and not is_padded
+        and set(convolution.dilation) == {1}
+        and convolution.groups == 1
+    )
+
+
+def _embed_patches(self: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Tensor:
+    """Return ``[B, d, …]``, a number for each patch of ``pixels`` ``[B, C, …]`` and feature."""
+    kernel = self.kernel_size
+    counts = [size // width for size, width in zip(pixels.shape[2:], kernel, strict=True)]
+    for dim, (count, width) in enumerate(zip(counts, kernel, strict=True), start=2):
+        pixels = pixels.narrow(dim, 0, count * width)
+    divided = [part for pair in zip(counts, kernel, strict=True) for part in pair]
+    axes = range(2, 2 + 2 * len(kernel))
+    patches = pixels.reshape(*pixels.shape[:2], *divided)
+    patches = patches.permute(0, *axes[::2], 1, *axes[1::2]).flatten(1 + len(kernel))
+    return functional.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
 def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: bool) -> Any:

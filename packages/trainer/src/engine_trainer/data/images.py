@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from PIL import Image, UnidentifiedImageError
 
 from engine_api.config import ModelSource
@@ -30,6 +29,10 @@ from engine_api.hf_vision import Vision, read_vision
 from engine_trainer.data.readers import Row
 from engine_trainer.errors import ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config
+
+# The command line answers many requests without torch.
+if TYPE_CHECKING:
+    import torch
 
 KWARGS = "data.processor_kwargs"
 # Pillow has more formats: some run programs (EPS), and none of them is common in data.
@@ -338,6 +341,8 @@ class ImageProcessor:
                 why=first_line(error),
                 remedy="cut it, or make it smaller",
             ) from error
+        import torch
+
         rows = int(counted["num_image_patches"][0])
         # By family what the image processor returns of the size: the product of the grid is read.
         like = {
@@ -363,6 +368,8 @@ class ImageProcessor:
 
         Raises ``ImageError`` for an image that cannot be decoded.
         """
+        import torch
+
         output = self._process([image.source.decode() for image in images])
         for number, image in enumerate(images):
             if str(self._processor.replace_image_token(output, number)) != image.text:
