@@ -46,7 +46,10 @@ CONSTRAINTS = "constraints/cpu.txt"
 # The version whose steps docs/peers.md compares with those of this trainer.
 TRL = "1.16.0"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
-PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
+PYTEST_RUN = (
+    *("python", "-m", "pytest", "-p", "tools.turns"),
+    *("-q", "--durations=10", "--durations-min=20"),
+)
 TOOLS = ("import-linter", "matplotlib", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, TRAINER, SUITE = (
     "packages/engine-api",
@@ -73,6 +76,8 @@ GENERATORS = (
     "kl_gradients",
     "zoo",
 )
+# CI runs one part of so many of the tests that are marked `turn`.
+TURNS = 3
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 
@@ -165,7 +170,12 @@ def check_commands(session: nox.Session) -> list[tuple[str, ...]]:
     ]
 
 
-def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
+def turn_of(commit: str) -> list[str]:
+    """Return the arguments of pytest for the tests whose turn it is, by the hash of ``commit``."""
+    return ["--turn", f"{int(commit.removesuffix('-dirty'), 16) % TURNS + 1}/{TURNS}"]
+
+
+def unit_commands(*arguments: str) -> list[tuple[str, ...]]:
     """Return the test commands of the repository and of each package, the longest first.
 
     The trainer's tests are three commands, each of about the length of the others.
@@ -179,7 +189,7 @@ def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     rest = (f"{TRAINER}/tests", *(f"--ignore={folder}" for folder in (on_ray, *learning)))
     found[:1] = [rest]
     found[2:2] = [(on_ray,), tuple(learning)]
-    return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
+    return [(*PYTEST_RUN, *part, *arguments) for part in found]
 
 
 def conformance_commands(commit: str) -> list[tuple[str, ...]]:
@@ -225,7 +235,7 @@ def side_by_side(
 
     def run(command: tuple[str, ...]) -> str:
         # pytest ends with 5 where `-k` selects no test of a folder.
-        codes = [0, 5] if session.posargs and command[0] == "pytest" else [0]
+        codes = [0, 5] if session.posargs and "pytest" in command else [0]
         begin = time.monotonic()
         said = session.run(*command, silent=True, success_codes=codes, env={"OMP_NUM_THREADS": "1"})
         return f"{' '.join(command)}\n{said}{time.monotonic() - begin:.0f} s"
@@ -249,15 +259,16 @@ def tests(session: nox.Session) -> None:
     install(session, [*packages(), *EXAMPLES, OWN_LOSS], *TOOLS)
     check_lint(session)
     checks = check_commands(session)
-    units = unit_commands(session)
-    suites = [] if session.posargs else conformance_commands(current_commit(session))
+    commit = current_commit(session)
+    units = unit_commands(*(session.posargs or turn_of(commit)))
+    suites = [] if session.posargs else conformance_commands(commit)
     # What is found soon comes soon, and short commands at the end keep all lanes busy.
     side_by_side(session, [*units[:3], *checks, *suites, *units[3:]])
     if not session.posargs:
         session.notify("dist")
         session.notify("site")
         session.notify("examples", ["--tier", "quick"])
-        session.notify("vllm")
+        session.notify("vllm", turn_of(commit))
 
 
 @contextmanager
@@ -350,19 +361,22 @@ def imports(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """Run the tests alone; after `--`: pytest arguments."""
     install(session, packages(), *PYTEST)
-    side_by_side(session, unit_commands(session))
+    side_by_side(session, unit_commands(*session.posargs))
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
     """Run the tests that CI leaves out; after `--`: pytest arguments.
 
-    CI has run some tests of the same kind. `nox -s vllm -- -m nightly` runs those on vLLM.
+    CI runs some tests of the same kind, and a third of those marked `turn`, all of which run here.
+    `nox -s vllm -- -m "nightly or turn"` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)
-    for command in unit_commands(session):
+    for command in unit_commands(*session.posargs):
         # pytest ends with 5 for a folder without such tests.
-        session.run(*command, "-m", "nightly", success_codes=[0, 5], env={"OMP_NUM_THREADS": "1"})
+        session.run(
+            *command, "-m", "nightly or turn", success_codes=[0, 5], env={"OMP_NUM_THREADS": "1"}
+        )
     for engine, device in engine_devices(load()):
         if device == "cpu" and not session.posargs:
             whole = run_arguments(load(), engine, device, (1, 2))
@@ -697,4 +711,4 @@ def newest(session: nox.Session) -> None:
     editable = [part for folder in packages() for part in ("-e", CPU.with_extras(folder))]
     versions = replace(CPU, constraints="constraints/newest.txt").arguments()
     session.install(*versions, *editable, *PYTEST)
-    side_by_side(session, unit_commands(session))
+    side_by_side(session, unit_commands(*session.posargs))

@@ -188,6 +188,7 @@ def test_the_same_seed_gives_the_same_list_whose_prefixes_have_every_operator(mu
     assert shares[0] == pytest.approx(shares[1], abs=0.05)
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 def test_a_campaign_on_the_minimal_engine_ends_as_is_known(mutate, tmp_path: Path) -> None:
     folder = ROOT / "examples/engine-minimal/src"

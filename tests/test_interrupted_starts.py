@@ -152,6 +152,7 @@ def check(
         )
 
 
+@pytest.mark.turn
 @EVERY
 def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     context = multiprocessing.get_context("forkserver")
@@ -178,6 +179,7 @@ def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> No
     )
 
 
+@pytest.mark.turn
 @EVERY
 def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(
@@ -192,6 +194,7 @@ def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
     )
 
 
+@pytest.mark.turn
 @EVERY
 def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(rank_templates, "_COMMAND", TEMPLATE)
@@ -216,6 +219,7 @@ def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch, every: int) -> None
     until(lambda: children() <= others, missing="a template is left")
 
 
+@pytest.mark.turn
 @EVERY
 def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     answers = {

@@ -245,6 +245,7 @@ def test_an_old_report_is_told_from_a_good_one(cli: Cli, tmp_path: Path) -> None
     ends(cli("badge", str(old)), 2, "does not verify")
 
 
+@pytest.mark.turn
 def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "jsonschema.py").write_text(

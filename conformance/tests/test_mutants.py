@@ -34,7 +34,7 @@ def _module(one: Mutant) -> str:
 
 
 # All of them take longer than a test should (`nox -s mutants` runs them): the first of each module
-# and group are not slow.
+# and group run at every change.
 QUICK = [one for one in MUTANTS if not load_cases()[one.case].slow]
 FIRST = list({(_module(one), one.group): one for one in reversed(QUICK)}.values())
 FIRST_CONTROLS = controls(FIRST, Path())
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _parameter(
-    value: object, name: str, *, first: bool, rest: pytest.MarkDecorator = pytest.mark.slow
+    value: object, name: str, *, first: bool, rest: pytest.MarkDecorator = pytest.mark.turn
 ) -> object:
     return pytest.param(value, id=name, marks=() if first else rest)
 
@@ -62,7 +62,7 @@ OTHERS: dict[str, str | None] = json.loads((ROOT / "mutants" / "others.json").re
 
 def _when(one: Mutant) -> pytest.MarkDecorator:
     """Return the mark of a mutant: at night if a second case would catch it as well."""
-    return pytest.mark.nightly if OTHERS.get(one.name) else pytest.mark.slow
+    return pytest.mark.nightly if OTHERS.get(one.name) else pytest.mark.turn
 
 
 @pytest.mark.distributed

@@ -103,6 +103,7 @@ def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
+@pytest.mark.turn
 def test_a_deviation_turns_a_failure_into_partial_and_rots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_after_a_case_that_hung_deadlines_are_shorter_and_after_three_the_run_st
     )
 
 
+@pytest.mark.turn
 def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
+@pytest.mark.turn
 def test_a_run_goes_on_with_nothing_but_its_own_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def assert_same_weights(
         )
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_options_and_layouts_do_not_change_an_update(
     pool: RankPool, one: RankPool, folder: str, optimizer: OptimizerConfig
@@ -192,6 +193,7 @@ def test_a_closed_engine_leaves_no_group_behind(pool: RankPool, experts: str) ->
         assert row[0] == row[1] == row[2], row
 
 
+@pytest.mark.turn
 def test_virtual_stages_go_with_other_layouts(
     four: RankPool, one: RankPool, tmp_path: Path
 ) -> None:

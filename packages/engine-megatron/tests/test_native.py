@@ -97,6 +97,7 @@ def assert_same_bits(got: Any, want: Any, about: str) -> None:
     assert [key for key in exact if not torch.equal(found[key], exact[key])] == [], about
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize(
     "config", [LORA | BF16, pytest.param(LORA | BF16 | SGD, marks=pytest.mark.nightly)]
 )
@@ -144,6 +145,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
+@pytest.mark.turn
 def test_other_data_and_context_parallel_ranks_load_it(
     pool: RankPool, one: RankPool, model: str, saved: Any, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ EXPERTS: dict[int, list[dict[str, int]]] = {
 }
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(

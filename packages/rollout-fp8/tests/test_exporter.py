@@ -21,6 +21,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world", "settings"),

@@ -84,6 +84,7 @@ def ranks(world, folder, *arguments):
         yield started
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)

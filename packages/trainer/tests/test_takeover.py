@@ -214,6 +214,7 @@ def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_recipe_gives_the_same_figures_with_another_backend(
     recipe: str, overrides: list[str], tmp_path: Path, launch: Launch

@@ -90,6 +90,7 @@ def alone(model, tmp_path_factory):
     return run
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     model, tmp_path, alone, algorithm
@@ -105,6 +106,7 @@ def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     assert 0 < max(apart) < 1e-4
 
 
+@pytest.mark.turn
 def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     """Check that every rank has a replica.
 
@@ -121,6 +123,7 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     assert rows[-1]["eval/reward"] > 0.8
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("name", [pytest.param("vllm", marks=pytest.mark.nightly), "vllm-server"])
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, name):
     """Use as many replicas as engine ranks.
@@ -183,6 +186,7 @@ def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("served ")]
 
 
+@pytest.mark.turn
 def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

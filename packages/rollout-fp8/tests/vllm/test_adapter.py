@@ -134,6 +134,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Pa
         assert error.field == field
 
 
+@pytest.mark.turn
 def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None:
     rows = get_pool(2, device=DEVICE).run(
         "adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2
@@ -144,6 +145,7 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
         assert one.sync.num_bytes == said["versions"][1].sync.num_bytes
 
 
+@pytest.mark.turn
 @pytest.mark.slow
 def test_workers_of_its_own_read_one_folder(model: str, said: dict[str, Any]) -> None:
     ((one, _),) = get_pool(1, device=DEVICE).run(

@@ -10,7 +10,7 @@ from vllm_peers import DEVICE, SMALL
 from engine_conformance.cases import Case, Target, load_cases, run_case
 
 CASES = [one for one in load_cases().values() if one.profile == "rollout"]
-pytestmark = [pytest.mark.distributed]
+pytestmark = [pytest.mark.distributed, pytest.mark.turn]
 
 
 @pytest.mark.parametrize(

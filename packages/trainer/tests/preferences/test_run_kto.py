@@ -250,6 +250,7 @@ def test_the_figures_of_an_evaluation_do_not_depend_on_its_calls(
         assert known[0] == pytest.approx(known[1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_agree_with_one_whichever_labels_they_have(sums_model, labelled, tmp_path):

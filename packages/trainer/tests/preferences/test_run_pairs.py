@@ -360,6 +360,7 @@ def test_the_commands(models, pairs, tmp_path, capsys):
     assert "rm: 1 steps" in capsys.readouterr().out
 
 
+@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("rm", marks=pytest.mark.nightly)])

@@ -308,6 +308,7 @@ def test_the_options_that_an_engine_has_stay_where_others_are_removed(sums_model
     check_engine(config)
 
 
+@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_replay_on_two_ranks_is_the_step_of_two_ranks(sums_model, tmp_path):

@@ -520,6 +520,7 @@ def agree(got: Path, want: Path) -> None:
         torch.testing.assert_close(right[name], weight, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_agree_with_one(sums_model, tmp_path):

@@ -137,6 +137,7 @@ def test_without_the_right_to_write_nothing_begins(train, hub, tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
+@pytest.mark.turn
 def test_a_push_that_fails_loses_nothing_and_the_same_command_pushes_again(train, hub, tmp_path):
     hub.is_open = False
     done = train()

@@ -113,6 +113,7 @@ def placed(where: str) -> dict:
     return {"reward": {"workers": 2}} if where == "workers" else {}
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("where", WHERE)
 def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
     process = running(**placed(where), run={"save_every": 0})
