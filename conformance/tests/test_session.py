@@ -88,6 +88,7 @@ def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
     assert children() <= before, "a process is left behind"
 
 
+@pytest.mark.turn
 def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
     arguments = [
         "--case",

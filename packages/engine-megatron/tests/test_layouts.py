@@ -134,6 +134,7 @@ def test_options_and_layouts_do_not_change_an_update(
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize(
     ("parallelism", "options"), [({"tp": 2, "cp": 2}, SPLIT), ({"pp": 2, "cp": 2}, {})]
 )
@@ -154,6 +155,7 @@ def test_documents_spread_over_ranks_do_not_change_an_update(
     assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_experts_anywhere_do_not_change_an_update(
     four: RankPool, one: RankPool, experts: str, optimizer: OptimizerConfig
@@ -322,6 +324,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(four: RankPool, exp
 PLAIN = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize(
     "compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)]
 )

@@ -134,6 +134,7 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(
                 assert str(tmp_path / f"rank-{world - 1}.log") in stopped, "its log is not named"
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)

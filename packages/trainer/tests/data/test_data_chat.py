@@ -314,6 +314,8 @@ def test_the_models_tokenizer_is_of_the_models_revision(monkeypatch, tokenizer, 
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
     monkeypatch.setattr("engine_trainer.data.chat.require_source", lambda *_: None)
+    # Else it is looked for on the hub, again and again where there is no network.
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *_, **__: ({}, {}))
     load_tokenizer(
         DataSection(source="x", tokenizer=own), ModelSource(path="some/model", revision="abc")
     )

@@ -87,6 +87,7 @@ def test_a_custom_loss_that_is_ppos_gives_ppos_weights_bit_for_bit(
     assert row["train/entropy"] > 0
 
 
+@pytest.mark.turn
 def test_a_custom_loss_and_advantage_on_one_and_two_ranks(folder, tmp_path, own):
     runs = {}
     for ranks in (1, 2):
