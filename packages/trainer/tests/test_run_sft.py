@@ -19,6 +19,7 @@ from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
 from engine_trainer.errors import DataError
+from engine_trainer.run.checkpoints import compare, fingerprint, list_defaults
 from engine_trainer.sft import train_sft
 from engine_trainer.telemetry.environment import read_starts
 from engine_trainer.telemetry.logs import read_metrics
@@ -276,6 +277,22 @@ def test_a_resumed_run_keeps_what_was_chosen_for_auto(sft_file, caplog):
     # An explicit value is the user's.
     run(sft_file, "run.steps=3", "engine.memory.logit_chunk=9")
     assert chunk_of(folder) == 9
+
+
+def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_there(sft_file):
+    def differ(then, *overrides):
+        config = load_config(SFTConfig, sft_file, overrides)
+        return compare(then, fingerprint(config), "there", list_defaults(config))
+
+    now = fingerprint(load_config(SFTConfig, sft_file, ()))
+    newer = ("data.on_bad_image", "engine.model.freeze", "optimizer.eps")
+    then = {key: value for key, value in now.items() if key not in newer}
+    assert differ(then) == []
+    with pytest.raises(ConfigError, match="expected 'error' as in the checkpoint, got 'drop'"):
+        differ(then, "data.on_bad_image=drop")
+    # A section that was null is none of a newer release.
+    with pytest.raises(ConfigError, match=r"engine\.lora"):
+        differ(then, "engine.lora.rank=16")
 
 
 def test_resuming_from_a_named_checkpoint(sft_file, tmp_path):

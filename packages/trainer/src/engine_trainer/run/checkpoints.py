@@ -7,9 +7,10 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine_api.checkpoint import LATEST, locate, repair
@@ -250,12 +251,40 @@ def fingerprint(config: Any) -> dict[str, Any]:
     return found
 
 
-def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
+def list_defaults(config: Any) -> dict[str, Any]:
+    """Return the defaults of a configuration's sections by dotted key, of those that it has."""
+    found: dict[str, Any] = {}
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if is_dataclass(value):
+            found |= {f"{one.name}.{key}": v for key, v in list_defaults(value).items()}
+        elif one.default_factory is not MISSING:
+            found |= flatten(one.default_factory(), one.name)
+        elif one.default is not MISSING:
+            found[one.name] = one.default
+    return found
+
+
+def compare(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    where: str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
     """Return one line for each setting that changed since the checkpoint and may change.
 
-    Raises ``ConfigError`` that names the first changed key that may not change (model, data,
-    batch size).
+    Args:
+        then: the checkpoint's values by dotted key.
+        now: the run's values.
+        where: the checkpoint.
+        defaults: values of keys that the checkpoint does not have, because they are newer than
+            it. A key below one that it has (``engine.lora``, which was null) is not newer.
+
+    Raises:
+        ConfigError: it names the first changed key that may not change (model, data, batch size).
     """
+    newer = {key: v for key, v in defaults.items() if not _is_known(key, then)}
+    then = newer | dict(then)
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     fixed = [key for key in changed if _below(key, FIXED)]
     if fixed:
@@ -272,6 +301,12 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list
         key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)
     ]
     return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in named]
+
+
+def _is_known(key: str, then: Mapping[str, Any]) -> bool:
+    """Return True if ``then`` has a key, or one above it as a value of its own."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in then for end in range(1, len(parts) + 1))
 
 
 def _below(key: str, sections: tuple[str, ...]) -> bool:

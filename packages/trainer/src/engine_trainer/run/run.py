@@ -50,6 +50,7 @@ from engine_trainer.run.checkpoints import (
     compare,
     find_checkpoint,
     fingerprint,
+    list_defaults,
     read_extra,
 )
 from engine_trainer.run.configurations import keep_config
@@ -615,7 +616,8 @@ class Run:
             return None
         found = self.checkpoints.find(self.config.run.resume)
         if found is not None:
-            changes = compare(read_extra(found)["config"], self._fingerprint(), str(found))
+            then, now = read_extra(found)["config"], self._fingerprint()
+            changes = compare(then, now, str(found), list_defaults(self.config))
             for change in changes:
                 log.warning("changed since the checkpoint: %s", change)
         return found
