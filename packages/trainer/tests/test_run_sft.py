@@ -290,6 +290,8 @@ def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_there(sft_file):
     assert differ(then) == []
     with pytest.raises(ConfigError, match="expected 'error' as in the checkpoint, got 'drop'"):
         differ(then, "data.on_bad_image=drop")
+    # The processor compares what it makes of its settings.
+    assert differ(then, "data.processor_kwargs.backend=pil") == []
     # A section that was null is none of a newer release.
     with pytest.raises(ConfigError, match=r"engine\.lora"):
         differ(then, "engine.lora.rank=16")

@@ -27,6 +27,8 @@ from engine_trainer.config.loading import load_config
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, SFTDataset, load_tokenizer, read_examples
 from engine_trainer.data.datasets import make_fields
+from engine_trainer.data.layouts import to_examples
+from engine_trainer.data.readers import Row
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preview.collect import collect
 from engine_trainer.preview.show import show
@@ -389,6 +391,31 @@ def test_settings_replace_the_processors_own_and_are_saved_with_the_model(
     tiled = save_pictured_model(tmp_path / "tiled", "internvl", tokenizer_of())
     with pytest.raises(ConfigError, match=r"processor_kwargs\.crop_to_patches.*in each call"):
         build([row], model=tiled, processor_kwargs={"crop_to_patches": False})
+
+
+def test_a_size_that_the_models_own_limits_would_replace_is_refused(tmp_path, folder, build):
+    limited = _copy(
+        folder, tmp_path / "limited", preprocessor_config={"min_pixels": 64, "max_pixels": 4096}
+    )
+    row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png", (64, 64))}
+    asked = {"size": {"shortest_edge": 64, "longest_edge": 256}}
+    with pytest.raises(ConfigError, match=r"processor_kwargs\.size: expected .*256.* got .*4096"):
+        build([row], model=limited, processor_kwargs=asked)
+    assert asked == {"size": {"shortest_edge": 64, "longest_edge": 256}}
+    limits = {"min_pixels": 64, "max_pixels": 256}
+    (document,) = build([row], model=limited, processor_kwargs=limits).documents
+    assert document.rows == 16
+
+
+@pytest.mark.parametrize("need", ["prompt", "response"])
+def test_a_place_for_an_image_is_refused_where_images_are_not_read(need):
+    values = {"prompt": "<image>How many?", "response": "1", "answer": "1", "image": "a.png"}
+    row = Row(values=values, file="a.jsonl", number=3)
+    with pytest.raises(DataError, match="sft's training rows alone") as caught:
+        to_examples([row], ColumnsSection(), need)
+    assert (caught.value.row, caught.value.column) == (3, "image")
+    plain = Row(values=values | {"prompt": "How many?"}, file="a.jsonl", number=3)
+    assert len(to_examples([plain], ColumnsSection(), need)) == 1
 
 
 def _copy(folder: Path, to: Path, **changes: Any) -> Path:

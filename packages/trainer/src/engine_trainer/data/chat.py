@@ -20,7 +20,7 @@ from engine_api.hf_config import check_counts
 from engine_api.hf_vision import has_vision
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.images import ImageProcessor, PlannedImage
-from engine_trainer.data.layouts import Example, Messages, text_of
+from engine_trainer.data.layouts import IMAGE_MARK, Example, Messages, text_of
 from engine_trainer.data.templates import TemplateError, renderer
 from engine_trainer.errors import ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, require_source
@@ -41,8 +41,6 @@ RESERVED = {
 }
 # A placeholder text that shows how a template renders a message.
 PROBE = "ANSWER"
-# The text that stands for an image in rows whose messages have no parts.
-IMAGE_MARK = "<image>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

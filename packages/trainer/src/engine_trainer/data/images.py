@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import json
 import struct
 import zlib
@@ -436,6 +437,25 @@ class ImageProcessor:
         )
 
 
+def _require_size(image_processor: Any, asked: object) -> None:
+    """Raise ``ConfigError`` if the processor has another size than was asked for.
+
+    The ``min_pixels`` and ``max_pixels`` of a family's file take the place of its ``size``.
+    """
+    if not isinstance(asked, Mapping):
+        return
+    got = dict(image_processor.size)
+    given = cast("Mapping[str, object]", asked)
+    if any(got.get(key) != value for key, value in given.items()):
+        limits = {"min_pixels": got.get("shortest_edge"), "max_pixels": got.get("longest_edge")}
+        raise ConfigError(
+            f"{KWARGS}.size",
+            f"expected {dict(given)}, got {got}",
+            why="the model's own file has min_pixels and max_pixels, which count before it",
+            remedy=f"set these in place of size ({KWARGS}: {limits} as in the file)",
+        )
+
+
 def _load_processor(
     path: str, revision: str | None, config: Any, tokenizer: Any, kwargs: Mapping[str, Any]
 ) -> Any:
@@ -453,7 +473,9 @@ def _load_processor(
 
     WithoutVideos.__name__ = family.__name__
     try:
-        image_processor = AutoImageProcessor.from_pretrained(path, revision=revision, **kwargs)
+        # transformers changes the mappings in them.
+        asked = copy.deepcopy(dict(kwargs))
+        image_processor = AutoImageProcessor.from_pretrained(path, revision=revision, **asked)
         settings, _ = WithoutVideos.get_processor_dict(path, revision=revision)
         processor = WithoutVideos.from_args_and_dict(
             [image_processor, tokenizer],
@@ -477,6 +499,7 @@ def _load_processor(
                 why=f"it has {', '.join(sorted(known))}",
                 remedy="correct the name, or leave it out",
             )
+    _require_size(image_processor, kwargs.get("size"))
     for name, value in _fixed_settings(processor).items():
         if name in kwargs:
             raise ConfigError(

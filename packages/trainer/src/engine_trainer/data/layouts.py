@@ -68,6 +68,8 @@ SHAREGPT_ROLES = {
 }
 GSM8K_MARK = "####"
 IMAGES = ("images", "image")
+# The text that stands for an image in rows whose messages have no parts.
+IMAGE_MARK = "<image>"
 # Types of the parts of a message that are images, in transformers' and in OpenAI's form.
 IMAGE_PARTS = ("image", "image_url")
 TOOLS = "tools"
@@ -265,11 +267,26 @@ class _Layout:
         )
 
     def _images(self, row: Row) -> _RowImages | None:
-        """Return the images of the row's column, or None where images are refused."""
+        """Return the images of the row's column, or None where images are refused.
+
+        Raises ``DataError`` there for a row whose text has places for the images of a column.
+        """
         if not self.takes_images:
+            self._refuse_images(row)
             return None
         value = None if self.images is None else _reach(row.values, self.images)
         return _RowImages(list_sources(row, self.images or IMAGES[0], value))
+
+    def _refuse_images(self, row: Row) -> None:
+        column = next((name for name in IMAGES if row.values.get(name)), None)
+        text = row.values.get((self.prompt or self.messages or "").split(".")[0])
+        if column is not None and IMAGE_MARK in str(text):
+            raise row.error(
+                f"the text has {IMAGE_MARK}, and images are read in sft's training rows alone",
+                column=column,
+                why="the model would see the mark and not the image",
+                remedy=f"train on them with sft, or remove {IMAGE_MARK} from the text",
+            )
 
     def _prompt(self, row: Row, images: _RowImages | None) -> Messages:
         assert self.prompt is not None

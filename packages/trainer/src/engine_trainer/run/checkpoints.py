@@ -39,6 +39,8 @@ FIXED = (
     "algorithm.critic.model",
     "algorithm.critic.lora",
 )
+# What the processor makes of them is compared where it is loaded (``ImageProcessor.require``).
+ELSEWHERE = ("data.processor_kwargs",)
 FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "engine.device", "eval")
 
 
@@ -256,7 +258,8 @@ def list_defaults(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in fields(config):
         value = getattr(config, one.name)
-        if is_dataclass(value):
+        # A section that is none by default may be newer itself.
+        if is_dataclass(value) and one.default is not None:
             found |= {f"{one.name}.{key}": v for key, v in list_defaults(value).items()}
         elif one.default_factory is not MISSING:
             found |= flatten(one.default_factory(), one.name)
@@ -285,7 +288,11 @@ def compare(
     """
     newer = {key: v for key, v in defaults.items() if not _is_known(key, then)}
     then = newer | dict(then)
-    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    changed = [
+        key
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key) and not _below(key, ELSEWHERE)
+    ]
     fixed = [key for key in changed if _below(key, FIXED)]
     if fixed:
         key = fixed[0]

@@ -10,8 +10,8 @@ N is the number of parameters without the input embedding (a tied head counts on
 layers and H heads of D channels. The second term is attention: 12·L·H·D·n²/2, causal; packed
 documents do not see each other. Recomputation is not counted.
 MFU = FLOP / (seconds · devices · peak FLOP/s of the dtype). It is not reported on a CPU, on a
-device without an entry in ``PEAK``, for a mixture of experts, or with
-``engine.memory.share_prefixes``.
+device without an entry in ``PEAK``, for a mixture of experts, for a model with a vision tower, or
+with ``engine.memory.share_prefixes``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_api.hf_vision import has_vision
 from engine_trainer.scaling.shapes import Shape
-from engine_trainer.utils.hf_models import has_experts, text_config
+from engine_trainer.utils.hf_models import has_experts, hf_config, text_config
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK = {
@@ -122,6 +123,8 @@ def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     parameters = sum(math.prod(shape) for name, shape in shapes.items() if name not in skipped)
     # Tokens that documents share would count several times.
     counts = not has_experts(model) and not config.memory.share_prefixes
+    # A tower computes patches, not tokens.
+    counts = counts and not has_vision(hf_config(config.model))
     peak = _peak(device, config.precision.compute) if counts else None
     return Throughput(
         parameters=parameters,
