@@ -239,7 +239,7 @@ def text(target: Target) -> float:
     dtypes=FLOAT32,
 )
 def frozen(target: Target) -> float:
-    """With `model.freeze: [vision]` the tower MUST stay as it was, and all else be trained.
+    """The tower MUST stay as it was with `model.freeze: [vision]`, and all else be trained.
 
     The gradients of the other weights are those with a tower that is trained. In float32, because
     rounding of the computation says nothing about which weights are trained.

@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What Qwen's template writes for an image."""
+"""Text that Qwen's template writes for an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
