@@ -259,7 +259,7 @@ def tests(session: nox.Session) -> None:
     install(session, [*packages(), *EXAMPLES, OWN_LOSS], *TOOLS)
     check_lint(session)
     checks = check_commands(session)
-    commit = current_commit(session)
+    commit = current_commit()
     units = unit_commands(*(session.posargs or turn_of(commit)))
     suites = [] if session.posargs else conformance_commands(commit)
     # What is found soon comes soon, and short commands at the end keep all lanes busy.
@@ -470,14 +470,15 @@ def rollouts(session: nox.Session, rollout: str, device: str) -> None:
     session.run("engine-conformance", *rollout_arguments(load(), rollout, device), *session.posargs)
 
 
-def current_commit(session: nox.Session) -> str:
+def current_commit() -> str:
     """Return the commit of the tree, with ``-dirty`` if a file of a package differs from it.
 
     A session that ran before may have written reports and pages.
     """
 
     def ask_git(*arguments: str) -> str:
-        return str(session.run("git", *arguments, silent=True, external=True, log=False)).strip()
+        # `session.run` returns nothing with --install-only.
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
 
     changed = ask_git("status", "--porcelain", "--", "packages", f"{SUITE}/src")
     return ask_git("rev-parse", "HEAD") + ("-dirty" if changed else "")
@@ -501,7 +502,7 @@ def certify(session: nox.Session, engine: str, device: str) -> None:
         *run_arguments(load(), engine, device),
         "--certify",
         "--commit",
-        current_commit(session),
+        current_commit(),
         "--report",
         str(report),
         *session.posargs,

@@ -1,10 +1,11 @@
 """Change the engine in the middle of an RL run, and write docs/engine-switch.md from the curves.
 
 ``python tools/engine_switch.py measure`` trains a tiny model by GRPO for 60 steps twice: once with
-FSDP2 alone, and once with the engine changed every 20 steps, from FSDP2 to Megatron-core on
-simulated CUDA, and from there to FSDP2 on two ranks. The figures go to
-docs/images/engine_switch.json. ``python tools/engine_switch.py`` writes the page and its picture
-from that file, and with ``--check`` says whether they are current. It imports no torch then.
+FSDP2 alone, and once with the engine changed every 20 steps, from FSDP2 to Megatron-core, and from
+there to FSDP2 on two ranks. On a CPU, Megatron-core simulates CUDA; ``--device cuda`` needs two
+GPUs. The figures go to docs/images/engine_switch.json. ``python tools/engine_switch.py`` writes the
+page and its pictures from that file, and with ``--check`` says whether they are current. It imports
+no torch then.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from matrix import replace_section, table, write_or_check
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engine-switch.md"
 RECORD = ROOT / "docs" / "images" / "engine_switch.json"
-PICTURE = ROOT / "docs" / "images" / "engine_switch.svg"
+DEVICES = ("cpu", "cuda")
 
 LENGTH = 20
 """Number of steps of each part."""
 PARTS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("FSDP2, one rank", 1, ("engine.backend=fsdp2",)),
-    ("Megatron-core (simulated CUDA)", 1, ("engine.backend=megatron",)),
+    ("Megatron-core", 1, ("engine.backend=megatron",)),
     ("FSDP2, two ranks", 2, ("engine.backend=fsdp2",)),
 )
 METRICS = {
@@ -49,9 +50,10 @@ def count_sevens(sample):
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def measure() -> dict[str, Any]:
+def measure(device: str) -> dict[str, Any]:
     """Train both runs, and return their figures by step and the largest difference of weights."""
     import pytest
+    import torch
 
     from engine_api.devices import SIMULATED_CUDA
     from engine_conformance.ranks import RankPool
@@ -60,12 +62,16 @@ def measure() -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="engine-switch-") as scratch,
         pytest.MonkeyPatch.context() as patch,
     ):
-        # The ranks simulate CUDA before any engine is imported.
-        patch.setenv(SIMULATED_CUDA, "1")
+        if device == "cpu":
+            # The ranks simulate CUDA before any engine is imported.
+            patch.setenv(SIMULATED_CUDA, "1")
         folder = Path(scratch)
         write_model(folder)
-        file = write_config(folder)
-        pools = {world: RankPool(world, deadline=3600.0, group_timeout=7200.0) for world in (1, 2)}
+        file = write_config(folder, device)
+        pools = {
+            world: RankPool(world, device=device, deadline=3600.0, group_timeout=7200.0)
+            for world in (1, 2)
+        }
 
         def train(name: str, end: int, world: int, overrides: Sequence[str]) -> None:
             given = [f"run.output_dir={folder / name}", f"run.steps={end}", *overrides]
@@ -81,6 +87,7 @@ def measure() -> dict[str, Any]:
                 pool.close()
         return {
             "versions": _versions(),
+            "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
             "unbroken": _curves(folder / "unbroken"),
             "switched": _curves(folder / "switched"),
             "weights": _difference(folder / "switched", folder / "unbroken"),
@@ -131,13 +138,14 @@ def write_model(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_config(folder: Path) -> Path:
+def write_config(folder: Path, device: str) -> Path:
     """Write the configuration of both runs."""
     (folder / "reward.py").write_text(REWARD)
     config = {
         "engine": {
             "model": {"path": str(folder / "model")},
-            "device": "cpu",
+            "device": device,
+            "precision": {"compute": "float32"},
             "optimizer": {"lr": 3e-4, "eps": 1e-5},
         },
         "data": {"source": str(folder / "rows.jsonl")},
@@ -190,8 +198,13 @@ def _versions() -> str:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def render(record: dict[str, Any], page: str) -> str:
-    """Return the page with the table of differences."""
+def picture(device: str) -> Path:
+    """Return the file of a device's picture."""
+    return RECORD.with_name(f"engine_switch_{device}.svg")
+
+
+def render(record: dict[str, Any], device: str, page: str) -> str:
+    """Return the page with a device's table of differences."""
     rows: list[tuple[str, ...]] = []
     for number, (name, _, _) in enumerate(PARTS):
         part = slice(LENGTH * number, LENGTH * (number + 1))
@@ -205,9 +218,9 @@ def render(record: dict[str, Any], page: str) -> str:
     text = (
         f"{table(head, rows)}\nThe reward rises from {end[0]:.2f} to {end[-1]:.2f}. After the last "
         f"step no weight differs by more than {record['weights']:.1e} of its tensor's largest "
-        f"({record['versions']}).\n"
+        f"({record['device']}, {record['versions']}).\n"
     )
-    return replace_section(page, "differences", text)
+    return replace_section(page, f"differences on {device}", text)
 
 
 def _worst(got: Sequence[float], want: Sequence[float]) -> float:
@@ -273,18 +286,28 @@ def _panel(record: dict[str, Any], metric: str, top: int, total: int) -> list[st
     return lines
 
 
+def write_pages(records: dict[str, Any]) -> int:
+    """Write or check the page and its pictures, and return the exit status."""
+    page = PAGE.read_text()
+    status = 0
+    for device, record in records.items():
+        page = render(record, device, page)
+        drawn = write_or_check(picture(device), draw(record), "engine_switch.py")
+        status = max(status, drawn)
+    return max(status, write_or_check(PAGE, page, "engine_switch.py"))
+
+
 def main() -> int:
-    """Measure, or write or check the page and its picture, and return the exit status."""
+    """Measure, or write or check the page and its pictures, and return the exit status."""
+    records = json.loads(RECORD.read_text())
     if sys.argv[1:] in ([], ["--check"]):
-        record = json.loads(RECORD.read_text())
-        return max(
-            write_or_check(PAGE, render(record, PAGE.read_text()), "engine_switch.py"),
-            write_or_check(PICTURE, draw(record), "engine_switch.py"),
-        )
+        return write_pages(records)
     parser = argparse.ArgumentParser(prog="engine_switch.py", description=__doc__)
     parser.add_argument("command", choices=["measure"], help="train, and write the record")
-    parser.parse_args()
-    RECORD.write_text(json.dumps(measure(), indent=1) + "\n")
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
+    options = parser.parse_args()
+    records[options.device] = measure(options.device)
+    RECORD.write_text(json.dumps(records, indent=1) + "\n")
     return 0
 
 
