@@ -146,6 +146,7 @@ def write_config(folder: Path, device: str) -> Path:
             "model": {"path": str(folder / "model")},
             "device": device,
             "precision": {"compute": "float32"},
+            "memory": {"compile": False},
             "optimizer": {"lr": 3e-4, "eps": 1e-5},
         },
         "data": {"source": str(folder / "rows.jsonl")},
