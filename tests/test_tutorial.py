@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from layout import ROOT
 
+from engine_api import BaseEngine
 from engine_api.plugin import CONTRACT, contract_problem, is_older
 
 TUTORIAL = (ROOT / "docs/adding-an-engine.md").read_text()
@@ -38,6 +40,17 @@ def test_a_quotation_is_verbatim(name: str, text: str) -> None:
     assert text.strip()
     (path,) = ROOT.glob(f"examples/*/src/{name}")
     assert text in path.read_text()
+
+
+def test_the_members_that_a_backend_adds_are_shown_with_their_arguments() -> None:
+    table = TUTORIAL.partition("| member | task | here |")[2].partition("\n\n")[0]
+    shown = dict(re.findall(r"`(\w+)\(([^`]*)\)`", table))
+    assert set(shown) == set(BaseEngine.__abstractmethods__)
+    for name, arguments in shown.items():
+        signature = inspect.signature(getattr(BaseEngine, name))
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        want = str(inspect.Signature(plain)).strip("()").removeprefix("self").removeprefix(", ")
+        assert arguments == want
 
 
 def lines_of_code(source: str) -> int:

@@ -591,6 +591,22 @@ class MissingStateMadeUp(LoopbackEngine):
 
 
 @mutant("faults.failed_load", group=GROUP)
+class AllStateMadeUp(LoopbackEngine):
+    """A checkpoint without the state of any weight is loaded, and the optimizer starts again."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        def if_any(check: Callable[..., None]) -> Callable[..., None]:
+            def check_some(folder: Path, found: manifest.Manifest, fields: Any) -> None:
+                if any(key.startswith("optim.") for key in found.tensors):
+                    check(folder, found, fields)
+
+            return check_some
+
+        with _instead("check_optimizer_state", if_any):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
 class FilesReadAnywhere(LoopbackEngine):
     """Tensors are read from any file that the manifest names, listed or not."""
 

@@ -145,7 +145,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default="", help="engine, rl, rollout; default: engine,rl (a rollout: rollout)"
     )
-    parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        help="ids or globs, by commas, may be repeated; default: all",
+    )
     parser.add_argument(
         "--tier", choices=("quick", "full"), default="full", help="quick: about a minute"
     )
@@ -381,7 +386,7 @@ def _selection(options: argparse.Namespace) -> Selection:
         dtypes=_words("--dtype", options.dtype, ("float32", "bfloat16")),
         model_types=_words("--model-type", options.model_type, (LM, VALUE)),
         profiles=_words("--profile", options.profile, PROFILES),
-        cases=tuple(filter(None, options.case.split(","))),
+        cases=tuple(filter(None, ",".join(options.case).split(","))),
         quick=options.tier == "quick",
         layout=_layout(options.parallelism),
         partner=options.partner,

@@ -447,6 +447,14 @@ def test_an_optimizer_that_keeps_nothing_needs_nothing_and_before_the_first_step
             check(3, ("exp_avg",), stepped)
 
 
+def test_state_that_is_gone_as_a_whole_is_missing_for_an_engine_that_names_no_fields():
+    entry = Entry(dtype="float32", shape=(), shards=(), stepped=True)
+    about = {"engine": "test", "world_size": 1, "topology": {}, "files": {}}
+    manifest = Manifest(step=3, tensors={"model.a": entry}, **about)
+    with pytest.raises(CheckpointMismatch, match=r"missing: optim\.a\.\*;"):
+        checkpoint.check_optimizer_state(Path("folder"), manifest, ())
+
+
 def test_a_missing_folder_says_so(tmp_path, ranks):
     (error,) = ranks(1, lambda comm: read(comm, tmp_path / "none"))
     assert isinstance(error, CheckpointMissing)

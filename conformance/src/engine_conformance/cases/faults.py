@@ -154,6 +154,15 @@ def _half_state(folder: Path) -> None:
     _edit(folder, drop)
 
 
+def _no_state(folder: Path) -> None:
+    def drop(manifest: dict[str, Any]) -> None:
+        manifest["tensors"] = {
+            k: v for k, v in manifest["tensors"].items() if not k.startswith("optim.")
+        }
+
+    _edit(folder, drop)
+
+
 def _elsewhere(folder: Path) -> None:
     def lead_out(manifest: dict[str, Any]) -> None:
         shards = [shard for tensor in manifest["tensors"].values() for shard in tensor["shards"]]
@@ -195,6 +204,7 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
     "half a manifest": (_half_manifest, CheckpointCorrupt),
     "one bit of the manifest": (_one_bit, CheckpointCorrupt),
     "no state of one weight": (_half_state, CheckpointMismatch),
+    "no state of any weight": (_no_state, CheckpointMismatch),
     "a moment that is a number": (_scalar_moment, CheckpointError),
     "files of another checkpoint": (_elsewhere, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),
@@ -208,8 +218,8 @@ def failed_load(target: Target) -> float:
 
     Weights, moments, step and generators stay as they are. Truncated, altered by one
     bit in each file of the manifest in turn, incomplete, of a newer contract, of another
-    model or optimizer, a pickle, absent; its optimizer state without one weight's or of
-    another shape, its tensors in another checkpoint's files.
+    model or optimizer, a pickle, absent; its optimizer state without one weight's, absent
+    as a whole or of another shape, its tensors in another checkpoint's files.
 
     If this fails: tensors are copied in before all are checked; a rank that read its
     own good file goes on alone; files of the ranks' generators are trusted; state that

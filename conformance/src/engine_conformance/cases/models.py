@@ -227,18 +227,18 @@ DROPOUTS: dict[str, dict[str, ModelRequest]] = {
 FILES: dict[str, ModelRequest] = {
     "weights in bfloat16": ModelRequest(words=("bfloat16",), model={"stored": "bfloat16"}),
     "an override": ModelRequest(
-        words=("override", "model.path"),
+        words=("override",),
         model={"rms_norm_eps": 0.01},
         overrides={"rms_norm_eps": 0.01},
     ),
     "weights in float16": ModelRequest(words=("float16",), model={"stored": "float16"}),
     "an override by what may be refused": ModelRequest(
-        words=("override", "model.path", "activation", "hidden_act", "gelu"),
+        words=("override", "activation", "hidden_act", "gelu"),
         model={"keys": {"hidden_act": "gelu"}},
         overrides={"hidden_act": "gelu"},
     ),
     "an override of a part": ModelRequest(
-        words=("override", "rope", "model.path"),
+        words=("override", "rope"),
         model={"rope_theta": 500.0},
         overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
@@ -302,7 +302,7 @@ def _compare_model(target: Target, name: str, request: ModelRequest) -> float:
     try:
         return _compare_built(target, name, request.words, model, config, smooth=smooth)
     except ConformanceFailure as failure:
-        hint = f"the model is the one of {name!r}, which may be refused by name instead"
+        hint = f"this is about {name!r}, which may be computed rightly or be refused by its name"
         raise failure.with_hint(hint) from failure
 
 
@@ -373,7 +373,8 @@ def _require_refusal_by_name(
     raised_everywhere(name, errors, kind if allowed else ConfigError)
     said = str(errors[0])
     named = any(word.lower() in said.lower() for word in words)
-    must(named, name, f"the refusal names none of {', '.join(words)}: {said}")
+    expected = f"a refusal that names the key ({' or '.join(words)})"
+    must(named, name, f"expected {expected}, got: {said}")
 
 
 _OWN_CODE = """\

@@ -6,6 +6,7 @@ A micro-batch is one padded forward pass.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -107,8 +108,10 @@ class DdpEngine(BaseEngine):
 
     def _build_model(self) -> None:
         path = self.config.model.path
-        if self.config.model != ModelSource(path=path):
-            raise ConfigError("model", "only model.path is read", remedy="leave the rest out")
+        read = ModelSource(path=path)
+        for field in fields(read):
+            if getattr(self.config.model, field.name) != getattr(read, field.name):
+                raise ConfigError(f"model.{field.name}", "it is not read", remedy="leave it out")
         try:
             loaded: Any = self.auto_class.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, output_loading_info=True

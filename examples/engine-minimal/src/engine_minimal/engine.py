@@ -5,6 +5,7 @@ Every rank holds the whole model, and gradients are added over the ranks before 
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,10 @@ class MinimalEngine(BaseEngine):
 
     def _build_model(self) -> None:
         path = self.config.model.path
-        if self.config.model != ModelSource(path=path):
-            raise ConfigError("model", "only model.path is read", remedy="leave the rest out")
+        read = ModelSource(path=path)
+        for field in fields(read):
+            if getattr(self.config.model, field.name) != getattr(read, field.name):
+                raise ConfigError(f"model.{field.name}", "it is not read", remedy="leave it out")
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, output_loading_info=True

@@ -483,7 +483,8 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
         manifest: as `find` returned it.
         fields: names of the state that the engine's optimizer keeps of a weight that has had a
             step. It is empty for an optimizer that keeps nothing, and where the names are not
-            known: then the checkpoint must have the same fields for each weight.
+            known: then the checkpoint must have the same fields for each weight, and at least one
+            where it says that the weight has had a step.
     """
     saved: dict[str, set[str]] = {}
     for key in manifest.tensors:
@@ -497,7 +498,9 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
     # Earlier releases did not record which weights had had a step. In their checkpoints a weight
     # without any state may have had none.
     needed = saved.keys() | {name for name, entry in weights.items() if entry.stepped}
-    every = {kept for own in saved.values() for kept in own} or set(fields)
+    # A weight that has had a step has state, so that one without any is a loss also where no name
+    # of a field is known.
+    every = {kept for own in saved.values() for kept in own} or set(fields) or {"*"}
     if not needed and fields and manifest.step > 0:
         needed = weights.keys()
     missing = [

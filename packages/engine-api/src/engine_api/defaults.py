@@ -168,7 +168,8 @@ class EngineDefaults(ABC):
         """Return the names of the state that the optimizer keeps of a weight that has had a step.
 
         A load then requires all of it. The result is empty where nothing is kept, or where the
-        names are not known: then a checkpoint must have the same fields for each weight.
+        names are not known: then a checkpoint must have the same fields for each weight. An engine
+        with an optimizer of torch returns ``engine_api.optimizers.state_fields`` of it.
         """
         return ()
 
