@@ -291,6 +291,31 @@ def test_the_preview_decodes_every_image(tmp_path, folder):
         check_data(drops, "sft", tmp_path)
 
 
+def test_the_preview_refuses_or_drops_documents_beyond_the_budget_of_patches(tmp_path, folder):
+    draw(tmp_path, "a.png")
+    draw(tmp_path, "b.png", (40, 40))
+    rows = [{"prompt": "<image>", "response": "1", "images": name} for name in ("a.png", "b.png")]
+    tree = {
+        "engine": {
+            "model": {"path": str(folder)},
+            "backend": "fsdp2",
+            "memory": {"max_patches": 24},
+        },
+        "data": {"source": str(write_rows(tmp_path / "rows.jsonl", rows))},
+        "run": {"output_dir": "-", "steps": 1},
+    }
+    (tmp_path / "sft.yaml").write_text(json.dumps(tree))
+    refused = collect(load_config(SFTConfig, tmp_path / "sft.yaml"), "sft").rows
+    assert [row.fate for row in refused] == ["kept", "refused"]
+    assert refused[1].reason == "more than 24 patches"
+    assert "engine.memory.max_patches" in refused[1].remedy
+    # A document with too many patches cannot be cut.
+    for treatment in ("drop", "truncate"):
+        override = [f"data.on_too_long={treatment}"]
+        config = load_config(SFTConfig, tmp_path / "sft.yaml", override)
+        assert [row.fate for row in collect(config, "sft").rows] == ["kept", "dropped"]
+
+
 def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build):
     row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
     (document,) = build([row]).documents

@@ -27,6 +27,10 @@ from engine_trainer.utils.cores import choose_threads, count_cores
 T = TypeVar("T", "Document", "Prompt")
 # Number of examples tokenized in one call.
 CHUNK = 1024
+PATCHES_REMEDY = (
+    "raise engine.memory.max_patches, give the processor a smaller size (data.processor_kwargs), "
+    "or set data.on_too_long=drop"
+)
 log = logging.getLogger("engine_trainer")
 
 
@@ -449,8 +453,7 @@ def _fit_patches(
             raise example.error(
                 f"{document.rows} patches, engine.memory.max_patches is {most}",
                 why="a document's images are computed in one micro-batch",
-                remedy="raise it, give the processor a smaller size (data.processor_kwargs), or "
-                "set data.on_too_long=drop",
+                remedy=PATCHES_REMEDY,
             )
     small = [i for i, document in enumerate(documents) if document.rows <= most]
     if not small:
