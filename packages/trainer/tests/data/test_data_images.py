@@ -27,7 +27,9 @@ from engine_trainer.config.loading import load_config
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, SFTDataset, load_tokenizer, read_examples
 from engine_trainer.data.datasets import make_fields
+from engine_trainer.data.labelled import tokenize_labelled
 from engine_trainer.data.layouts import to_examples
+from engine_trainer.data.preferences import tokenize_pairs
 from engine_trainer.data.readers import Row
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preview.collect import collect
@@ -337,6 +339,8 @@ def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build
         ),
         ({"prompt": "<|image_pad|>", "images": []}, "1 image tokens .* and 0 images"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "0 images and 1 places"),
+        ({"prompt": "<|video_pad|>"}, "the row has tokens of a video"),
+        ({"prompt": "<image><|video_pad|>", "images": ["a.png"]}, "tokens of a video"),
     ],
 )
 def test_images_and_their_places_must_be_as_many(tmp_path, build, row, said):
@@ -345,6 +349,23 @@ def test_images_and_their_places_must_be_as_many(tmp_path, build, row, said):
     with pytest.raises(ImageError, match=said.replace("|", r"\|")) as caught:
         build([good, {**row, "response": "one"}])
     assert caught.value.row == 2
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+def test_pairs_and_labelled_rows_with_tokens_of_images_are_refused_by_row(tmp_path, folder, token):
+    """The engine would end a step for them, without the row's name."""
+    tokenizer = load_tokenizer(DataSection(source="-"), ModelSource(path=str(folder)))
+    values = {"prompt": f"{token}what", "chosen": "one", "rejected": "two"}
+    pair = Row(values=values, file="pairs.jsonl", number=3)
+    kind = token[2:7]
+    with pytest.raises(DataError, match=f"the row has tokens of an? {kind}") as caught:
+        tokenize_pairs([pair], tokenizer, ColumnsSection())
+    assert (caught.value.file, caught.value.row) == ("pairs.jsonl", 3)
+    values = {"prompt": "what", "completion": f"one{token}", "label": True}
+    labelled = Row(values=values, file="labelled.jsonl", number=4)
+    with pytest.raises(DataError, match=f"the row has tokens of an? {kind}") as caught:
+        tokenize_labelled([labelled], tokenizer, ColumnsSection(), "label")
+    assert (caught.value.file, caught.value.row) == ("labelled.jsonl", 4)
 
 
 def test_a_template_that_leaves_images_out_is_refused(tmp_path, build):
