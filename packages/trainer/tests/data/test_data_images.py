@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import shutil
 import struct
@@ -27,6 +28,7 @@ from engine_trainer.config.loading import load_config
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, SFTDataset, load_tokenizer, read_examples
 from engine_trainer.data.datasets import make_fields
+from engine_trainer.data.images import ImageProcessor
 from engine_trainer.data.labelled import tokenize_labelled
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.preferences import tokenize_pairs
@@ -254,6 +256,65 @@ def test_a_bad_image_is_refused_by_row_and_file(tmp_path, build, kind):
     dataset = build([good, bad], on_bad_image="drop")
     assert len(dataset) == 1
     assert dataset.figures() == {"data/bad_images": 1.0}
+
+
+FAULTS = {
+    "open files": OSError(errno.EMFILE, "Too many open files"),
+    "disk": OSError(errno.EIO, "Input/output error"),
+    "permission": PermissionError(errno.EACCES, "Permission denied"),
+    "memory": MemoryError("no memory is left"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_machine_is_an_error_that_drops_no_row(tmp_path, build, monkeypatch, fault):
+    row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
+    (document,) = build([row]).documents
+    raised = FAULTS[fault]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise raised
+
+    calls = (
+        lambda: build([row], on_bad_image="drop"),
+        lambda: make_fields([document], drop=True),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", fail)
+        for call in calls:
+            with pytest.raises(DataError, match=str(raised.args[-1])) as caught:
+                call()
+            error = caught.value
+            assert not isinstance(error, ImageError)
+            assert error.what == "image 1 (a.png) could not be read"
+            assert (error.file, error.row) == (str(tmp_path / "rows.jsonl"), 1)
+            assert type(raised).__name__ in error.why
+            assert error.remedy
+
+
+def test_pixels_that_do_not_fit_into_memory_are_an_error_of_their_row(tmp_path, build, monkeypatch):
+    row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
+    (document,) = build([row]).documents
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(ImageProcessor, "_process", fail)
+    with pytest.raises(DataError, match="no memory is left") as caught:
+        make_fields([document], drop=True)
+    assert caught.value.row == 1
+
+
+def test_an_offset_that_no_file_has_is_a_bad_image(tmp_path, build):
+    """The system itself refuses to go there, where the image is a file."""
+    with Image.open(tmp_path / draw(tmp_path, "a.png")) as image:
+        image.save(tmp_path / "far.tif", big_tiff=True)
+    content = bytearray((tmp_path / "far.tif").read_bytes())
+    content[8:16] = struct.pack("<Q", 2**63 - 1)
+    (tmp_path / "far.tif").write_bytes(content)
+    row = {"prompt": "<image>", "response": "one", "images": "far.tif"}
+    with pytest.raises(ImageError, match=r"far\.tif"):
+        build([row])
 
 
 def test_a_truncated_image_is_found_when_its_document_is_made(tmp_path, build, caplog):
