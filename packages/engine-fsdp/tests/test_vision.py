@@ -158,6 +158,18 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(tmp_path: Path, model_t
     )
 
 
+def test_a_window_shorter_than_an_image_is_the_familys_own(tmp_path: Path) -> None:
+    """Gemma 3's windows hide an image's tokens that lie further back, and none that follow."""
+    tiny_pictured_model("gemma3", {"sliding_window": 2}).save_pretrained(tmp_path)
+    engine = make(tmp_path)
+    assert engine.vision.features_per_row > 2
+    given = documents(engine.vision)
+    want, _ = expect(tmp_path, given, engine.vision)
+    got = engine.infer_batch(Batch.pack(given)).log_probs
+    torch.testing.assert_close(got.double(), want, atol=NEAR, rtol=0)
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen3-VL."""

@@ -27,6 +27,7 @@ from engine_trainer.export import export_checkpoint
 from engine_trainer.run.run import Run
 from engine_trainer.sft import train_sft
 from engine_trainer.telemetry.logs import METRICS, read_metrics
+from engine_trainer.telemetry.throughput import Throughput
 
 # Difference of float32 from float64, in nats.
 NEAR = 1e-4
@@ -176,17 +177,31 @@ def test_a_processor_that_has_changed_since_the_checkpoint_is_refused(tmp_path, 
         train_sft(configure(tmp_path / "place", tmp_path / "run", "run.steps=2"))
 
 
-def test_a_document_whose_image_cannot_be_decoded_is_left_out_and_counted(tmp_path, place):
+def test_a_document_whose_image_cannot_be_decoded_is_left_out_and_counted(
+    tmp_path, place, monkeypatch
+):
     shutil.copytree(place, tmp_path / "place")
     file = tmp_path / "place" / "b.jpg"
     config = configure(tmp_path / "place", tmp_path / "run")
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ImageError, match=r"b\.jpg\) cannot be decoded"):
         train_sft(config)
+    speeds: list[list[int]] = []
+    metrics = Throughput.metrics
+
+    def watch(speed: Throughput, lengths: Any, seconds: float) -> dict[str, float]:
+        speeds.append(sorted(lengths))
+        return metrics(speed, lengths, seconds)
+
+    monkeypatch.setattr(Throughput, "metrics", watch)
     drop = ("data.on_bad_image=drop", "run.steps=2")
     train_sft(configure(tmp_path / "place", tmp_path / "dropped", *drop))
     rows = read_metrics(tmp_path / "dropped" / METRICS)
     assert [row.get("train/bad_images") for row in rows] == [None, 2, 1]
+    # All images are in documents that are left out, and count nowhere.
+    assert [row["train/images"] for row in rows[1:]] == [0, 0]
+    assert [row["train/patches"] for row in rows[1:]] == [0, 0]
+    assert [sum(lengths) for lengths in speeds] == [row["train/tokens"] for row in rows[1:]]
     file.unlink()
     train_sft(configure(tmp_path / "place", tmp_path / "missing", *drop, "batch_size=2"))
     assert read_metrics(tmp_path / "missing" / METRICS)[0]["data/bad_images"] == 2

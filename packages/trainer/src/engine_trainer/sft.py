@@ -85,11 +85,11 @@ def train_sft(config: SFTConfig) -> Outcome:
                 position += len(documents)
                 with run.timers.phase("train"):
                     batch = run.pack_local(documents)
-                    counts = _count_images(run, documents, batch)
+                    learned = _Learned.gather(run, documents, batch)
                     output = run.engine.train_batch(batch, sft_loss)
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
-                metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
-                metrics |= counts
+                metrics |= speed.metrics(learned.lengths, run.timers.last("train"))
+                metrics |= learned.figures
                 state = {"position": position, "rows": len(data.train)} | images
                 if step == run.total_steps or (
                     config.eval and config.eval.every and step % config.eval.every == 0
@@ -318,28 +318,49 @@ def _keep_image_settings(tokenizer: ChatTokenizer, state: Mapping[str, Any]) -> 
     return {"image_processor": tokenizer.image_processor.settings}
 
 
-def _count_images(run: Run, documents: Sequence[Document], batch: Batch) -> Metrics:
-    """Return the numbers of a step's images, of their rows of pixels, and of documents left out.
+@dataclass(frozen=True, kw_only=True)
+class _Learned:
+    """The documents that a step learns from, over all ranks, without those that are left out."""
 
-    There are none where no document has images. They are the same on all ranks.
+    lengths: Sequence[int]
+    """Numbers of their tokens."""
 
-    Raises ``DataError`` if all documents are left out.
+    figures: Metrics
+    """Numbers of images, of their rows of pixels, and of documents that were left out.
+
+    There are none where no document has images.
     """
-    if all(document.images is None for document in documents):
-        return {}
-    own = batch.num_documents if run.engine.topology.is_primary else 0
-    left_out = len(documents) - sum(run.comm.all_gather(own))
-    if left_out == len(documents):
-        raise DataError(
-            "no image of this step can be decoded",
-            why=f"all {left_out} documents of the step were left out",
-            remedy="see the warnings above, and correct the files",
-        )
-    figures = {
-        "train/images": float(sum(len(d.images.planned) for d in documents if d.images)),
-        "train/patches": float(sum(document.rows for document in documents)),
-    }
-    return figures | ({"train/bad_images": float(left_out)} if left_out else {})
+
+    @staticmethod
+    def gather(run: Run, documents: Sequence[Document], batch: Batch) -> _Learned:
+        """Return the documents of all ranks' batches, the same on all ranks.
+
+        Raises ``DataError`` if all documents are left out.
+        """
+        if all(document.images is None for document in documents):
+            return _Learned(lengths=[len(document) for document in documents], figures={})
+        # Only the rank that decodes a document knows whether it is left out.
+        own: tuple[list[int], int, int] = ([], 0, 0)
+        if run.engine.topology.is_primary:
+            media = batch.media
+            images, rows = (0, 0) if media is None else (media.num_images, len(media.pixels))
+            own = (batch.lengths, images, rows)
+        parts = run.comm.all_gather(own)
+        lengths = [length for part, _, _ in parts for length in part]
+        left_out = len(documents) - len(lengths)
+        if not lengths:
+            raise DataError(
+                "no image of this step can be decoded",
+                why=f"all {left_out} documents of the step were left out",
+                remedy="see the warnings above, and correct the files",
+            )
+        figures = {
+            "train/images": float(sum(images for _, images, _ in parts)),
+            "train/patches": float(sum(rows for _, _, rows in parts)),
+        }
+        if left_out:
+            figures["train/bad_images"] = float(left_out)
+        return _Learned(lengths=lengths, figures=figures)
 
 
 def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import shutil
 import struct
@@ -27,7 +28,10 @@ from engine_trainer.config.loading import load_config
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, SFTDataset, load_tokenizer, read_examples
 from engine_trainer.data.datasets import make_fields
+from engine_trainer.data.images import ImageProcessor
+from engine_trainer.data.labelled import tokenize_labelled
 from engine_trainer.data.layouts import to_examples
+from engine_trainer.data.preferences import tokenize_pairs
 from engine_trainer.data.readers import Row
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preview.collect import collect
@@ -254,6 +258,65 @@ def test_a_bad_image_is_refused_by_row_and_file(tmp_path, build, kind):
     assert dataset.figures() == {"data/bad_images": 1.0}
 
 
+FAULTS = {
+    "open files": OSError(errno.EMFILE, "Too many open files"),
+    "disk": OSError(errno.EIO, "Input/output error"),
+    "permission": PermissionError(errno.EACCES, "Permission denied"),
+    "memory": MemoryError("no memory is left"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_machine_is_an_error_that_drops_no_row(tmp_path, build, monkeypatch, fault):
+    row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
+    (document,) = build([row]).documents
+    raised = FAULTS[fault]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise raised
+
+    calls = (
+        lambda: build([row], on_bad_image="drop"),
+        lambda: make_fields([document], drop=True),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", fail)
+        for call in calls:
+            with pytest.raises(DataError, match=str(raised.args[-1])) as caught:
+                call()
+            error = caught.value
+            assert not isinstance(error, ImageError)
+            assert error.what == "image 1 (a.png) could not be read"
+            assert (error.file, error.row) == (str(tmp_path / "rows.jsonl"), 1)
+            assert type(raised).__name__ in error.why
+            assert error.remedy
+
+
+def test_pixels_that_do_not_fit_into_memory_are_an_error_of_their_row(tmp_path, build, monkeypatch):
+    row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
+    (document,) = build([row]).documents
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(ImageProcessor, "_process", fail)
+    with pytest.raises(DataError, match="no memory is left") as caught:
+        make_fields([document], drop=True)
+    assert caught.value.row == 1
+
+
+def test_an_offset_that_no_file_has_is_a_bad_image(tmp_path, build):
+    """The system itself refuses to go there, where the image is a file."""
+    with Image.open(tmp_path / draw(tmp_path, "a.png")) as image:
+        image.save(tmp_path / "far.tif", big_tiff=True)
+    content = bytearray((tmp_path / "far.tif").read_bytes())
+    content[8:16] = struct.pack("<Q", 2**63 - 1)
+    (tmp_path / "far.tif").write_bytes(content)
+    row = {"prompt": "<image>", "response": "one", "images": "far.tif"}
+    with pytest.raises(ImageError, match=r"far\.tif"):
+        build([row])
+
+
 def test_a_truncated_image_is_found_when_its_document_is_made(tmp_path, build, caplog):
     rows = [
         {"prompt": "<image>", "response": "one", "images": name}
@@ -291,6 +354,31 @@ def test_the_preview_decodes_every_image(tmp_path, folder):
         check_data(drops, "sft", tmp_path)
 
 
+def test_the_preview_refuses_or_drops_documents_beyond_the_budget_of_patches(tmp_path, folder):
+    draw(tmp_path, "a.png")
+    draw(tmp_path, "b.png", (40, 40))
+    rows = [{"prompt": "<image>", "response": "1", "images": name} for name in ("a.png", "b.png")]
+    tree = {
+        "engine": {
+            "model": {"path": str(folder)},
+            "backend": "fsdp2",
+            "memory": {"max_patches": 24},
+        },
+        "data": {"source": str(write_rows(tmp_path / "rows.jsonl", rows))},
+        "run": {"output_dir": "-", "steps": 1},
+    }
+    (tmp_path / "sft.yaml").write_text(json.dumps(tree))
+    refused = collect(load_config(SFTConfig, tmp_path / "sft.yaml"), "sft").rows
+    assert [row.fate for row in refused] == ["kept", "refused"]
+    assert refused[1].reason == "more than 24 patches"
+    assert "engine.memory.max_patches" in refused[1].remedy
+    # A document with too many patches cannot be cut.
+    for treatment in ("drop", "truncate"):
+        override = [f"data.on_too_long={treatment}"]
+        config = load_config(SFTConfig, tmp_path / "sft.yaml", override)
+        assert [row.fate for row in collect(config, "sft").rows] == ["kept", "dropped"]
+
+
 def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build):
     row = {"prompt": "<image>", "response": "one", "images": draw(tmp_path, "a.png")}
     (document,) = build([row]).documents
@@ -312,6 +400,8 @@ def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build
         ),
         ({"prompt": "<|image_pad|>", "images": []}, "1 image tokens .* and 0 images"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "0 images and 1 places"),
+        ({"prompt": "<|video_pad|>"}, "the row has tokens of a video"),
+        ({"prompt": "<image><|video_pad|>", "images": ["a.png"]}, "tokens of a video"),
     ],
 )
 def test_images_and_their_places_must_be_as_many(tmp_path, build, row, said):
@@ -320,6 +410,23 @@ def test_images_and_their_places_must_be_as_many(tmp_path, build, row, said):
     with pytest.raises(ImageError, match=said.replace("|", r"\|")) as caught:
         build([good, {**row, "response": "one"}])
     assert caught.value.row == 2
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+def test_pairs_and_labelled_rows_with_tokens_of_images_are_refused_by_row(tmp_path, folder, token):
+    """The engine would end a step for them, without the row's name."""
+    tokenizer = load_tokenizer(DataSection(source="-"), ModelSource(path=str(folder)))
+    values = {"prompt": f"{token}what", "chosen": "one", "rejected": "two"}
+    pair = Row(values=values, file="pairs.jsonl", number=3)
+    kind = token[2:7]
+    with pytest.raises(DataError, match=f"the row has tokens of an? {kind}") as caught:
+        tokenize_pairs([pair], tokenizer, ColumnsSection())
+    assert (caught.value.file, caught.value.row) == ("pairs.jsonl", 3)
+    values = {"prompt": "what", "completion": f"one{token}", "label": True}
+    labelled = Row(values=values, file="labelled.jsonl", number=4)
+    with pytest.raises(DataError, match=f"the row has tokens of an? {kind}") as caught:
+        tokenize_labelled([labelled], tokenizer, ColumnsSection(), "label")
+    assert (caught.value.file, caught.value.row) == ("labelled.jsonl", 4)
 
 
 def test_a_template_that_leaves_images_out_is_refused(tmp_path, build):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ray_runs import configure, on_ray
 from tiny_models import tiny_pictured_model
@@ -9,6 +11,7 @@ from tiny_models import tiny_pictured_model
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.placement import memory
+from engine_trainer.rehearsal.estimate import checkpoint_bytes
 from engine_trainer.rl.loop import train_rl
 
 
@@ -37,6 +40,25 @@ def test_a_vision_tower_counts(tmp_path):
     model.save_pretrained(tmp_path)
     counted = memory.count_parameters(ModelSource(path=str(tmp_path)))
     assert counted == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_frozen_tower_has_neither_gradients_nor_moments(tmp_path):
+    """The text's parameters have weight, gradient and two moments, the tower's the weight alone."""
+    model = tiny_pictured_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    config = on_ray(tmp_path, tmp_path, engine={"model": {"path": str(tmp_path)}})
+    trains = config.engine.build(seed=0, total_steps=1)
+    freezes = replace(trains, model=replace(trains.model, freeze=["vision"]))
+    text = whole - tower
+    expected = {"policy": ((3 * text + tower) * 4, text * 4)}
+    assert memory.engines_bytes(config, freezes, "cuda") == expected
+    assert memory.engines_bytes(config, trains, "cuda") == {"policy": (3 * whole * 4, whole * 4)}
+    engine = {"model": {"path": str(tmp_path), "freeze": ["vision"]}}
+    frozen = on_ray(tmp_path, tmp_path, engine=engine)
+    assert checkpoint_bytes(frozen) == (3 * text + tower) * 4
+    assert checkpoint_bytes(config) == 3 * whole * 4
 
 
 def test_the_memory_estimate_by_hand(eight_billion, tmp_path):

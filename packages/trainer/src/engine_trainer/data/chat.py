@@ -65,6 +65,7 @@ class ChatTokenizer:
             EOS.
         pad_token_id: padding token for rollouts that pad; EOS if the tokenizer has none.
         image_token: id of the tokens that stand for images, None for a model without a tower.
+        video_token: id of the tokens that stand for videos, None for a model that has none.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class ChatTokenizer:
         section: DataSection,
         model: ModelSource | None = None,
         image_token: int | None = None,
+        video_token: int | None = None,
     ) -> None:
         self.tokenizer, self.section = tokenizer, section
         self.image_token = image_token
+        self.video_token = video_token
         self._model = model
         if section.chat_template is not None:
             tokenizer.chat_template = _template_text(section.chat_template)
@@ -496,20 +499,24 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
             why=f"expected one of {_FILES} in its folder",
             remedy="copy the whole tokenizer into it, or name another in data.tokenizer",
         )
-    return ChatTokenizer(tokenizer, section, model, _find_image_token(model))
+    return ChatTokenizer(tokenizer, section, model, *_find_media_tokens(model))
 
 
-def _find_image_token(model: ModelSource) -> int | None:
-    """Return the id of the tokens that stand for images, or None for a model without a tower."""
+def _find_media_tokens(model: ModelSource) -> tuple[int | None, int | None]:
+    """Return the ids of the tokens that stand for images and for videos.
+
+    They are None for a model without a tower.
+    """
     from transformers import PreTrainedConfig
 
     # A tokenizer needs no config.json.
     with suppress(OSError):
         content, _ = PreTrainedConfig.get_config_dict(model.path, revision=model.revision)
-        token = content.get("image_token_id", content.get("image_token_index"))
-        if has_vision(content) and isinstance(token, int):
-            return token
-    return None
+        image = content.get("image_token_id", content.get("image_token_index"))
+        video = content.get("video_token_id")
+        if has_vision(content) and isinstance(image, int):
+            return image, video if isinstance(video, int) else None
+    return None, None
 
 
 def _check_counts(path: str, key: str, revision: str | None) -> None:

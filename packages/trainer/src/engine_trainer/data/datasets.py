@@ -27,6 +27,10 @@ from engine_trainer.utils.cores import choose_threads, count_cores
 T = TypeVar("T", "Document", "Prompt")
 # Number of examples tokenized in one call.
 CHUNK = 1024
+PATCHES_REMEDY = (
+    "raise engine.memory.max_patches, give the processor a smaller size (data.processor_kwargs), "
+    "or set data.on_too_long=drop"
+)
 log = logging.getLogger("engine_trainer")
 
 
@@ -377,10 +381,20 @@ def _add_images(
 ) -> Document:
     """Return the document with its images.
 
-    Raises ``ImageError`` if its image tokens are not as many as the images have features.
+    Raises ``ImageError`` if its image tokens are not as many as the images have features, and for
+    tokens of a video.
     """
     if tokenizer.image_token is None:
         return document
+    if tokenizer.video_token is not None and tokenizer.video_token in document.input_ids:
+        raise ImageError(
+            f"the row has tokens of a video (id {tokenizer.video_token})",
+            file=example.file,
+            row=example.number or None,
+            why="no engine takes videos",
+            remedy="take the placeholder's text out of the row, and give frames of the video as "
+            "images; or set data.on_bad_image=drop",
+        )
     expected = tokenizer.image_processor.count_features(planned) if planned else 0
     tokens = int((document.input_ids == tokenizer.image_token).sum())
     if tokens != expected:
@@ -398,6 +412,21 @@ def _add_images(
     return replace(
         document, images=DocumentImages(planned=planned, processor=tokenizer.image_processor)
     )
+
+
+def refuse_media_tokens(example: Example, ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
+    """Raise ``DataError`` for a document of text with tokens that stand for images or videos.
+
+    The model would look for their features.
+    """
+    for kind, token in (("an image", tokenizer.image_token), ("a video", tokenizer.video_token)):
+        if token is not None and token in ids:
+            raise example.error(
+                f"the row has tokens of {kind} (id {token}), expected text alone",
+                why="the features of an image replace the tokens of its placeholder, and images "
+                "are read by sft alone",
+                remedy="take the placeholder's text out of the row, or remove the row",
+            )
 
 
 def _tokenize(
@@ -449,8 +478,7 @@ def _fit_patches(
             raise example.error(
                 f"{document.rows} patches, engine.memory.max_patches is {most}",
                 why="a document's images are computed in one micro-batch",
-                remedy="raise it, give the processor a smaller size (data.processor_kwargs), or "
-                "set data.on_too_long=drop",
+                remedy=PATCHES_REMEDY,
             )
     small = [i for i, document in enumerate(documents) if document.rows <= most]
     if not small:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import errno
 import json
 import struct
 import zlib
@@ -28,7 +29,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_vision import Vision, read_vision
 from engine_trainer.data.readers import Row
-from engine_trainer.errors import ImageError
+from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config
 
 # The command line answers many requests without torch.
@@ -48,11 +49,13 @@ _BROKEN = (
     EOFError,
     IndexError,
     TypeError,
-    MemoryError,
     RuntimeError,
     struct.error,
     zlib.error,
 )
+# The system's errors for a path or an offset that no file has. Any other number is a fault of the
+# machine; Pillow's own errors have none.
+_OF_THE_FILE = (None, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 # EXIF's tag of the orientation, and the values with which height and width change places.
 _ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
@@ -79,10 +82,8 @@ class ImageSource:
 
     def error(self, what: str, *, why: str = "", remedy: str = "") -> ImageError:
         """Return an ``ImageError`` that names the row, and the image in it."""
-        path = _find_value(self.value)
-        which = f" ({path:.200})" if isinstance(path, str) and not _is_base64(path) else ""
         return ImageError(
-            f"image {self.number}{which} {what}",
+            f"{self._name} {what}",
             file=self.file,
             row=self.row or None,
             column=self.column,
@@ -90,11 +91,29 @@ class ImageSource:
             remedy=f"{remedy}, or set data.on_bad_image=drop",
         )
 
+    def machine_error(self, error: OSError | MemoryError) -> DataError:
+        """Return a ``DataError`` for an error of the machine, which says nothing of the image."""
+        return DataError(
+            f"{self._name} could not be read",
+            file=self.file,
+            row=self.row or None,
+            column=self.column,
+            why=f"{type(error).__name__}: {first_line(error)}",
+            remedy="see to the machine's disk, memory, permissions and number of open files, and "
+            "start again; data.on_bad_image drops no image for a fault of the machine",
+        )
+
+    @property
+    def _name(self) -> str:
+        path = _find_value(self.value)
+        which = f" ({path:.200})" if isinstance(path, str) and not _is_base64(path) else ""
+        return f"image {self.number}{which}"
+
     def read_size(self) -> tuple[int, int]:
         """Return height and width as the image is shown, from its header.
 
         Raises ``ImageError`` for a file that is missing or no image, and for an image of a kind
-        that is refused.
+        that is refused; ``DataError`` where the machine cannot read it.
         """
         with self._open() as image:
             self._check(image)
@@ -117,9 +136,8 @@ class ImageSource:
     @contextmanager
     def _open(self) -> Iterator[Image.Image]:
         """Open the image, and raise ``ImageError`` for errors of Pillow while it is read."""
-        stream = self._stream()
         try:
-            with Image.open(stream, formats=FORMATS) as image:
+            with Image.open(self._stream(), formats=FORMATS) as image:
                 yield image
         except FileNotFoundError as error:
             raise self.error(
@@ -134,7 +152,11 @@ class ImageSource:
             ) from error
         except _BOMB as error:
             raise self._too_large(first_line(error)) from error
+        except MemoryError as error:
+            raise self.machine_error(error) from error
         except _BROKEN as error:
+            if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
+                raise self.machine_error(error) from error
             raise self.error(
                 "cannot be decoded",
                 why=f"{type(error).__name__}: {first_line(error)}",
@@ -371,7 +393,11 @@ class ImageProcessor:
         """
         import torch
 
-        output = self._process([image.source.decode() for image in images])
+        decoded = [image.source.decode() for image in images]
+        try:
+            output = self._process(decoded)
+        except MemoryError as error:
+            raise images[0].source.machine_error(error) from error
         for number, image in enumerate(images):
             if str(self._processor.replace_image_token(output, number)) != image.text:
                 raise image.source.error(

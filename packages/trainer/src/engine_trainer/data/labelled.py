@@ -22,7 +22,7 @@ import numpy as np
 
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data.chat import ChatTokenizer
-from engine_trainer.data.datasets import Bound, Document
+from engine_trainer.data.datasets import Bound, Document, refuse_media_tokens
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.preferences import keep_fitting
 from engine_trainer.data.readers import Row, read_rows
@@ -187,6 +187,7 @@ def tokenize_labelled(
     )
     found: list[Labelled] = []
     for example, (ids, weights), desirable in zip(examples, encoded, labels, strict=True):
+        refuse_media_tokens(example, ids, tokenizer)
         if not any(weights):
             raise example.error(
                 "the completion has no token",

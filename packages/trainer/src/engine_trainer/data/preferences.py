@@ -24,7 +24,7 @@ import numpy as np
 
 from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data.chat import ChatTokenizer
-from engine_trainer.data.datasets import Bound, Document
+from engine_trainer.data.datasets import Bound, Document, refuse_media_tokens
 from engine_trainer.data.layouts import (
     CONVERSATIONS,
     PROMPTS,
@@ -173,6 +173,8 @@ def _documents(
     encoded = tokenizer.encode_documents(
         [tokenizer.document(e, may_be_empty=True) for e in examples]
     )
+    for example, (ids, _) in zip(examples, encoded, strict=True):
+        refuse_media_tokens(example, ids, tokenizer)
     return [
         _document(e, name, ids, weights)
         for e, (ids, weights) in zip(examples, encoded, strict=True)

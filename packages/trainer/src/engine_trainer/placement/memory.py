@@ -2,12 +2,13 @@
 
 An engine that learns (policy, critic) keeps for each parameter the master weight, its gradient and
 Adam's two moments, all in the master's dtype and divided over the ranks that shard it; a reference
-model keeps the weight alone. A rollout keeps the weights in its dtype; one that sleeps while the
-engine trains has the memory of the gradients. With ``rollout.offload_engine`` engine and rollout
-are time-shared, except for a sync, which brings the policy's weights to a rollout that is awake;
-reference and critic are offloaded then. Activations, copies in the dtype of computation (an engine
-may make them layer by layer), caches and workspaces come on top, and are not estimated: a placement
-that does not fit by this count cannot fit.
+model keeps the weight alone, and so does a part that ``engine.model.freeze`` names. A rollout keeps
+the weights in its dtype; one that sleeps while the engine trains has the memory of the gradients.
+With ``rollout.offload_engine`` engine and rollout are time-shared, except for a sync, which brings
+the policy's weights to a rollout that is awake; reference and critic are offloaded then.
+Activations, copies in the dtype of computation (an engine may make them layer by layer), caches and
+workspaces come on top, and are not estimated: a placement that does not fit by this count cannot
+fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.hf_config import unbuildable
-from engine_api.hf_vision import find_auto_class
+from engine_api.hf_vision import find_auto_class, has_vision
 from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
@@ -120,8 +121,10 @@ def engines_bytes(config: Config, policy: EngineConfig, device: str) -> dict[str
 
     It keeps the first from step to step.
     """
-    parameters = count_parameters(policy.model, trunk=config.engine.model_type == "value_model")
-    found = {"policy": engine_bytes(policy, parameters, device, learns=True)}
+    trunk = config.engine.model_type == "value_model"
+    parameters = count_parameters(policy.model, trunk=trunk)
+    frozen = count_frozen(policy.model, trunk=trunk)
+    found = {"policy": engine_bytes(policy, parameters, device, learns=True, frozen=frozen)}
     # Without an optimizer the policy is only evaluated, and has no other engine next to it.
     if policy.optimizer is None:
         return found
@@ -134,7 +137,11 @@ def engines_bytes(config: Config, policy: EngineConfig, device: str) -> dict[str
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
         found["critic"] = engine_bytes(
-            critic, count_parameters(critic.model, trunk=True), device, learns=True
+            critic,
+            count_parameters(critic.model, trunk=True),
+            device,
+            learns=True,
+            frozen=count_frozen(critic.model, trunk=True),
         )
     if algorithm.teacher is not None and algorithm.teacher.engine is not None:
         teacher = algorithm.teacher.engine.engine(config.engine)
@@ -158,7 +165,12 @@ def _infers_reference(config: Config) -> bool:
 
 
 def engine_bytes(
-    engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
+    engine: EngineConfig | EngineSection,
+    parameters: int,
+    device: str,
+    *,
+    learns: bool,
+    frozen: int = 0,
 ) -> tuple[int, int]:
     """Return for an engine, over all ranks, the bytes that it keeps and those of its gradients.
 
@@ -167,6 +179,7 @@ def engine_bytes(
         parameters: number of its weights.
         device: type of the device that it computes on.
         learns: True for an engine with an optimizer.
+        frozen: number of its weights that have neither gradient nor moments.
     """
     memory = engine.memory
     optimizer = engine.optimizer
@@ -182,8 +195,9 @@ def engine_bytes(
         # The state of optimizers that are not listed is unknown: one in 8 bit keeps less.
         if optimizer.name in WITH_MOMENTS and not offloaded:
             moments = 2
-    size = parameters * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
-    return (weight + moments) * size, gradient * size
+    each = BYTES[engine.precision.master] * engine.parallelism.dp_replicate
+    trained = parameters - frozen
+    return (weight * parameters + moments * trained) * each, gradient * trained * each
 
 
 def rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
@@ -216,12 +230,33 @@ def count_parameters(source: ModelSource, *, trunk: bool = False) -> int:
 
     ``trunk``: without its head, as a value model has it.
     """
+    return _count_of(source, trunk).whole
+
+
+def count_frozen(source: ModelSource, *, trunk: bool = False) -> int:
+    """Count the parameters of the parts that ``freeze`` names, which are not trained.
+
+    ``trunk`` is that of ``count_parameters``.
+    """
+    return _count_of(source, trunk).tower if "vision" in source.freeze else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Count:
+    """The number of a model's parameters."""
+
+    whole: int
+    tower: int
+    """Those of the vision tower and its projector."""
+
+
+def _count_of(source: ModelSource, trunk: bool) -> _Count:
     overrides = json.dumps(dict(source.config_overrides))
     return _count(source.path, source.revision, source.trust_remote_code, overrides, trunk)
 
 
 @lru_cache(maxsize=4)
-def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> int:
+def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> _Count:
     """Count parameters from shapes alone, without memory."""
     import torch
     from transformers import AutoModel
@@ -240,4 +275,15 @@ def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk
     except Exception as error:
         # Each family's own code reads the configuration, and may not know an activation or a RoPE.
         raise unbuildable(config, path, error, field=MODEL_KEY) from error
-    return sum(p.numel() for p in model.parameters())
+    whole = _sum_parameters(model)
+    tower = 0
+    if has_vision(config):
+        # All of the base model but its language model is tower or projector.
+        parts = dict(model.base_model.named_children())
+        parts.pop("language_model", None)
+        tower = sum(map(_sum_parameters, parts.values()))
+    return _Count(whole=whole, tower=tower)
+
+
+def _sum_parameters(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -16,7 +16,13 @@ from engine_trainer.data import (
     longest_prompt,
     positions_of,
 )
-from engine_trainer.data.datasets import CHUNK, Bound, tokenize_documents, tokenize_prompts
+from engine_trainer.data.datasets import (
+    CHUNK,
+    PATCHES_REMEDY,
+    Bound,
+    tokenize_documents,
+    tokenize_prompts,
+)
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.labelled import Labelled, tokenize_labelled
 from engine_trainer.data.layouts import converter
@@ -196,6 +202,7 @@ class _Judge:
         self._on_too_long = config.data.on_too_long
         self._on_bad_image = config.data.on_bad_image
         self._bound = bound
+        self._patches = config.engine.memory.max_patches
         # A reward model learns from one token of each document.
         self._padding = padding if isinstance(config, RewardModelConfig) else None
 
@@ -212,28 +219,36 @@ class _Judge:
                 remedy="" if drops else item.remedy,
             )
         length = max(map(len, item.documents)) if isinstance(item, Pair) else len(item)
-        fate, kept = self._fit(item, length)
+        fate, reason, remedy, kept = self._fit(item, length)
         return PreviewRow(
             file=file,
             number=number,
             fate=fate,
-            reason="" if fate == "kept" else f"longer than {self._bound.tokens} tokens",
-            remedy=self._bound.remedy if fate == "refused" else "",
+            reason=reason,
+            remedy=remedy if fate == "refused" else "",
             length=length,
             parts=self._parts(kept),
             answer=item.answer if isinstance(item, Prompt) else None,
         )
 
-    def _fit(self, item: Item, length: int) -> tuple[Fate, Item]:
+    def _fit(self, item: Item, length: int) -> tuple[Fate, str, str, Item]:
+        """Return the fate of an item with its reason and remedy, and the item after a cut."""
+        most = self._patches
+        if isinstance(item, Document) and most is not None and item.rows > most:
+            fate: Fate = "refused" if self._on_too_long == "error" else "dropped"
+            return fate, f"more than {most} patches", PATCHES_REMEDY, item
         limit = self._bound.tokens
         if limit is None or length <= limit:
-            return "kept", item
+            return "kept", "", "", item
+        reason = f"longer than {limit} tokens"
         if self._on_too_long == "drop":
-            return "dropped", item
+            return "dropped", reason, "", item
         if self._on_too_long == "error" or isinstance(item, Pair | Labelled):
-            return "refused", item
+            return "refused", reason, self._bound.remedy, item
         shorter = item.cut(limit)
-        return ("dropped", item) if shorter is None else ("cut", shorter)
+        if shorter is None:
+            return "dropped", reason, "", item
+        return "cut", reason, "", shorter
 
     def _parts(self, item: Item) -> list[Part]:
         if isinstance(item, Prompt):

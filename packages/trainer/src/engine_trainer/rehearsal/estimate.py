@@ -29,7 +29,9 @@ def checkpoint_bytes(config: Config) -> int:
     optimizer = config.engine.optimizer
     if config.engine.lora is not None or optimizer is None:
         return parameters * size
-    return parameters * size * (3 if optimizer.name in memory.WITH_MOMENTS else 1)
+    moments = 2 if optimizer.name in memory.WITH_MOMENTS else 0
+    trained = parameters - memory.count_frozen(config.engine.model)
+    return (parameters + moments * trained) * size
 
 
 def describe_real_run(config: Config, preview: Preview, gpus: int) -> Iterator[str]:

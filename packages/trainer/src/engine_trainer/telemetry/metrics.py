@@ -121,8 +121,8 @@ MEANINGS: Mapping[str, str] = {
     "train/tokens": "Tokens in all updates of the step, prompts included.",
     "train/learned_tokens": "Tokens of the step that carry loss.",
     "train/micro_batches": "Number of micro-batches that the step was computed in.",
-    "train/images": "Images of the step.",
-    "train/patches": "Rows of pixels of the step's images: patches, or whole tiles.",
+    "train/images": "Images that the step learned from.",
+    "train/patches": "Rows of pixels of these images: patches, or whole tiles.",
     "train/bad_images": "Documents that were left out of the step because an image of theirs could "
     "not be decoded.",
     "train/skipped": "Updates that were skipped because a number was not finite; weights and "
