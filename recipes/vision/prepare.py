@@ -55,7 +55,7 @@ PROCESSOR: dict[str, Any] = {
     "size": {"shortest_edge": SIZE**2, "longest_edge": SIZE**2},
 }
 
-PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+PAD, BOS, EOS, UNKNOWN = "<|pad|>", "<|bos|>", "<|eos|>", "<|unknown|>"
 VISION = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
@@ -204,9 +204,9 @@ def _make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, "<|unknown|>", *WORDS, *map(str, range(10))]
+    words = [*SPECIAL, UNKNOWN, *WORDS, *map(str, range(10))]
     vocabulary = {word: index for index, word in enumerate(words)}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -214,7 +214,7 @@ def _make_tokenizer() -> Any:
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
-        unk_token="<|unknown|>",
+        unk_token=UNKNOWN,
         extra_special_tokens=VISION,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
