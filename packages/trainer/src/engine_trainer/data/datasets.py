@@ -142,7 +142,7 @@ class Prompt:
 
     @property
     def key(self) -> tuple[int | str, ...]:
-        """What the model sees: equal for two prompts with the same tokens and images."""
+        """Tokens and images, which are equal for two prompts that a model cannot tell apart."""
         images = () if self.images is None else self.images.planned
         return (*self.tokens, *(one.source.key for one in images))
 

@@ -17,13 +17,13 @@ Shown = Sequence[Media | None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefill:
-    """What the first forward pass takes of a batch in which some prompts have images."""
+    """The inputs of the first forward pass of a batch in which some prompts have images."""
 
     arguments: dict[str, torch.Tensor]
     positions: torch.Tensor | None
     """``[3, P, L]``, positions in time, height and width; None where the model has one each."""
     deltas: torch.Tensor | None
-    """``[P]``, what is added to the number of a token behind the prompt to get its position."""
+    """``[P]``, numbers that turn the number of a token behind the prompt into its position."""
 
 
 class VisionInputs:

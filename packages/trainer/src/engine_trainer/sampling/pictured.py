@@ -1,4 +1,4 @@
-"""What sees no images, refused where rows have some."""
+"""The refusal of the parts of a run that see no images, where rows have some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_trainer.placement.replica import require_vision
 
 
 def check_pictured(config: RLConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuse what sees no images where a prompt has some, before anything is loaded.
+    """Refuse the parts of a run that see no images, where a prompt has some.
 
     Raises ``ConfigError``, and ``UnsupportedCapability`` for a rollout that takes no images.
     """
