@@ -10,7 +10,7 @@ tokens, one run of them for each image.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "Positions",
     "Run",
     "Vision",
+    "build_arguments",
+    "draw_image",
     "find_auto_class",
     "find_runs",
     "has_vision",
+    "position_tokens",
     "read_vision",
     "refuse_vision",
 ]
@@ -37,6 +41,9 @@ _PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qw
 _WHOLE = ("gemma3", "internvl")
 FAMILIES = (*_PATCHES, *_WHOLE)
 """Model types whose towers ``read_vision`` knows."""
+
+Positions = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""Function of a document's ids ``[n]`` and its images' grids ``[N, 3]`` to positions ``[3, n]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,3 +295,51 @@ def _read_whole(config: Any) -> Vision:
         features_per_row=int(features),
         bidirectional=config.model_type == "gemma3",
     )
+
+
+def draw_image(vision: Vision, generator: torch.Generator) -> Media:
+    """Return one small image of random numbers, wider than high where the model allows it."""
+    import torch
+
+    grid = torch.tensor([vision.smallest])
+    if vision.has_grid:
+        grid[:, 2] *= 2
+    rows = int(grid.prod())
+    pixels = torch.rand(rows, *vision.row_shape, generator=generator) * 2 - 1
+    return Media(pixels=pixels, grid=grid, cu_images=torch.tensor([0, 1]))
+
+
+def build_arguments(
+    vision: Vision, ids: torch.Tensor, media: Media | None
+) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model's own forward pass for one document.
+
+    Args:
+        vision: the images that the model takes.
+        ids: ``[n]`` ids of the document.
+        media: its images, or None.
+    """
+    arguments = {"input_ids": ids[None]}
+    if media is None:
+        return arguments
+    types = (ids == vision.image_token).int()[None]
+    arguments["pixel_values"] = media.pixels.to(ids.device)
+    if vision.has_grid:
+        arguments |= {"image_grid_thw": media.grid.to(ids.device), "mm_token_type_ids": types}
+    if vision.bidirectional:
+        arguments["token_type_ids"] = types
+    return arguments
+
+
+def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
+    """Return the function of a family whose image tokens have positions in three dimensions."""
+    of_model = getattr(lm.base_model, "get_rope_index", None)
+    if vision is None or of_model is None:
+        return None
+
+    def positions(ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        types = (ids == vision.image_token).int()[None]
+        found: torch.Tensor = of_model(ids[None], mm_token_type_ids=types, image_grid_thw=grid)[0]
+        return found[:, 0]
+
+    return positions

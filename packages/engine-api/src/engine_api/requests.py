@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from engine_api.errors import RolloutError
-from engine_api.rollout import SamplingParams
+from engine_api.errors import BatchError, RolloutError
+from engine_api.rollout import PromptImages, SamplingParams
+
+if TYPE_CHECKING:
+    from engine_api.hf_vision import Vision
 
 
 def check_sampling(sampling: SamplingParams, where: str) -> None:
@@ -67,6 +71,55 @@ def check_prompts(
                 why=room,
                 remedy=remedy,
             )
+
+
+def check_images(
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None] | None,
+    vision: Vision | None,
+    where: str,
+) -> None:
+    """Raise ``RolloutError`` for images that are not those of their prompts.
+
+    A prompt with image tokens and without images is refused, too.
+
+    Args:
+        prompts: token ids of each prompt, none empty.
+        images: the images of each prompt; None: no prompt has any.
+        vision: the images that the model takes, or None for a model without a tower.
+        where: name of the rollout, for the error.
+    """
+    given = [None] * len(prompts) if images is None else list(images)
+    if len(given) != len(prompts):
+        raise RolloutError(
+            f"expected images for {len(prompts)} prompts, got them for {len(given)}",
+            where=where,
+            remedy="give None for a prompt without images",
+        )
+    if vision is None:
+        for index, one in enumerate(given):
+            if one is not None:
+                raise RolloutError(
+                    f"prompt {index} has images, and the model has no vision tower",
+                    where=where,
+                    why="its config.json has no vision_config",
+                    remedy="give a vision-language model, or remove the images",
+                )
+        return
+    # torch is imported with it, which no check of text needs.
+    from engine_api.batch import Batch
+
+    for index, (prompt, one) in enumerate(zip(prompts, given, strict=True)):
+        try:
+            batch = Batch.pack([{"input_ids": list(prompt)}])
+            vision.check(batch.with_media(None if one is None else one.media))
+        except BatchError as error:
+            raise RolloutError(
+                error.what.replace("document 0", f"prompt {index}"),
+                where=where,
+                why=error.why,
+                remedy=error.remedy,
+            ) from error
 
 
 def check_version(version: int, served: int, *, where: str) -> None:

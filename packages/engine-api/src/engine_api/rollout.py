@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_api.contract import Engine
+    from engine_api.media import Media
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -46,6 +47,27 @@ class SamplingParams:
 
 
 @register
+@dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no truth value to compare by
+class PromptImages:
+    """The images of one prompt, in both forms in which rollouts take them (since contract 1.4).
+
+    A rollout computes with ``media``, or gives ``pictures`` and ``placeholders`` to a server that
+    processes and expands them itself.
+
+    Attributes:
+        media: the images as the model's processor made them, which stand for the image tokens of
+            the prompt. It is one document.
+        placeholders: ids of the prompt with one placeholder for each image, from which a server
+            must arrive at the ids of the prompt.
+        pictures: the images before processing, each ``[height, width, 3]`` uint8 in RGB.
+    """
+
+    media: Media
+    placeholders: list[int]
+    pictures: tuple[torch.Tensor, ...]
+
+
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One completion of a prompt.
@@ -54,7 +76,8 @@ class Completion:
         prompt_index: index of its prompt.
         tokens: generated ids, the stop token included.
         log_probs: one value per token, of the sampled token under the distribution that it was
-            drawn from (temperature applied; before top-p and top-k truncation).
+            drawn from (temperature applied; before top-p and top-k truncation, and before tokens of
+            images are left out).
         weight_versions: one value per token, the version of the weights that generated it.
         finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``abort`` after
             an abort.
@@ -261,6 +284,31 @@ class Rollout(Protocol):
         """Free everything.
 
         A second call does nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class VisionRollout(Rollout, Protocol):
+    """A rollout that declares ``vision``, and takes prompts with images (since contract 1.4)."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        images: Sequence[PromptImages | None] | None = None,
+    ) -> list[Completion]:
+        """Return ``sampling.n`` completions per prompt (see ``Rollout.generate``).
+
+        Args:
+            prompts: token ids, in which each image is a run of as many image tokens as it has
+                features. They are the ids that the completions are trained behind.
+            sampling: the sampling settings.
+            images: for each prompt its images, or None without any. None: no prompt has any.
+
+        No completion has a token of an image or a video. Raises ``RolloutError`` also for images
+        that are not those of their prompt, and where a server finds other ids than the prompt's.
         """
         ...
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from engine_api.batch import Batch
 from engine_api.comm import together
 from engine_api.errors import ConfigError
+from engine_api.hf_vision import position_tokens
 from engine_api.prepare import MicroBatches
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
@@ -29,7 +30,7 @@ from engine_torch.model import (
 )
 from engine_torch.options import DTensorOptions
 from engine_torch.verify import verify_model
-from engine_torch.vision import position_tokens, tower_of
+from engine_torch.vision import tower_of
 from engine_torch.weights import fill, parameter_table
 
 log = logging.getLogger("engine_fsdp")

@@ -16,7 +16,7 @@ from engine_api.batch import (
     Batch,
 )
 from engine_api.distillation import OutputHead, Teaching
-from engine_api.hf_vision import Vision
+from engine_api.hf_vision import Positions, Vision
 from engine_torch.attention import (
     Packing,
     build_context_packing,
@@ -26,7 +26,7 @@ from engine_torch.attention import (
 from engine_torch.divergence import Taught
 from engine_torch.prefixes import build_tree, take_rows
 from engine_torch.ulysses import gather_tokens
-from engine_torch.vision import PackedImages, Positions, pack_images
+from engine_torch.vision import PackedImages, pack_images
 
 __all__ = ["PackedInputs", "pack_inputs", "pack_tree"]
 

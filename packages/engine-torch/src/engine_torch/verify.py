@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
+from engine_api.hf_vision import build_arguments, draw_image
 from engine_torch.mechanisms import has_sinks
-from engine_torch.vision import build_arguments, draw_image
 
 # Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
 # to about 1e-5.

@@ -12,7 +12,7 @@ whose features is used. All ranks then gather the tower's weights and reduce its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -28,20 +28,14 @@ from engine_api.media import Media
 
 __all__ = [
     "PackedImages",
-    "build_arguments",
     "compute_features",
-    "draw_image",
     "multiply_patches",
     "pack_images",
-    "position_tokens",
     "replace_tower",
     "tower_of",
 ]
 
 _TEXT = "language_model"
-
-Positions = Callable[[Tensor, Tensor], Tensor]
-"""Function of a document's ids ``[n]`` and its images' grids ``[N, 3]`` to positions ``[3, n]``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,50 +92,6 @@ def _blank(vision: Vision) -> Media:
     return Media(
         pixels=torch.zeros(rows, *vision.row_shape), grid=grid, cu_images=torch.tensor([0, 1])
     )
-
-
-def draw_image(vision: Vision, generator: torch.Generator) -> Media:
-    """Return one small image of random numbers, wider than high where the model allows it."""
-    grid = torch.tensor([vision.smallest])
-    if vision.has_grid:
-        grid[:, 2] *= 2
-    rows = int(grid.prod())
-    pixels = torch.rand(rows, *vision.row_shape, generator=generator) * 2 - 1
-    return Media(pixels=pixels, grid=grid, cu_images=torch.tensor([0, 1]))
-
-
-def build_arguments(vision: Vision, ids: Tensor, media: Media | None) -> dict[str, Tensor]:
-    """Return the arguments of the model's own forward pass for one document.
-
-    Args:
-        vision: the images that the model takes.
-        ids: ``[n]`` ids of the document.
-        media: its images, or None.
-    """
-    arguments = {"input_ids": ids[None]}
-    if media is None:
-        return arguments
-    types = (ids == vision.image_token).int()[None]
-    arguments["pixel_values"] = media.pixels.to(ids.device)
-    if vision.has_grid:
-        arguments |= {"image_grid_thw": media.grid.to(ids.device), "mm_token_type_ids": types}
-    if vision.bidirectional:
-        arguments["token_type_ids"] = types
-    return arguments
-
-
-def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
-    """Return the function of a family whose image tokens have positions in three dimensions."""
-    of_model = getattr(lm.base_model, "get_rope_index", None)
-    if vision is None or of_model is None:
-        return None
-
-    def positions(ids: Tensor, grid: Tensor) -> Tensor:
-        types = (ids == vision.image_token).int()[None]
-        found: Tensor = of_model(ids[None], mm_token_type_ids=types, image_grid_thw=grid)[0]
-        return found[:, 0]
-
-    return positions
 
 
 def multiply_patches(lm: Any) -> None:

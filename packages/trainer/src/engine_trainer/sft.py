@@ -72,7 +72,7 @@ def train_sft(config: SFTConfig) -> Outcome:
         run.start()
         speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
-        images = _keep_image_settings(tokenizer, state)
+        images = tokenizer.keep_image_settings(state)
         position = int(state.get("position", 0))
         with closing(_Evaluation(run, config, data.heldout, tokenizer)) as evaluation:
             evaluation.restore(state)
@@ -161,6 +161,12 @@ class _Heldout:
         asked = config.eval if config.reward is not None else None
         model, section = config.engine.model, config.data
         problems = heldout_sets(section, asked, tokenizer, model, config.rollout)
+        if problems:
+            # SFT without a reward needs no rollout.
+            from engine_trainer.placement.replica import require_vision
+
+            for one in problems:
+                require_vision(config.rollout, one.problems.prompts)
         texts = {one.name: questions(one.problems.prompts) for one in problems}
         documents: dict[str, SFTDataset] = {}
         for name, chosen in (config.eval.all_sets(section) if config.eval else {}).items():
@@ -302,20 +308,6 @@ def _refuse_tower(section: EngineSection) -> None:
         model_type=section.model_type, backend=section.backend, device=section.device
     )
     refuse_vision(hf_config(section.model), found.plugin.capabilities, section.backend)
-
-
-def _keep_image_settings(tokenizer: ChatTokenizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the image processor, which a resumed run must find again.
-
-    It is empty where no row has images.
-
-    Raises ``ConfigError`` for a processor that makes other pixels than the checkpoint's.
-    """
-    if not tokenizer.has_image_processor:
-        return {}
-    if "image_processor" in state:
-        tokenizer.image_processor.require(state["image_processor"])
-    return {"image_processor": tokenizer.image_processor.settings}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from engine_trainer.data.images import ImageProcessor
 from engine_trainer.data.labelled import tokenize_labelled
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.preferences import tokenize_pairs
-from engine_trainer.data.readers import Row
+from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.preview.collect import collect
 from engine_trainer.preview.show import show
@@ -443,8 +443,10 @@ def test_images_are_refused_where_no_task_or_model_takes_them(tmp_path, build, m
     with pytest.raises(DataError, match="a message of the assistant with a part of type 'image'"):
         build([{"messages": turns}])
     section = DataSection(source=str(write_rows(tmp_path / "r.jsonl", [{"messages": turns[:1]}])))
-    with pytest.raises(DataError, match="images are trained on by sft alone"):
-        read_examples(section, "prompt")
+    (row,) = read_rows(section.source)
+    with pytest.raises(DataError, match="images are read in sft and rl alone"):
+        to_examples([row], ColumnsSection(), "prompt")
+    assert len(read_examples(section, "prompt")[0].images) == 1
     row = {"prompt": "<image>", "response": "one", "images": "a.png"}
     with pytest.raises(ConfigError, match="has no vision tower"):
         build([row], model=model_folder)
@@ -518,7 +520,7 @@ def test_a_size_that_the_models_own_limits_would_replace_is_refused(tmp_path, fo
 def test_a_place_for_an_image_is_refused_where_images_are_not_read(need):
     values = {"prompt": "<image>How many?", "response": "1", "answer": "1", "image": "a.png"}
     row = Row(values=values, file="a.jsonl", number=3)
-    with pytest.raises(DataError, match="sft's training rows alone") as caught:
+    with pytest.raises(DataError, match="images are read in sft and rl alone") as caught:
         to_examples([row], ColumnsSection(), need)
     assert (caught.value.row, caught.value.column) == (3, "image")
     plain = Row(values=values | {"prompt": "How many?"}, file="a.jsonl", number=3)

@@ -80,13 +80,6 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
     compares = not algorithm.by_token or algorithm.dynamic_sampling.enabled
     teacher = algorithm.teacher
     yield (
-        config.data.columns.images is not None,
-        "data.columns.images",
-        f"expected null in rl, got {config.data.columns.images!r:.100}",
-        "no rollout takes images",
-        "set it to null, or train with sft",
-    )
-    yield (
         teacher is not None and teacher.url is not None and rollout.temperature != 1,
         "rollout.temperature",
         f"expected 1 with algorithm.teacher.url, got {rollout.temperature}",

@@ -299,8 +299,8 @@ class ColumnsSection:
     """
 
     images: str | None = None
-    """Column with the images of a row, read by ``sft``. Null is ``images`` or ``image``, where the
-    rows have it.
+    """Column with the images of a row, read by ``sft`` and ``rl``. Null is ``images`` or ``image``,
+    where the rows have it.
 
     It has one image or a list of them. An image is a path relative to the folder of the data file,
     ``data:image/…;base64,…``, bytes, or a mapping ``{bytes, path}``.
@@ -405,7 +405,8 @@ class DataSection:
     (``data/bad_images``).
 
     An image whose header is right is decoded where its step begins. There, ``drop`` leaves the
-    document out of its step (``train/bad_images``).
+    document out of its step of ``sft`` (``train/bad_images``). In ``rl`` and in a measurement of
+    accuracy such an image ends the run.
     """
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -125,6 +125,19 @@ class ChatTokenizer:
         """True where the processor is loaded, because rows have images."""
         return "image_processor" in self.__dict__
 
+    def keep_image_settings(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the image processor, which a resumed run must find again.
+
+        It is empty where no row has images.
+
+        Raises ``ConfigError`` for a processor that makes other pixels than the checkpoint's.
+        """
+        if not self.has_image_processor:
+            return {}
+        if "image_processor" in state:
+            self.image_processor.require(state["image_processor"])
+        return {"image_processor": self.image_processor.settings}
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the tokenizer to a model's folder, and the image processor if it was used.
 
@@ -386,10 +399,12 @@ class ChatTokenizer:
         return turns
 
     def _require_plain(self, turns: Messages, example: Example) -> None:
-        if example.tools:
-            raise example.error(
-                "tools, but the tokenizer has no chat template", remedy="set data.chat_template"
-            )
+        for name, given in (("tools", example.tools), ("images", example.images)):
+            if given:
+                raise example.error(
+                    f"{name}, but the tokenizer has no chat template",
+                    remedy="set data.chat_template",
+                )
         roles = [t["role"] for t in turns]
         if roles not in (["user"], ["user", "assistant"]) or self.section.system_prompt is not None:
             raise example.error(

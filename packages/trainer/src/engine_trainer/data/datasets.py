@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_api.rollout import PromptImages
 from engine_trainer.config.sections import DataSection
-from engine_trainer.data.chat import ChatTokenizer
+from engine_trainer.data.chat import ChatTokenizer, Segment
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.images import ImageProcessor, PlannedImage
 from engine_trainer.data.layouts import Example, Messages, Need, text_of, to_examples
@@ -48,7 +49,7 @@ class Document:
     @property
     def rows(self) -> int:
         """Number of rows of pixels (patches, or whole tiles) of the document's images."""
-        return 0 if self.images is None else sum(image.rows for image in self.images.planned)
+        return 0 if self.images is None else self.images.rows
 
     def cut(self, length: int) -> Document | None:
         """Return the document's first ``length`` tokens, or None if none of them is learned.
@@ -72,16 +73,28 @@ class Document:
             "loss_weight": self.loss_weight.tolist(),
         }
         if self.images is not None:
-            found["media"] = self.images.processor.make_media(self.images.planned)
+            found["media"] = self.images.make_media()
         return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentImages:
-    """The images of a document, whose pixels are made when the document goes into a batch."""
+    """The images of a document or a prompt, whose pixels are made where they are needed."""
 
     planned: Sequence[PlannedImage]
     processor: ImageProcessor
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of pixels (patches, or whole tiles)."""
+        return sum(image.rows for image in self.planned)
+
+    def make_media(self) -> dict[str, Any]:
+        """Return the images in the form that ``Batch.pack`` takes.
+
+        Raises ``ImageError`` for an image that cannot be decoded.
+        """
+        return self.processor.make_media(self.planned)
 
     @property
     def token(self) -> int:
@@ -95,7 +108,10 @@ class Prompt:
 
     tokens: list[int]
     rendered: str
-    """The text that the tokens encode, chat template included."""
+    """The text that the tokens encode, chat template included.
+
+    An image is one placeholder in it.
+    """
     text: str
     """The last user turn, as it stands in the data."""
     messages: Sequence[Mapping[str, Any]] = ()
@@ -111,16 +127,39 @@ class Prompt:
     number: int = 0
     teacher_tokens: list[int] | None = None
     """The tokens that a teacher sees in place of ``tokens``; None: the same."""
+    images: DocumentImages | None = None
+    placeholders: Sequence[int] = ()
+    """The tokens with one placeholder for each image; empty without images."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def cut(self, length: int) -> Prompt:
+    @property
+    def rows(self) -> int:
+        """Number of rows of pixels (patches, or whole tiles) of the prompt's images."""
+        return 0 if self.images is None else self.images.rows
+
+    @property
+    def image_names(self) -> list[str]:
+        """The paths of the images as the row has them, or the digests of their bytes."""
+        return [] if self.images is None else [one.source.name for one in self.images.planned]
+
+    @property
+    def key(self) -> tuple[int | str, ...]:
+        """Tokens and images, which are equal for two prompts that a model cannot tell apart."""
+        images = () if self.images is None else self.images.planned
+        return (*self.tokens, *(one.source.key for one in images))
+
+    def cut(self, length: int) -> Prompt | None:
         """Return the prompt with only its last ``length`` tokens, which ask for the answer.
 
-        ``rendered``, ``text`` and ``teacher_tokens`` stay whole.
+        ``rendered``, ``text`` and ``teacher_tokens`` stay whole. A prompt is not cut behind the
+        beginning of its first image, and None is returned.
         """
-        return replace(self, tokens=self.tokens[-length:])
+        lost = len(self.tokens) - length
+        if self.images is not None and self.images.token in self.tokens[:lost]:
+            return None
+        return replace(self, tokens=self.tokens[-length:], placeholders=self.placeholders[lost:])
 
 
 class SFTDataset:
@@ -165,7 +204,7 @@ class SFTDataset:
         Raises:
             DataError: a row has nothing to learn, is too long, or has images that cannot be used.
         """
-        kept, documents = _tokenize(examples, tokenizer, section, name)
+        kept, documents = _tokenize(examples, tokenizer, section, name, tokenize_documents)
         bad = len(examples) - len(kept)
         small = _fit_patches(kept, documents, section, patches)
         fitting, dropped, cut = _fit(
@@ -186,8 +225,7 @@ class SFTDataset:
 
     def figures(self) -> dict[str, float]:
         """``data/…``: rows that were too long or had bad images, where there were any."""
-        bad = {"data/bad_images": float(self.bad_images)} if self.bad_images else {}
-        return _too_long(self.dropped, self.truncated) | bad
+        return _left_out(self)
 
     def __getitem__(self, index: int) -> Document:
         return self.documents[index]
@@ -203,8 +241,7 @@ def make_fields(documents: Sequence[Document], *, drop: bool) -> list[dict[str, 
     if all(document.images is None for document in documents):
         return [document.fields() for document in documents]
     found: list[dict[str, Any]] = []
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with ThreadPoolExecutor(choose_threads(count_cores(), ranks)) as threads:
+    with _decoding_threads() as threads:
         for future in [threads.submit(document.fields) for document in documents]:
             try:
                 found.append(future.result())
@@ -213,6 +250,38 @@ def make_fields(documents: Sequence[Document], *, drop: bool) -> list[dict[str, 
                     raise
                 log.warning("a document is left out of this step: %s", error)
     return found
+
+
+def make_media(images: Sequence[DocumentImages]) -> list[dict[str, Any]]:
+    """Return the images of several documents in the form that ``Batch.pack`` takes.
+
+    Raises ``ImageError`` for an image that cannot be decoded.
+    """
+    with _decoding_threads() as threads:
+        return list(threads.map(DocumentImages.make_media, images))
+
+
+def make_prompt_images(prompts: Sequence[Prompt]) -> list[PromptImages | None] | None:
+    """Return the images of each prompt as rollouts take them, or None where no prompt has any.
+
+    Raises ``ImageError`` for an image that cannot be decoded.
+    """
+    if all(prompt.images is None for prompt in prompts):
+        return None
+
+    def make(prompt: Prompt) -> PromptImages | None:
+        images = prompt.images
+        if images is None:
+            return None
+        return images.processor.make_prompt_images(images.planned, prompt.placeholders)
+
+    with _decoding_threads() as threads:
+        return list(threads.map(make, prompts))
+
+
+def _decoding_threads() -> ThreadPoolExecutor:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ThreadPoolExecutor(choose_threads(count_cores(), ranks))
 
 
 def _warn_of_endless_turns(documents: Sequence[Document], tokenizer: ChatTokenizer) -> None:
@@ -231,10 +300,20 @@ def _warn_of_endless_turns(documents: Sequence[Document], tokenizer: ChatTokeniz
 
 
 class PromptDataset:
-    """Tokenized prompts, with counts of those that were too long (dropped or truncated)."""
+    """Tokenized prompts, with counts of those that were left out or cut.
 
-    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0, truncated: int = 0) -> None:
+    These were too long (dropped or truncated), or had images that cannot be used.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        dropped: int = 0,
+        truncated: int = 0,
+        bad_images: int = 0,
+    ) -> None:
         self.prompts, self.dropped, self.truncated = list(prompts), dropped, truncated
+        self.bad_images = bad_images
 
     @staticmethod
     def build(
@@ -244,6 +323,8 @@ class PromptDataset:
         context: int | None = None,
         name: str = "",
         teacher: TeacherPrompts | None = None,
+        *,
+        patches: int | None = None,
     ) -> PromptDataset:
         """Tokenize the examples' prompts.
 
@@ -255,16 +336,26 @@ class PromptDataset:
                 (``context.longest_prompt``); None: unknown.
             name: name of the held-out set in messages; empty for training rows.
             teacher: the prompts of a teacher; None: the same, or no teacher.
+            patches: rows of pixels that a micro-batch takes (``engine.memory.max_patches``); None:
+                any number.
 
         Raises:
-            DataError: a prompt is empty or too long, or has no counterpart for the teacher.
+            DataError: a prompt is empty or too long, has no counterpart for the teacher, or has
+                images that cannot be used.
         """
-        prompts = tokenize_prompts(examples, tokenizer)
+        kept, prompts = _tokenize(examples, tokenizer, section, name, tokenize_prompts)
+        bad = len(examples) - len(kept)
         if teacher is not None:
-            prompts = teacher.add(prompts, examples, tokenizer)
-        made = PromptDataset(
-            *_fit(examples, prompts, section, Bound.of(section, context, prompts=True), name)
+            prompts = teacher.add(prompts, kept, tokenizer)
+        small = _fit_patches(kept, prompts, section, patches)
+        fitting, dropped, cut = _fit(
+            [kept[i] for i in small],
+            [prompts[i] for i in small],
+            section,
+            Bound.of(section, context, prompts=True),
+            name,
         )
+        made = PromptDataset(fitting, dropped + len(prompts) - len(small), cut, bad)
         if teacher is not None:
             teacher.check(made.prompts)
         return made
@@ -273,8 +364,8 @@ class PromptDataset:
         return len(self.prompts)
 
     def figures(self) -> dict[str, float]:
-        """``data/…``: rows that were too long, where there were any."""
-        return _too_long(self.dropped, self.truncated)
+        """``data/…``: rows that were too long or had bad images, where there were any."""
+        return _left_out(self)
 
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
@@ -351,13 +442,13 @@ def _with_privilege(example: Example, template: str) -> Example:
 def read_examples(section: DataSection, need: Need) -> list[Example]:
     """Return the training rows of a data section.
 
-    ``need`` is ``response`` for SFT, which reads images, too, and ``prompt`` for RL.
+    ``need`` is ``response`` for SFT and ``prompt`` for RL.
     """
     if section.reasoning_gym is not None:
         return gym_examples(section.reasoning_gym, "train")
     assert section.source is not None  # DataSection checks it
     rows = read_rows(section.source, section.split)
-    return to_examples(rows, section.columns, need, images=need == "response")
+    return to_examples(rows, section.columns, need, images=True)
 
 
 def tokenize_documents(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Document]:
@@ -384,9 +475,22 @@ def _add_images(
     Raises ``ImageError`` if its image tokens are not as many as the images have features, and for
     tokens of a video.
     """
-    if tokenizer.image_token is None:
+    _check_media_tokens(example, document.input_ids.tolist(), planned, tokenizer)
+    if not planned:
         return document
-    if tokenizer.video_token is not None and tokenizer.video_token in document.input_ids:
+    return replace(
+        document, images=DocumentImages(planned=planned, processor=tokenizer.image_processor)
+    )
+
+
+def _check_media_tokens(
+    example: Example, ids: list[int], planned: Sequence[PlannedImage], tokenizer: ChatTokenizer
+) -> None:
+    """Raise ``ImageError`` if image tokens are not as many as the images have features.
+
+    Tokens of a video are refused, too.
+    """
+    if tokenizer.video_token is not None and tokenizer.video_token in ids:
         raise ImageError(
             f"the row has tokens of a video (id {tokenizer.video_token})",
             file=example.file,
@@ -395,8 +499,10 @@ def _add_images(
             remedy="take the placeholder's text out of the row, and give frames of the video as "
             "images; or set data.on_bad_image=drop",
         )
+    if tokenizer.image_token is None:
+        return
     expected = tokenizer.image_processor.count_features(planned) if planned else 0
-    tokens = int((document.input_ids == tokenizer.image_token).sum())
+    tokens = ids.count(tokenizer.image_token)
     if tokens != expected:
         raise ImageError(
             f"the row has {tokens} image tokens (id {tokenizer.image_token}), and {len(planned)} "
@@ -407,11 +513,6 @@ def _add_images(
             remedy="take the placeholder's text out of the row, or give its images in a column "
             "images; or set data.on_bad_image=drop",
         )
-    if not planned:
-        return document
-    return replace(
-        document, images=DocumentImages(planned=planned, processor=tokenizer.image_processor)
-    )
 
 
 def refuse_media_tokens(example: Example, ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
@@ -424,25 +525,29 @@ def refuse_media_tokens(example: Example, ids: Sequence[int], tokenizer: ChatTok
             raise example.error(
                 f"the row has tokens of {kind} (id {token}), expected text alone",
                 why="the features of an image replace the tokens of its placeholder, and images "
-                "are read by sft alone",
+                "are read by sft and rl alone",
                 remedy="take the placeholder's text out of the row, or remove the row",
             )
 
 
 def _tokenize(
-    examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, name: str
-) -> tuple[list[Example], list[Document]]:
-    """Return the documents, and the examples that they are made from.
+    examples: Sequence[Example],
+    tokenizer: ChatTokenizer,
+    section: DataSection,
+    name: str,
+    tokenize: Callable[[Sequence[Example], ChatTokenizer], list[T]],
+) -> tuple[list[Example], list[T]]:
+    """Return the documents or prompts, and the examples that they are made from.
 
     With ``data.on_bad_image: drop`` examples with images that cannot be used are left out.
     """
     kept: list[Example] = []
-    documents: list[Document] = []
+    items: list[T] = []
     first: ImageError | None = None
     for start in range(0, len(examples), CHUNK):
         chunk = examples[start : start + CHUNK]
         try:
-            documents += tokenize_documents(chunk, tokenizer)
+            items += tokenize(chunk, tokenizer)
             kept += chunk
         except ImageError as error:
             if section.on_bad_image == "error":
@@ -450,7 +555,7 @@ def _tokenize(
             first = first or error
             for example in chunk:
                 with suppress(ImageError):
-                    documents += tokenize_documents([example], tokenizer)
+                    items += tokenize([example], tokenizer)
                     kept.append(example)
     if first is not None:
         bad = len(examples) - len(kept)
@@ -458,16 +563,16 @@ def _tokenize(
         if not kept:
             raise first
         log.warning("%d %s have bad images and were dropped; the first: %s", bad, rows, first)
-    return kept, documents
+    return kept, items
 
 
 def _fit_patches(
     examples: Sequence[Example],
-    documents: Sequence[Document],
+    documents: Sequence[Document] | Sequence[Prompt],
     section: DataSection,
     most: int | None,
 ) -> list[int]:
-    """Return the indices of the documents with at most this number of rows of pixels.
+    """Return the indices of the documents or prompts with at most this number of rows of pixels.
 
     Raises ``DataError`` for one with more of them, unless ``data.on_too_long`` drops it.
     """
@@ -497,17 +602,48 @@ def _fit_patches(
 
 
 def tokenize_prompts(examples: Sequence[Example], tokenizer: ChatTokenizer) -> list[Prompt]:
-    """Return the tokens of each prompt. Raises ``DataError`` for an empty one."""
+    """Return the tokens of each prompt.
+
+    Raises ``DataError`` for an empty one, and ``ImageError`` for bad images.
+    """
     encoded = tokenizer.encode_prompts(examples)
     return [
-        _prompt(e, text, ids, tokenizer.prompt_messages(e))
+        _expand_images(e, _prompt(e, text, ids, tokenizer.prompt_messages(e)), tokenizer)
         for e, (text, ids) in zip(examples, encoded, strict=True)
     ]
 
 
+def _expand_images(example: Example, prompt: Prompt, tokenizer: ChatTokenizer) -> Prompt:
+    """Return the prompt with its images, and with as many image tokens as they have features.
+
+    Raises ``ImageError`` for images that cannot be used, or that are not as many as their places.
+    """
+    planned = tokenizer.plan_images(example)
+    if not planned:
+        _check_media_tokens(example, prompt.tokens, planned, tokenizer)
+        return prompt
+    shown = Segment(text=prompt.rendered, learned=False)
+    (expanded,) = tokenizer.expand_images(example, [shown], planned)
+    ids = tokenizer.encode_text(expanded.text)
+    _check_media_tokens(example, ids, planned, tokenizer)
+    return replace(
+        prompt,
+        tokens=ids,
+        images=DocumentImages(planned=planned, processor=tokenizer.image_processor),
+        placeholders=prompt.tokens,
+    )
+
+
 def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
-    """Return the last user turn of each row."""
-    return [row.text if isinstance(row, Prompt) else _question(row) for row in rows]
+    """Return the last user turn of each row, with the files or digests of its images."""
+    return [_identify(row) for row in rows]
+
+
+def _identify(row: Example | Prompt) -> str:
+    if isinstance(row, Example):
+        return "\n".join([_question(row), *(source.key for source in row.images)])
+    images = () if row.images is None else row.images.planned
+    return "\n".join([row.text, *(one.source.key for one in images)])
 
 
 def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = "") -> int:
@@ -568,12 +704,15 @@ def _question(example: Example) -> str:
     return text_of(next(asked, ""))
 
 
-def _too_long(dropped: int, truncated: int) -> dict[str, float]:
-    return (
-        {"data/dropped": float(dropped), "data/truncated": float(truncated)}
-        if dropped or truncated
-        else {}
-    )
+def _left_out(dataset: SFTDataset | PromptDataset) -> dict[str, float]:
+    """Return ``data/…``, the counts of rows that were left out or cut, where there were any."""
+    figures: dict[str, float] = {}
+    if dataset.dropped or dataset.truncated:
+        figures["data/dropped"] = float(dataset.dropped)
+        figures["data/truncated"] = float(dataset.truncated)
+    if dataset.bad_images:
+        figures["data/bad_images"] = float(dataset.bad_images)
+    return figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Exam
         examples = gym_examples(section.reasoning_gym, "heldout")
     else:
         rows = read_rows(chosen.source, chosen.split)
-        examples = to_examples(rows, section.columns, need, images=need == "response")
+        examples = to_examples(rows, section.columns, need, images=True)
     return examples[: chosen.max_problems]
 
 

@@ -13,6 +13,7 @@ import base64
 import binascii
 import copy
 import errno
+import hashlib
 import json
 import struct
 import zlib
@@ -23,11 +24,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_vision import Vision, read_vision
+from engine_api.media import Media
+from engine_api.rollout import PromptImages
 from engine_trainer.data.readers import Row
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config
@@ -79,6 +83,21 @@ class ImageSource:
     column: str
     number: int
     """Number of the image in its row, from 1."""
+
+    @property
+    def name(self) -> str:
+        """The image's path as the row has it, or ``sha256:`` with the digest of its bytes."""
+        value = _find_value(self.value)
+        if isinstance(value, str) and not _is_base64(value):
+            return value
+        content = value if isinstance(value, bytes) else repr(value).encode()
+        return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+    @property
+    def key(self) -> str:
+        """Text that is the same for the same file or the same bytes in any row."""
+        name = self.name
+        return name if name.startswith("sha256:") else str(Path(self.file).parent / name)
 
     def error(self, what: str, *, why: str = "", remedy: str = "") -> ImageError:
         """Return an ``ImageError`` that names the row, and the image in it."""
@@ -391,11 +410,35 @@ class ImageProcessor:
 
         Raises ``ImageError`` for an image that cannot be decoded.
         """
+        return self._make_rows(images, [image.source.decode() for image in images])
+
+    def make_prompt_images(
+        self, images: Sequence[PlannedImage], placeholders: Sequence[int]
+    ) -> PromptImages:
+        """Return the images of a prompt as rollouts take them.
+
+        ``placeholders`` are the prompt's ids with one placeholder for each image. Raises
+        ``ImageError`` for an image that cannot be decoded.
+        """
         import torch
 
-        decoded = [image.source.decode() for image in images]
+        pictures = [image.source.decode() for image in images]
+        media = Media.pack([self._make_rows(images, pictures)])
+        assert media is not None, "there are images"
+        return PromptImages(
+            media=media,
+            placeholders=list(placeholders),
+            pictures=tuple(torch.from_numpy(np.array(picture)) for picture in pictures),
+        )
+
+    def _make_rows(
+        self, images: Sequence[PlannedImage], pictures: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """Return the pixels and the grids of decoded images."""
+        import torch
+
         try:
-            output = self._process(decoded)
+            output = self._process(pictures)
         except MemoryError as error:
             raise images[0].source.machine_error(error) from error
         for number, image in enumerate(images):

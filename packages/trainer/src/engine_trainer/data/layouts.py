@@ -19,9 +19,9 @@ Wherever there are messages, each may be in ShareGPT's form instead (``SHAREGPT_
 ``content`` may be a list of OpenAI's parts, ``{"type": "text", "text": …}``, whose texts are
 joined.
 
-Rows of ``sft`` may have images (``images.ImageSource``) in a column ``images`` or ``image``. Each
-takes the place of one ``<image>`` in the texts before the responses, or of one part of type
-``image``. A part may hold its image itself, also as OpenAI's
+Rows of ``sft`` and ``rl`` may have images (``images.ImageSource``) in a column ``images`` or
+``image``. Each takes the place of one ``<image>`` in the texts before the responses, or of one part
+of type ``image``. A part may hold its image itself, also as OpenAI's
 ``{"type": "image_url", "image_url": {"url": "data:…"}}``.
 """
 
@@ -282,10 +282,10 @@ class _Layout:
         text = row.values.get((self.prompt or self.messages or "").split(".")[0])
         if column is not None and IMAGE_MARK in str(text):
             raise row.error(
-                f"the text has {IMAGE_MARK}, and images are read in sft's training rows alone",
+                f"the text has {IMAGE_MARK}, and images are read in sft and rl alone",
                 column=column,
                 why="the model would see the mark and not the image",
-                remedy=f"train on them with sft, or remove {IMAGE_MARK} from the text",
+                remedy=f"train on them with sft or rl, or remove {IMAGE_MARK} from the text",
             )
 
     def _prompt(self, row: Row, images: _RowImages | None) -> Messages:
@@ -517,7 +517,7 @@ def _join_parts(
                 f"a message of the {role} with a part of type {kind!r:.100}, expected text",
                 column=name,
                 why=f"part: {str(part)[:120]}",
-                remedy="remove the part, or the row: images are trained on by sft alone, and in "
+                remedy="remove the part, or the row: images are read in sft and rl alone, and in "
                 "no message of the assistant",
             )
         if not isinstance(part.get("text"), str):

@@ -65,6 +65,7 @@ def explain_step(
         raise ConfigError("--documents", f"expected 1 or more, got {documents}", remedy="give 8")
     diagnosis = load_diagnosis()
     recorded = read_step(folder, step)
+    recorded.require_text()
     config = load_recorded_config(folder, step, overrides)
     checkpoint = find_weights(folder, step)
     version = 0

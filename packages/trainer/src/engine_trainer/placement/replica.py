@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
 from engine_api.config import EngineConfig, LoraConfig, check_choice
 from engine_api.discovery import import_target
-from engine_api.errors import ConfigError, PluginError, PluginUnavailable
+from engine_api.errors import (
+    ConfigError,
+    PluginError,
+    PluginUnavailable,
+    UnsupportedCapability,
+)
 from engine_api.plugin import EnginePlugin, is_older
 from engine_api.registry import EngineRegistry, RolloutRegistry
-from engine_api.rollout import Completion, Rollout, SamplingParams, WeightExporter
+from engine_api.rollout import (
+    Completion,
+    Rollout,
+    SamplingParams,
+    VisionRollout,
+    WeightExporter,
+)
 from engine_trainer.agent import AgentLoop, Trajectory
 from engine_trainer.config.secrets import masked
 from engine_trainer.config.sections import (
@@ -24,6 +35,7 @@ from engine_trainer.config.sections import (
     RolloutSection,
 )
 from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.data.datasets import make_prompt_images
 from engine_trainer.rewards import Sample, Score, Scorer
 from engine_trainer.telemetry.logs import Timers
 
@@ -117,6 +129,29 @@ class RolloutSpec:
 
 # By default a rollout computes on the engine's device and in its dtype, for a small mismatch.
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def require_vision(section: RolloutSection, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts with images for a rollout that takes none, before anything is loaded.
+
+    A rollout that is chosen later (``auto``) or is not installed here is refused where it is known.
+
+    Raises ``UnsupportedCapability``.
+    """
+    first = next((prompt for prompt in prompts if prompt.images is not None), None)
+    if first is None:
+        return
+    for found, row in RolloutRegistry.rows():
+        plugin = found.plugin
+        if section.name not in row.backends or plugin is None:
+            continue
+        if Capability.VISION not in plugin.capabilities:
+            raise UnsupportedCapability(
+                Capability.VISION,
+                where=f"rollout {section.name!r}",
+                why=f"{first.file}:{first.number} has images, and it takes text alone",
+                remedy=f"rollout.name: {LOCAL}, or remove the rows with images",
+            )
 
 
 def rollout_device(section: RolloutSection, engine_device: str) -> str:
@@ -235,13 +270,25 @@ class Replica:
         if self.agent is not None:
             return self._converse(self.agent, prompts, sampling)
         with self.timers.phase("generate"):
-            completions = self.rollout.generate([p.tokens for p in prompts], sampling)
+            completions = self._generate(prompts, sampling)
         with self.timers.phase("reward"):
             scored = self.score([prompts[c.prompt_index] for c in completions], completions)
         by_prompt: list[list[ScoredCompletion]] = [[] for _ in prompts]
         for completion, scored_completion in zip(completions, scored, strict=True):
             by_prompt[completion.prompt_index].append(scored_completion)
         return by_prompt
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Generate, with the images of the prompts where any has some.
+
+        Raises ``ImageError`` for an image that cannot be decoded.
+        """
+        tokens = [prompt.tokens for prompt in prompts]
+        images = make_prompt_images(prompts)
+        if images is None:
+            return self.rollout.generate(tokens, sampling)
+        # Rows with images are refused before a rollout without the capability is built.
+        return cast("VisionRollout", self.rollout).generate(tokens, sampling, images=images)
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]

@@ -140,7 +140,7 @@ def _examples(config: Config, tokenizer: ChatTokenizer) -> Found:
         assert section.source is not None  # DataSection checks it
         given = read_rows(section.source, section.split)
         need = "response" if is_sft else "prompt"
-        convert = converter(given, section.columns, need, images=is_sft)
+        convert = converter(given, section.columns, need, images=True)
         converted = [_attempt(lambda row=row: convert(row)) for row in given]
     good = [e for e in converted if not isinstance(e, DataError)]
     tokenize = tokenize_documents if is_sft else tokenize_prompts
@@ -181,9 +181,9 @@ def _each(given: Sequence[Any], tokenize: Callable[[Any], list[Any]]) -> list[An
 
 def _decoded(item: Any) -> Any:
     """Return the item, or the error of an image of it that cannot be decoded."""
-    if not isinstance(item, Document) or item.images is None:
+    if not isinstance(item, Document | Prompt) or item.images is None:
         return item
-    found = _attempt(item.fields)
+    found = _attempt(item.images.make_media)
     return found if isinstance(found, DataError) else item
 
 

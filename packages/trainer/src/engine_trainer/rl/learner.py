@@ -517,6 +517,7 @@ def _document(
         mask=before + weights,
         rollout_log_probs=before + completion.log_probs,
         weight_versions=[0] * len(before) + completion.weight_versions if versions else None,
+        images=group.prompt.images,
     )
 
 

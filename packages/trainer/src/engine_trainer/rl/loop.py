@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from engine_trainer.config import RLConfig
 from engine_trainer.data import (
     ChatTokenizer,
+    Heldout,
+    Prompt,
     PromptDataset,
     SampleOrder,
     TeacherPrompts,
@@ -21,6 +23,7 @@ from engine_trainer.data import (
     warn_of_overlap,
 )
 from engine_trainer.placement.groups import Launcher
+from engine_trainer.placement.replica import Group, require_vision
 from engine_trainer.rl.critic import check_critic
 from engine_trainer.rl.experience import Experience, collect_experience
 from engine_trainer.rl.learner import Learner, check_own_loss
@@ -30,6 +33,7 @@ from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
 from engine_trainer.rl.teacher import check_teacher
 from engine_trainer.run.run import Outcome, Run, world_size
 from engine_trainer.sampling.evaluate import Evaluator
+from engine_trainer.sampling.pictured import check_pictured
 from engine_trainer.sampling.sampler import Sampler
 from engine_trainer.telemetry.throughput import Throughput, of_config
 
@@ -59,12 +63,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     check_own_loss(algorithm)
     ranks = config.ray.engines if config.launcher == "ray" else world_size()
     tokenizer = load_tokenizer(config.data, config.engine.model)
-    train = _load(config, tokenizer)
-    heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
-    for heldout_set in heldout:
-        warn_of_overlap(
-            questions(train.prompts), questions(heldout_set.problems.prompts), heldout_set.name
-        )
+    train, heldout = _load(config, tokenizer)
     order = order_of(train, config.data, config.run.seed)
     steps = config.run.total_steps(
         len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
@@ -77,6 +76,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         assert isinstance(settled, RLConfig)
         config = settled
         check_replay(config, run.launcher)
+        require_vision(config.rollout, _list_prompts(train, heldout))
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
@@ -84,6 +84,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         evaluator = Evaluator(run, sampler, heldout)
         speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
+        images = tokenizer.keep_image_settings(state)
         learner.restore(state.get("learner", {}))
         sampler.failures.restore(state.get("failures", {}))
         learner.offload_idle_engines()
@@ -102,13 +103,18 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                 experience = source.take(step)
                 sampler.failures.count(experience.generated)
                 keep = recorder.choose(experience)
-                metrics = experience.metrics | sampler.synced
+                metrics = experience.metrics | sampler.synced | _count_images(experience.groups)
                 metrics |= learner.learn(experience.groups, keep)
                 recorder.record(step, learner.kept)
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
                 }
-                state = {**experience.state, "rows": len(train), "learner": learner.state}
+                state = {
+                    **experience.state,
+                    "rows": len(train),
+                    "learner": learner.state,
+                    **images,
+                }
                 if config.eval and (
                     step == run.total_steps or (config.eval.every and step % config.eval.every == 0)
                 ):
@@ -119,15 +125,34 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
             recorder.settle()
         learner.close()
         sampler.close()
-        return run.finish(tokenizer.tokenizer)
+        return run.finish(tokenizer)
 
 
-def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
-    examples = read_examples(config.data, "prompt")
+def _load(config: RLConfig, tokenizer: ChatTokenizer) -> tuple[PromptDataset, list[Heldout]]:
+    """Return the training prompts and the held-out sets, and warn of prompts that are in both.
+
+    Raises ``ConfigError`` and ``UnsupportedCapability`` for rows with images that a part of the run
+    does not see.
+    """
     limit = longest_prompt(config.engine.model, config.rollout)
-    return PromptDataset.build(
-        examples, tokenizer, config.data, limit, teacher=_teacher_prompts(config)
+    train = PromptDataset.build(
+        read_examples(config.data, "prompt"),
+        tokenizer,
+        config.data,
+        limit,
+        teacher=_teacher_prompts(config),
+        patches=config.engine.memory.max_patches,
     )
+    heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    check_pictured(config, _list_prompts(train, heldout))
+    asked = questions(train.prompts)
+    for one in heldout:
+        warn_of_overlap(asked, questions(one.problems.prompts), one.name)
+    return train, heldout
+
+
+def _list_prompts(train: PromptDataset, heldout: Sequence[Heldout]) -> list[Prompt]:
+    return [*train.prompts, *(prompt for one in heldout for prompt in one.problems.prompts)]
 
 
 def _teacher_prompts(config: RLConfig) -> TeacherPrompts | None:
@@ -172,6 +197,21 @@ def _source(
             sampler, gather, position, lambda: learner.oldest_version, run.total_steps
         )
     return Synchronous(sampler, gather, position)
+
+
+def _count_images(groups: Sequence[Group]) -> Metrics:
+    """Return the numbers of a step's images and of their rows of pixels, where there are any.
+
+    An image counts once for each completion that is trained on.
+    """
+    pairs = [(g.prompt.images, len(g.completions)) for g in groups]
+    shown = [(images, count) for images, count in pairs if images is not None]
+    if not shown:
+        return {}
+    return {
+        "train/images": float(sum(len(images.planned) * count for images, count in shown)),
+        "train/patches": float(sum(images.rows * count for images, count in shown)),
+    }
 
 
 def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:

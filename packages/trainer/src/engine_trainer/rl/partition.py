@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from engine_api.batch import ROUTED_EXPERTS, Batch
+from engine_api.media import MEDIA
 from engine_api.microbatch import Bins, balance
+from engine_trainer.data.datasets import DocumentImages, make_media
 from engine_trainer.placement.groups import EngineGroup
 from engine_trainer.rl.credit import CompletionIndex
 
@@ -37,6 +39,8 @@ class TrainingDocument:
     """The version of the weights that made each token; None where no loss reads it."""
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
     """``[tokens, L, k]``, the experts that the engine replays; None where it selects its own."""
+    images: DocumentImages | None = field(default=None, repr=False, compare=False)
+    """The images of the prompt, the same object for all completions of it."""
 
     @property
     def index(self) -> CompletionIndex:
@@ -49,7 +53,7 @@ class TrainingDocument:
         return int(sum(self.mask))
 
     def fields(self) -> dict[str, Any]:
-        """Return the mapping that ``Batch.pack`` takes."""
+        """Return the mapping that ``Batch.pack`` takes, without the images."""
         fields: dict[str, Any] = {
             "input_ids": self.tokens,
             "mask": self.mask,
@@ -99,7 +103,7 @@ class Partition:
     def pack(self) -> list[Batch]:
         """Return the local dp shards as batches with ``mask`` and ``rollout_log_probs``.
 
-        Raises ``BatchError``.
+        Raises ``BatchError``, and ``ImageError`` for an image that cannot be decoded.
         """
         return [_pack(shard) for shard in self.shards]
 
@@ -194,6 +198,10 @@ def _count_computed(group: Sequence[TrainingDocument]) -> int:
 
 def _pack(documents: Sequence[TrainingDocument]) -> Batch:
     if documents:
-        return Batch.pack([d.fields() for d in documents])
+        # The images of a prompt are decoded once for all of its completions.
+        images = {id(d.images): d.images for d in documents if d.images is not None}
+        media = dict(zip(images, make_media([*images.values()]), strict=True)) if images else {}
+        shown = [{MEDIA: media[id(d.images)]} if d.images else {} for d in documents]
+        return Batch.pack([d.fields() | one for d, one in zip(documents, shown, strict=True)])
     empty = torch.zeros(0, dtype=torch.float32)
     return Batch.pack([]).with_fields(mask=empty, rollout_log_probs=empty)

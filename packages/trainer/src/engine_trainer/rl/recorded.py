@@ -87,6 +87,19 @@ class RecordedStep:
             remedy="record a run with run.rollouts: all",
         )
 
+    def require_text(self) -> None:
+        """Raise ``DataError`` if a prompt of the step had images, which are not recorded."""
+        for row in self.rows:
+            # Files of earlier releases have no such column.
+            if row.get("images"):
+                raise DataError(
+                    f"expected prompts of text alone in step {self.step}, got one with the images "
+                    f"{', '.join(row['images'])}",
+                    file=str(self.file),
+                    why="a recording names images and does not hold them",
+                    remedy="name a step without images",
+                )
+
     def require_experts(self) -> None:
         """Raise ``DataError`` unless the experts of the step's completions were kept."""
         given = [c.routed_experts is not None for group in self.groups for c in group.completions]
@@ -147,6 +160,7 @@ def read_recorded_run(folder: Path, step: int, overrides: Sequence[str] = ()) ->
     between = [_read_before(folder, step, k) for k in range(int(state["step"]) + 1, step)]
     found = [*between, last]
     for one in found:
+        one.require_text()
         one.require_whole()
         if config.rollout.routed_experts == "replay":
             one.require_experts()

@@ -190,6 +190,7 @@ def _prompt(one: _Chosen) -> dict[str, Any]:
         "prompt_tokens": prompt.tokens,
         "teacher_prompt_tokens": prompt.teacher_tokens,
         "answer": prompt.answer,
+        "images": prompt.image_names,
     }
 
 

@@ -19,6 +19,7 @@ import torch
 from engine_api.hf_routers import Routers, smallest_dtype
 from engine_api.rollout import SamplingParams
 from engine_trainer.rollouts.cache import make_cache
+from engine_trainer.rollouts.images import Shown, VisionInputs
 from engine_trainer.rollouts.sampling import draw
 
 DROP_FRACTION = 0.2
@@ -56,6 +57,8 @@ def decode(
     stop: Sequence[int],
     pad: int,
     routers: Routers | None = None,
+    vision: VisionInputs | None = None,
+    shown: Shown | None = None,
 ) -> Decoded:
     """Generate ``sampling.n`` completions of each prompt, all at the same time.
 
@@ -66,6 +69,8 @@ def decode(
         stop: ids that end a completion.
         pad: any id; it changes no result.
         routers: the model's routers, whose selections are recorded; None records nothing.
+        vision: the model's side of images, whose tokens no completion has; None: without a tower.
+        shown: the images of each prompt; None: no prompt has any.
 
     Returns:
         Tensors on the CPU.
@@ -78,16 +83,28 @@ def decode(
     padded = not bool(mask.all())
     lengths = mask[:, :width].sum(-1)
     positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+    prefill = None
+    if vision is not None and shown is not None:
+        prefill = vision.prefill(prompts, shown, width, model.dtype)
+    extra = {} if prefill is None else prefill.arguments
+    if prefill is not None and prefill.positions is not None:
+        positions = prefill.positions
+    # Where tokens behind a prompt stand, counted from its end.
+    follow = lengths
+    if prefill is not None and prefill.deltas is not None:
+        follow = lengths + prefill.deltas
     log = _ExpertLog(routers, len(prompts) * sampling.n, sampling.max_new_tokens)
     with log.prefill(ids, sampling.n):
-        logits = _forward(model, ids, mask[:, :width] if padded else None, positions, cache)
+        seen = mask[:, :width] if padded else None
+        logits = _forward(model, ids, seen, positions, cache, extra)
     if sampling.n > 1:
         cache.batch_repeat_interleave(sampling.n)
-    logits, mask, lengths = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, lengths))
+    logits, mask, follow = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, follow))
     uniforms = uniforms.to(device)
     stop_ids = torch.tensor(list(stop), dtype=torch.int64, device=device)
+    banned = None if vision is None else vision.banned
     for step in range(sampling.max_new_tokens):
-        tokens, log_probs = draw(logits, uniforms[rows.kept, step], sampling)
+        tokens, log_probs = draw(logits, uniforms[rows.kept, step], sampling, banned)
         rows.record(step, tokens, log_probs, torch.isin(tokens, stop_ids))
         alive = int(rows.alive.sum())
         if alive == 0 or step + 1 == sampling.max_new_tokens:
@@ -97,10 +114,10 @@ def decode(
             cache.batch_select_indices(keep)
             tokens = tokens[keep]
             mask = mask[keep]
-            lengths = lengths[keep]
+            follow = follow[keep]
         seen = mask[:, : width + step + 1] if padded else None
         with log.step(step, rows.kept):
-            logits = _forward(model, tokens[:, None], seen, (lengths + step)[:, None], cache)
+            logits = _forward(model, tokens[:, None], seen, (follow + step)[:, None], cache, {})
     decoded = rows.result()
     sizes = [len(prompt) for prompt in prompts for _ in range(sampling.n)]
     return replace(decoded, experts=log.result(sizes, decoded.lengths.tolist()))
@@ -213,7 +230,12 @@ def _left_pad(
 
 
 def _forward(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    cache: Any,
+    extra: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the logits ``[R, V]`` of the last position."""
     output = model(
@@ -223,5 +245,6 @@ def _forward(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **extra,
     )
     return output.logits[:, -1]

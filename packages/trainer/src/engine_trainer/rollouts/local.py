@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource, check_choice
 from engine_api.devices import device_of
@@ -18,14 +17,16 @@ from engine_api.hf_config import require_memory, unbuildable
 from engine_api.hf_folder import read_saved_tensors
 from engine_api.hf_names import keep_float32
 from engine_api.hf_routers import Routers
+from engine_api.hf_vision import find_auto_class, has_vision, read_vision
 from engine_api.registry import Resolution
-from engine_api.requests import check_prompts, check_sampling, check_version
-from engine_api.rollout import Completion, SamplingParams, SyncResult
+from engine_api.requests import check_images, check_prompts, check_sampling, check_version
+from engine_api.rollout import Completion, PromptImages, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
+from engine_trainer.rollouts.images import VisionInputs
 from engine_trainer.rollouts.sampling import uniforms
-from engine_trainer.rollouts.verify import POSITIONS, verify_generation
+from engine_trainer.rollouts.verify import count_positions, verify_generation
 from engine_trainer.rollouts.weights import WeightTable
 from engine_trainer.utils.hf_models import hf_config
 
@@ -36,8 +37,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LocalRollout:
     """A rollout that generates with a copy of the engine's weights.
 
-    See ``engine_api.rollout.Rollout`` for the promises of its members. The model is built from its
-    configuration alone; weights come only from ``update_weights``.
+    See ``engine_api.rollout.VisionRollout`` for the promises of its members. The model is built
+    from its configuration alone; weights come only from ``update_weights``.
 
     Args:
         resolution: from the registry; its device is used.
@@ -51,7 +52,7 @@ class LocalRollout:
     Raises:
         ConfigError: unknown dtype, batch size below 1.
         UnsupportedCapability: the experts of a model without any are to be recorded, or of one
-            whose routers are not known.
+            whose routers are not known; the model has a vision tower of a family that is not known.
         RolloutError: a model family that the weight sync cannot serve.
     """
 
@@ -85,6 +86,7 @@ class LocalRollout:
         self._model: Any = self._build()
         self._routers = Routers(self._model, where=WHERE) if routed_experts else None
         self._text = self._model.config.get_text_config()
+        self._vision = self._find_vision()
         self._limit = getattr(self._text, "max_position_embeddings", None) or sys.maxsize
         self._verified = False
         self._folder = read_saved_tensors(model.path)
@@ -92,12 +94,17 @@ class LocalRollout:
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
-        """Generate completions (see ``Rollout.generate``).
+        """Generate completions (see ``VisionRollout.generate``).
 
         The global random generators stay as they are. Raises ``RolloutError`` before a good weight
-        sync, while asleep, for an empty prompt or one that is too long.
+        sync, while asleep, for an empty prompt or one that is too long, and for images that are not
+        those of their prompt.
         """
         if self._not_ready:
             raise RolloutError(
@@ -107,7 +114,10 @@ class LocalRollout:
                 remedy="call update_weights first",
             )
         self._check(prompts, sampling)
-        numbers = uniforms(prompts, sampling) if prompts else torch.empty(0)
+        vision = None if self._vision is None else self._vision.vision
+        check_images(prompts, images, vision, WHERE)
+        media = [None if one is None else one.media for one in images or [None] * len(prompts)]
+        numbers = uniforms(prompts, sampling, media) if prompts else torch.empty(0)
         stop = sorted({*self._eos, *sampling.stop_token_ids})
         found: dict[int, list[Completion]] = {}
         for chunk in self._chunks(prompts, sampling.n):
@@ -120,6 +130,8 @@ class LocalRollout:
                 stop,
                 self._pad,
                 self._routers,
+                self._vision,
+                [media[i] for i in chunk],
             )
             for position, index in enumerate(chunk):
                 own = range(position * sampling.n, (position + 1) * sampling.n)
@@ -141,10 +153,10 @@ class LocalRollout:
         # A stale export is read to its end too, because other ranks take part in its gathers.
         self._table.install(export)
         check_version(version, self.weight_version, where=WHERE)
-        if not self._verified and self._limit >= POSITIONS:
+        if not self._verified and self._limit >= count_positions(self._vision):
             self._not_ready = "this model family cannot be served"
             self._verified = verify_generation(
-                self._model, self._text.vocab_size, self._dtype, WHERE, self._chunks
+                self._model, self._text.vocab_size, self._dtype, WHERE, self._chunks, self._vision
             )
         if self._kind.has_streams:
             self._kind.module.synchronize(self._device)
@@ -218,15 +230,21 @@ class LocalRollout:
             )
         return model.requires_grad_(False).eval()
 
+    def _find_vision(self) -> VisionInputs | None:
+        """Return the model's side of images, or None for a model without a tower."""
+        vision = read_vision(self._model.config, WHERE)
+        return None if vision is None else VisionInputs(self._model, vision)
+
     def _built(self, config: Any, device: torch.device) -> Any:
         # Building draws initial weights, which must not change the run's own random numbers.
         devices = [] if self._kind.rng_state() is None else [self._device]
+        by_part = {"text_config": attention.NAME, "vision_config": "sdpa"}
         with torch.random.fork_rng(devices=devices, device_type=self._device.type), device:
             try:
-                model = AutoModelForCausalLM.from_config(
+                model = find_auto_class(config).from_config(
                     config,
                     dtype=self._dtype,
-                    attn_implementation=attention.NAME,
+                    attn_implementation=by_part if has_vision(config) else attention.NAME,
                     trust_remote_code=self._source.trust_remote_code,
                 )
             except Exception as error:

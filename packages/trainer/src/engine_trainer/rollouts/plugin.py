@@ -9,8 +9,8 @@ from engine_api.plugin import CONTRACT, EnginePlugin, Row
 PLUGIN = EnginePlugin(
     name="local",
     contract=CONTRACT,
-    # For rollout.routed_experts: replay.
-    capabilities=frozenset({Capability.ROUTER_REPLAY}),
+    # For rollout.routed_experts: replay, and for prompts with images.
+    capabilities=frozenset({Capability.ROUTER_REPLAY, Capability.VISION}),
     rows=(
         Row(
             backends=("local",),

@@ -1,9 +1,9 @@
 """Drawing of tokens, with one uniform number per token known before the first forward pass.
 
-A completion's numbers depend on the seed, its prompt's tokens and its index among that prompt's
-completions, and on nothing else. So a completion does not depend on the batch, the rank or the
-world that it was generated in (as far as the logits do not), and no generator has a state to be
-saved.
+A completion's numbers depend on the seed, its prompt's tokens and images, and its index among that
+prompt's completions, and on nothing else. So a completion does not depend on the batch, the
+rank or the world that it was generated in (as far as the logits do not), and no generator has a
+state to be saved.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine_api.media import Media
 from engine_api.rollout import SamplingParams
 
 # Probabilities are integers, multiples of 1 / _ONE: their sums are exact, so that the choice is the
@@ -21,17 +22,22 @@ from engine_api.rollout import SamplingParams
 _ONE = 1 << 40
 
 
-def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torch.Tensor:
+def uniforms(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    media: Sequence[Media | None] | None = None,
+) -> torch.Tensor:
     """Return ``[prompts · n, max_new_tokens]`` float64 in [0, 1), rows grouped by prompt.
 
-    Global generators stay untouched. A prompt that occurs twice gets different numbers the second
-    time. ``seed=None`` takes entropy from the system.
+    Global generators stay untouched. A prompt that occurs twice, with the same images, gets
+    different numbers the second time. ``seed=None`` takes entropy from the system.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[tuple[int | str, ...], int] = {}
     rows: list[torch.Tensor] = []
-    for prompt in prompts:
-        key = tuple(prompt)
+    for index, prompt in enumerate(prompts):
+        shown = None if media is None else media[index]
+        key = (*prompt,) if shown is None else (*prompt, _digest(shown))
         seen[key] = seen.get(key, -1) + 1
         digest = hashlib.sha256(repr((seed, seen[key], key)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -43,8 +49,18 @@ def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torc
     return torch.cat(rows)
 
 
+def _digest(media: Media) -> str:
+    """Return the SHA-256 of images as the model takes them."""
+    digest = hashlib.sha256(repr(media.grid.tolist()).encode())
+    digest.update(media.pixels.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    sampling: SamplingParams,
+    banned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row, by inversion of the cumulative distribution.
 
@@ -52,17 +68,19 @@ def draw(
         logits: ``[R, V]`` floating.
         uniform: ``[R]`` float64 in [0, 1).
         sampling: temperature (0: the likeliest token), top_k and top_p.
+        banned: ids that are never drawn, such as those of images.
 
     Returns:
         ``[R]`` int64 tokens and ``[R]`` float32 log-probs: with the temperature (1 for greedy),
-        before top-k and top-p.
+        before banned tokens, top-k and top-p.
     """
     greedy = sampling.temperature == 0
     log_probs = (logits.float() / (1.0 if greedy else sampling.temperature)).log_softmax(-1)
+    allowed = log_probs if banned is None else log_probs.index_fill(-1, banned, -torch.inf)
     if greedy:
-        tokens = log_probs.argmax(-1)
+        tokens = allowed.argmax(-1)
     else:
-        counts = (truncate(log_probs, sampling).exp().double() * _ONE).long().cumsum(-1)
+        counts = (truncate(allowed, sampling).exp().double() * _ONE).long().cumsum(-1)
         total = counts[:, -1]
         # The first token whose cumulative count exceeds the threshold; a token without probability
         # never does.

@@ -22,6 +22,7 @@ from engine_trainer.data import Heldout, heldout_sets, load_tokenizer
 from engine_trainer.rewards import failure_figures
 from engine_trainer.run.run import EVALUATION, Evaluated, Run
 from engine_trainer.sampling.pass_at_k import Vote, figures_at_k
+from engine_trainer.sampling.pictured import check_pictured
 from engine_trainer.sampling.sampler import Group, Sampler
 from engine_trainer.telemetry.samples import ShownSample, spread
 
@@ -108,6 +109,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
             why="there are no problems to evaluate",
             remedy="name a file of problems",
         )
+    check_pictured(config, [prompt for one in sets for prompt in one.problems.prompts])
     only = replace(
         config,
         engine=replace(config.engine, optimizer=None),

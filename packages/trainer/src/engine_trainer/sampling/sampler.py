@@ -150,13 +150,14 @@ class Sampler:
 def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     """Assign ``prompts`` to ``size`` replicas in turn, equal prompts to the same replica.
 
-    The result has the indices of each replica's prompts. A rollout distinguishes equal prompts by
-    their order. Two replicas, which have the same seed, would give them equal completions.
+    Prompts with different images are not equal. The result has the indices of each replica's
+    prompts. A rollout distinguishes equal prompts by their order. Two replicas, which have the same
+    seed, would give them equal completions.
     """
-    turns: dict[tuple[int, ...], int] = {}
+    turns: dict[tuple[int | str, ...], int] = {}
     indices: list[list[int]] = [[] for _ in range(size)]
     for i, prompt in enumerate(prompts):
-        turn = turns.setdefault(tuple(prompt.tokens), len(turns))
+        turn = turns.setdefault(prompt.key, len(turns))
         indices[turn % size].append(i)
     return indices
 

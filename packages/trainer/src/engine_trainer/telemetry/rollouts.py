@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
         pa.field("prompt_tokens", _IDS, nullable=False),
         pa.field("teacher_prompt_tokens", _IDS),
         pa.field("answer", pa.string()),
+        pa.field("images", pa.list_(pa.string())),
         pa.field("text", pa.string(), nullable=False),
         pa.field("tokens", _IDS, nullable=False),
         pa.field("token_texts", pa.list_(pa.string()), nullable=False),

@@ -104,6 +104,9 @@ def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | Non
     if config.memory.share_prefixes:
         return None
     peak, model = _peak(device, config.precision.compute), text_config(config.model)
+    # A tower computes patches, not tokens.
+    if has_vision(hf_config(config.model)):
+        return None
     if peak is None or has_experts(model) or not hasattr(model, "intermediate_size"):
         return None
     shape = Shape.from_config("", {name: getattr(model, name, None) for name in SHAPE_KEYS})
