@@ -478,7 +478,8 @@ def current_commit() -> str:
 
     def ask_git(*arguments: str) -> str:
         # `session.run` returns nothing with --install-only.
-        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+        command = ["git", *arguments]
+        return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
     changed = ask_git("status", "--porcelain", "--", "packages", f"{SUITE}/src")
     return ask_git("rev-parse", "HEAD") + ("-dirty" if changed else "")
