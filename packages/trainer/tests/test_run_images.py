@@ -25,7 +25,7 @@ from engine_trainer.data import SFTDataset, load_tokenizer, read_examples
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.export import export_checkpoint
 from engine_trainer.run.run import Run
-from engine_trainer.sft import train_sft
+from engine_trainer.sft import evaluate_sft, train_sft
 from engine_trainer.telemetry.logs import METRICS, read_metrics
 from engine_trainer.telemetry.throughput import Throughput
 
@@ -175,6 +175,18 @@ def test_a_processor_that_has_changed_since_the_checkpoint_is_refused(tmp_path, 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
     with pytest.raises(ConfigError, match=r"processor_kwargs\.image_mean: expected \[0\.48"):
         train_sft(configure(tmp_path / "place", tmp_path / "run", "run.steps=2"))
+
+
+def test_an_evaluation_refuses_a_processor_other_than_the_checkpoints(tmp_path, place):
+    train_sft(configure(place, tmp_path / "run", "run.steps=1"))
+    measured = (
+        f"run.resume={locate(tmp_path / 'run' / 'checkpoints')}",
+        f"eval.source={place / 'rows.jsonl'}",
+    )
+    evaluate_sft(configure(place, tmp_path / "same", *measured))
+    small = "data.processor_kwargs={size: {shortest_edge: 64, longest_edge: 512}}"
+    with pytest.raises(ConfigError, match=r"processor_kwargs\.size: expected"):
+        evaluate_sft(configure(place, tmp_path / "small", *measured, small))
 
 
 def test_a_document_whose_image_cannot_be_decoded_is_left_out_and_counted(

@@ -131,6 +131,8 @@ def evaluate_sft(config: SFTConfig) -> Metrics:
     with Run(only, kind="eval", total_steps=1, saves=False) as run:
         run.start()
         evaluated = run.load_evaluated()
+        # The pictures are shown as those that the checkpoint was trained on.
+        tokenizer.keep_image_settings(evaluated.state)
         with closing(_Evaluation(run, only, heldout, tokenizer, "evaluation")) as evaluation:
             figures = evaluation.measure(evaluated.step)
             write_evaluation(run, evaluated, figures)

@@ -294,6 +294,8 @@ def test_two_ranks_agree_with_one_whichever_labels_they_have(sums_model, labelle
         ({"kto": {"desirable": -1}}, "kto.desirable", "at least 0"),
         ({"kto": {"desirable": 0, "undesirable": 0}}, "kto.desirable", "every loss"),
         ({"data": {"columns": {"answer": "x"}}}, "data.columns.answer", "nothing reads it"),
+        ({"data": {"on_bad_image": "drop"}}, "data.on_bad_image", "no images are read"),
+        ({"data": {"processor_kwargs": {"size": 1}}}, "data.processor_kwargs", "no images are"),
         ({"data": {"source": None, "reasoning_gym": {"datasets": []}}}, "data.reasoning_gym", ""),
         ({"batch_size": 1}, "batch_size", "at least 2 with loss kto"),
         ({"eval": {"source": "x", "max_rows": 1}}, "eval.max_rows", "at least 2"),

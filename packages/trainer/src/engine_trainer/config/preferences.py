@@ -354,3 +354,12 @@ def _wrong_data(
             f"nothing reads it for {noun}",
             remedy,
         )
+    for name, default in (("on_bad_image", "error"), ("processor_kwargs", {})):
+        value = getattr(data, name)
+        yield (
+            value != default,
+            f"data.{name}",
+            f"expected {default!r} with {noun}, got {value!r:.100}",
+            f"no images are read for {noun}",
+            "leave it out",
+        )

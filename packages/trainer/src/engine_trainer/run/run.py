@@ -101,11 +101,13 @@ class Evaluated:
         model: ``engine.model.path``.
         checkpoint: the checkpoint whose weights were loaded; None for the model as it is.
         step: number of optimizer updates behind the weights.
+        state: the loop's state in the checkpoint; empty for the model as it is.
     """
 
     model: str
     checkpoint: Path | None
     step: int
+    state: Mapping[str, Any]
 
 
 def keep_evaluation(folder: Path) -> None:
@@ -385,16 +387,19 @@ class Run:
         Raises ``CheckpointError`` for a checkpoint that is missing or does not fit the model.
         """
         found = None
+        state: Mapping[str, Any] = {}
         resume = self.config.run.resume
         if resume not in ("auto", "never"):
             found = together(self.comm, lambda: find_checkpoint(Path(resume)))[0]
-            self.policy.load_checkpoint(found)
+            state = self.policy.load_checkpoint(found).extra.get("loop", {})
         model = self.config.engine.model.path
         self.log.say(
             f"measuring the checkpoint {found}" if found else f"measuring {model} as it is"
         )
         together(self.comm, lambda: keep_evaluation(self.folder) if self.is_main else None)
-        return Evaluated(model=model, checkpoint=found, step=self.policy.weight_version)
+        return Evaluated(
+            model=model, checkpoint=found, step=self.policy.weight_version, state=state
+        )
 
     def steps(self, done: int) -> Iterator[int]:
         """Yield the step numbers from ``done + 1`` to ``total_steps``.

@@ -118,6 +118,8 @@ def evaluate_model(config: RLConfig) -> Metrics:
     with Run(only, kind="eval", total_steps=1, saves=False) as run:
         run.start()
         evaluated = run.load_evaluated()
+        # The pictures are shown as those that the checkpoint was trained on.
+        tokenizer.keep_image_settings(evaluated.state)
         chosen = run.config
         assert isinstance(chosen, RLConfig)
         sampler = Sampler.create(run, tokenizer, chosen.rollout, config.reward, config.agent)
