@@ -26,6 +26,7 @@ from engine_trainer.errors import DataError, ImageError
 from engine_trainer.export import export_checkpoint
 from engine_trainer.run.run import Run
 from engine_trainer.sft import evaluate_sft, train_sft
+from engine_trainer.telemetry import throughput
 from engine_trainer.telemetry.logs import METRICS, read_metrics
 from engine_trainer.telemetry.throughput import Throughput
 
@@ -175,6 +176,16 @@ def test_a_processor_that_has_changed_since_the_checkpoint_is_refused(tmp_path, 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
     with pytest.raises(ConfigError, match=r"processor_kwargs\.image_mean: expected \[0\.48"):
         train_sft(configure(tmp_path / "place", tmp_path / "run", "run.steps=2"))
+
+
+def test_a_model_with_a_tower_has_no_mfu_as_patches_are_no_tokens(tmp_path, place, monkeypatch):
+    monkeypatch.setattr(throughput, "_peak", lambda device, dtype: 1e9)
+    config = configure(place, tmp_path / "run", "run.steps=1")
+    train_sft(config)
+    (row,) = (one for one in read_metrics(tmp_path / "run" / METRICS) if one["step"] == 1)
+    assert "perf/tokens_per_s" in row
+    assert "perf/mfu" not in row
+    assert throughput.of_config(config.engine.build(seed=0, total_steps=1), "cuda", 2) is None
 
 
 def test_an_evaluation_refuses_a_processor_other_than_the_checkpoints(tmp_path, place):
