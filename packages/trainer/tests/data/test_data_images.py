@@ -178,6 +178,26 @@ def test_a_template_around_the_question_may_place_the_image(tmp_path, folder, bu
     check(document.fields(), expect(folder, text, a))
 
 
+def test_an_index_in_a_part_names_the_image_of_the_column(tmp_path, folder, build):
+    """As datasets have it whose parts of all types share their keys."""
+    names = [draw(tmp_path, "a.png"), draw(tmp_path, "b.png", (40, 16))]
+
+    def turns(index: int) -> list[dict[str, Any]]:
+        parts = [
+            {"type": "image", "index": index, "text": None},
+            {"type": "image", "index": None, "text": None},
+            {"type": "text", "index": None, "text": "what"},
+        ]
+        return [{"role": "user", "content": parts}, {"role": "assistant", "content": "that"}]
+
+    (document,) = build([{"messages": turns(1), "images": names}]).documents
+    text = f"<|bos|><|user|>{SHOWN}{SHOWN}what<|assistant|>that<|eos|>"
+    check(document.fields(), expect(folder, text, tmp_path / names[1], tmp_path / names[0]))
+    with pytest.raises(DataError, match="has index 2, and the row has 2 images") as caught:
+        build([{"messages": turns(2), "images": names}])
+    assert caught.value.row == 1
+
+
 def test_images_that_cameras_and_printers_write_are_shown_as_transformers_shows_them(
     tmp_path, folder, build
 ):

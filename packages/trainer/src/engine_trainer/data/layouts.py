@@ -345,16 +345,36 @@ class _RowImages:
     """The images of a row, in the order of their places in its messages."""
 
     def __init__(self, column: Sequence[ImageSource]) -> None:
+        self._column = column
         self._left = list(column)
         self._placed: list[ImageSource] = []
 
     def place(self, row: Row, name: str, part: Mapping[str, Any]) -> None:
-        """Place the image that a part of a message holds, or the next one of the column."""
+        """Place the image of a part of a message.
+
+        It is the one that the part holds, the one of the column that its ``index`` names, or the
+        next one of the column.
+        """
         own = {key: value for key, value in part.items() if key != "type" and value is not None}
-        if own:
+        if own.keys() == {"index"}:
+            chosen = self._column[self._read_index(row, name, own["index"])]
+            self._placed.append(chosen)
+            self._left = [one for one in self._left if one is not chosen]
+        elif own:
             self._placed += list_sources(row, name, own, first=len(self._placed) + 1)
         elif self._left:
             self._placed.append(self._left.pop(0))
+
+    def _read_index(self, row: Row, name: str, index: object) -> int:
+        if isinstance(index, int) and 0 <= index < len(self._column):
+            return index
+        raise row.error(
+            f"a part of type image has index {index!r:.100}, and the row has {len(self._column)} "
+            "images",
+            column=name,
+            why="index is the place of an image in the column of images, from 0",
+            remedy="correct the index or the column; data.columns.images names it",
+        )
 
     def in_order(self) -> list[ImageSource]:
         """Return the images that are placed, and behind them those that no part has taken."""
