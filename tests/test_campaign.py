@@ -240,6 +240,14 @@ def test_rates_leave_out_what_cannot_be_told(record) -> None:
     assert line == "| negate | 6 | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 | 33 % | 67 % |"
 
 
+def test_survivors_that_these_stages_cannot_show_count_against_no_case(record) -> None:
+    shares = record._describe(9, {"equivalent": 5, "setting": 2, "hole": 1, "not looked at": 2})
+    assert shares.startswith(
+        "The survivors are 5 *equivalent*, 1 *hole*, 2 *not looked at*, 2 *setting*. Of the 12 "
+    )
+    assert shares.endswith("the cases kill 75%.")
+
+
 def test_a_survivor_counts_as_equivalent_only_with_a_reason(record, tmp_path: Path) -> None:
     entry = dict.fromkeys(("file", "function", "operator", "before", "after"), "x")
     path = tmp_path / "triage.json"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ CLASSES: Mapping[str, str] = {
     "gap": "the contract says nothing about it, and should",
     "hole": "it breaks the contract, and no case fails",
 }
+# Survivors of these classes break nothing that the campaign's stages could show.
+_EXCUSED = ("equivalent", "elsewhere", "setting")
 _KEY = ("file", "function", "operator", "before", "after")
 _COUNTS: tuple[str, ...] = (
     "changes",
@@ -294,8 +297,24 @@ def _section(engine: str, campaign: Mapping[str, Any]) -> str:
         return f"### {engine}\n\n{about}\n\n{counts}\n{rest}"
     head = ("place", "operator", "change", "class", "why")
     legend = "".join(f"- *{name}*: {text}.\n" for name, text in CLASSES.items())
+    of_class = Counter(row[3] for row in rows)
+    totals = campaign["operators"].values()
+    killed = sum(one[f"killed by {tier}"] for one in totals for tier in ("quick", "full"))
+    shares = _describe(killed, of_class)
     return (
-        f"### {engine}\n\n{about}\n\n{counts}\nSurvivors:\n\n{legend}\n{table(head, sorted(rows))}"
+        f"### {engine}\n\n{about}\n\n{counts}\n{shares}\n\nSurvivors:\n\n{legend}\n"
+        f"{table(head, sorted(rows))}"
+    )
+
+
+def _describe(killed: int, of_class: Mapping[str, int]) -> str:
+    """Return how many survivors are of each class, and the rate for what these stages can show."""
+    named = [f"{count} *{name}*" for name, count in sorted(of_class.items())]
+    escaped = sum(count for name, count in of_class.items() if name not in _EXCUSED)
+    return (
+        f"The survivors are {', '.join(named) or 'none'}. Of the {killed + escaped} changes that "
+        f"break what the contract says or should say, and that show in these stages, the cases "
+        f"kill {killed / max(1, killed + escaped):.0%}."
     )
 
 
