@@ -191,8 +191,8 @@ def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
 def test_cases_of_several_options_all_run(cli: Cli, install: Install) -> None:
     install("odd_plugin", DESCRIPTOR)
     install("odd_engine", "class Odd: ...\n")
-    done = cli("run", "odd", "--case", "plugin.contract", "--case", "plugin.classes,plugin.quiet")
-    assert all(f"plugin.{name} " in done.told for name in ("contract", "classes", "quiet"))
+    done = cli("run", "odd", "--case", "plugin.contract", "--case", "plugin.classes,plugin.probe")
+    assert all(f"plugin.{name} " in done.told for name in ("contract", "classes", "probe"))
 
 
 def test_a_model_family_that_the_engine_does_not_know_fails_without_the_hints_of_the_case(
