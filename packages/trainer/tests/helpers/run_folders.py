@@ -73,6 +73,7 @@ def row(step: int, group: int, sample: int, **values) -> dict:
         "question": "q",
         "prompt": "p",
         "prompt_tokens": [1],
+        "images": [],
         "answer": None,
         "text": text,
         "tokens": list(range(n)),
