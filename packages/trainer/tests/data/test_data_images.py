@@ -179,7 +179,7 @@ def test_a_template_around_the_question_may_place_the_image(tmp_path, folder, bu
 
 
 def test_an_index_in_a_part_names_the_image_of_the_column(tmp_path, folder, build):
-    """As datasets have it whose parts of all types share their keys."""
+    """Parts of all types share their keys in such datasets, with null where a type has no value."""
     names = [draw(tmp_path, "a.png"), draw(tmp_path, "b.png", (40, 16))]
 
     def turns(index: int) -> list[dict[str, Any]]:

@@ -137,7 +137,7 @@ def test_the_images_decide_about_the_completion(qwen):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
 def test_no_completion_has_a_token_of_an_image_or_a_video(qwen, temperature):
-    """At a temperature of 50 nearly each token is as likely as any other."""
+    """Nearly each token is as likely as any other at a temperature of 50."""
     sampling = params(n=64, temperature=temperature, max_new_tokens=24)
     found = qwen.rollout.generate(qwen.prompts, sampling, images=qwen.images)
     tokens = {token for one in found for token in one.tokens}
