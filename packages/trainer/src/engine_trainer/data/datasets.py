@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,21 +162,44 @@ class Prompt:
         return replace(self, tokens=self.tokens[-length:], placeholders=self.placeholders[lost:])
 
 
-class SFTDataset:
-    """Tokenized documents, with counts of those that were left out or cut.
+class _Dataset(Generic[T]):
+    """Tokenized rows, with counts of those that were left out or cut.
 
     These were too long (dropped or truncated), or had images that cannot be used.
     """
 
     def __init__(
-        self,
-        documents: Sequence[Document],
-        dropped: int = 0,
-        truncated: int = 0,
-        bad_images: int = 0,
+        self, items: Sequence[T], dropped: int = 0, truncated: int = 0, bad_images: int = 0
     ) -> None:
-        self.documents, self.dropped, self.truncated = list(documents), dropped, truncated
+        self._items = list(items)
+        self.dropped = dropped
+        self.truncated = truncated
         self.bad_images = bad_images
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> T:
+        return self._items[index]
+
+    def figures(self) -> dict[str, float]:
+        """Return ``data/…``, the counts of rows that were left out or cut, if there are any."""
+        figures: dict[str, float] = {}
+        if self.dropped or self.truncated:
+            figures["data/dropped"] = float(self.dropped)
+            figures["data/truncated"] = float(self.truncated)
+        if self.bad_images:
+            figures["data/bad_images"] = float(self.bad_images)
+        return figures
+
+
+class SFTDataset(_Dataset[Document]):
+    """Tokenized documents, with counts of those that were left out or cut."""
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents that are left."""
+        return self._items
 
     @staticmethod
     def build(
@@ -219,16 +242,6 @@ class SFTDataset:
         if not name:
             _warn_of_endless_turns(dataset.documents, tokenizer)
         return dataset
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def figures(self) -> dict[str, float]:
-        """``data/…``: rows that were too long or had bad images, where there were any."""
-        return _left_out(self)
-
-    def __getitem__(self, index: int) -> Document:
-        return self.documents[index]
 
 
 def make_fields(documents: Sequence[Document], *, drop: bool) -> list[dict[str, Any]]:
@@ -299,21 +312,13 @@ def _warn_of_endless_turns(documents: Sequence[Document], tokenizer: ChatTokeniz
         )
 
 
-class PromptDataset:
-    """Tokenized prompts, with counts of those that were left out or cut.
+class PromptDataset(_Dataset[Prompt]):
+    """Tokenized prompts, with counts of those that were left out or cut."""
 
-    These were too long (dropped or truncated), or had images that cannot be used.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        dropped: int = 0,
-        truncated: int = 0,
-        bad_images: int = 0,
-    ) -> None:
-        self.prompts, self.dropped, self.truncated = list(prompts), dropped, truncated
-        self.bad_images = bad_images
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts that are left."""
+        return self._items
 
     @staticmethod
     def build(
@@ -359,16 +364,6 @@ class PromptDataset:
         if teacher is not None:
             teacher.check(made.prompts)
         return made
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def figures(self) -> dict[str, float]:
-        """``data/…``: rows that were too long or had bad images, where there were any."""
-        return _left_out(self)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self.prompts[index]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -702,17 +697,6 @@ def _prompt(example: Example, text: str, ids: list[int], messages: Messages) -> 
 def _question(example: Example) -> str:
     asked = (t["content"] for t in reversed(example.prompt) if t["role"] == "user")
     return text_of(next(asked, ""))
-
-
-def _left_out(dataset: SFTDataset | PromptDataset) -> dict[str, float]:
-    """Return ``data/…``, the counts of rows that were left out or cut, where there were any."""
-    figures: dict[str, float] = {}
-    if dataset.dropped or dataset.truncated:
-        figures["data/dropped"] = float(dataset.dropped)
-        figures["data/truncated"] = float(dataset.truncated)
-    if dataset.bad_images:
-        figures["data/bad_images"] = float(dataset.bad_images)
-    return figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
