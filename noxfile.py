@@ -77,7 +77,7 @@ GENERATORS = (
     "zoo",
 )
 # CI runs one part of so many of the tests that are marked `turn`.
-TURNS = 3
+TURNS = 6
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 
@@ -368,7 +368,7 @@ def unit(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the tests that CI leaves out; after `--`: pytest arguments.
 
-    CI runs some tests of the same kind, and a third of those marked `turn`, all of which run here.
+    CI runs some tests of the same kind, and a sixth of those marked `turn`, all of which run here.
     `nox -s vllm -- -m "nightly or turn"` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)
