@@ -20,6 +20,7 @@ __all__ = [
     "FIRST_KEY",
     "CorruptedLoss",
     "ForModelType",
+    "LikelihoodAndEntropy",
     "RaisesLater",
     "default_loss",
     "entropy_bonus",
@@ -163,6 +164,23 @@ def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float)
     """Return the negative log-likelihood at temperature 0.7, in float64."""
     outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=_WARM)
     return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
+
+
+class LikelihoodAndEntropy:
+    """The negative log-likelihood, whose derivative is known, with the entropy as a metric."""
+
+    needs = ("log_probs", "entropy")
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """Return the loss, with the weighted sum of the entropies."""
+        assert outputs.entropy is not None
+        entropy = (batch.loss_weight * outputs.entropy).sum()
+        loss = engine_losses.sft_loss(outputs, batch).loss
+        return LossOutput(loss=loss, metrics={"entropy": entropy})
+
+    def coefficients(self, batch: Batch) -> Tensor:
+        """Return the derivative with respect to each log-prob ``[T]``."""
+        return engine_losses.sft_loss.coefficients(batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,11 +44,12 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.compare import assert_close_per_token
 from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import OracleModel
 from engine_conformance.oracle.losses import divergence_of, weighted_sum
-from engine_conformance.seeds import cached_by_seed
+from engine_conformance.seeds import cached_by_seed, current_seed
 
 SINCE = "1.4"
 REQUIRES = (Capability.DISTILLATION,)
@@ -61,6 +62,9 @@ _WARM = 1.6
 _MEMORY = Memory(max_tokens=14, logit_chunk=5)  # several micro-batches, chunks that do not fit
 _TOP = 4
 _PLACE = "place"
+# More tokens in one micro-batch than either model is wide, which end in a chunk of one.
+_WIDE = Memory(max_tokens=200, logit_chunk=1)
+_ALONE = Memory(max_tokens=16, logit_chunk=5)  # for the one document of a batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +82,8 @@ class Distil:
         assert given is not None
         # A loss that does not read a token's divergence at all has no gradient from it.
         counted = given.where(batch.loss_weight > 0, 0.0)
-        places = batch[_PLACE].tolist()
+        # A rank without documents has no fields.
+        places = batch[_PLACE].tolist() if batch.num_tokens else []
         metrics: dict[str, Tensor | float] = {
             f"token {place}": value.detach() for place, value in zip(places, given, strict=True)
         }
@@ -89,7 +94,7 @@ class Distil:
 class OracleDistil:
     """The same loss in float64 (a ``Loss`` of the oracle)."""
 
-    teacher: str
+    teacher: str | GivenTeacher
     teaching: Teaching
     temperature: float
 
@@ -100,11 +105,50 @@ class OracleDistil:
     def tokens(self, oracle: OracleModel, batch: PackedDocuments) -> Tensor:
         """Return each token's divergence ``[T]``, 0 at first tokens."""
         p = _distributions(oracle, batch, self.temperature)
+        if isinstance(self.teacher, GivenTeacher):
+            return divergence_of(p, self.teacher.log_probs(batch, self.temperature), self.teaching)
         if self.teaching.top:
             ids, log_q = top_of(self.teacher, batch, self.temperature)
             return divergence_of(_classes(p, ids), log_q.double(), self.teaching, ids=ids)
         q = _distributions(oracle_of(self.teacher), batch, self.temperature)
         return divergence_of(p, q, self.teaching)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GivenTeacher:
+    """A teacher that no engine is: a head with a bias, a scale and a cap, and states for it."""
+
+    head: OutputHead
+    states: Tensor
+
+    @staticmethod
+    def drawn(seed: int, tokens: int, width: int = 24) -> GivenTeacher:
+        """Return a teacher of random numbers, whose cap bends most logits."""
+        generator = torch.Generator().manual_seed(1000 * current_seed() + seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        head = OutputHead(weight=normal(272, width) * 0.4, bias=normal(272), scale=1.5, cap=2.5)
+        return GivenTeacher(head=head, states=normal(tokens, width))
+
+    def log_probs(self, batch: PackedDocuments, temperature: float) -> Tensor:
+        """Return the log-probs ``[T, vocabulary]`` of each token's distribution, 0 at first ones.
+
+        The row of a token is the state that predicts it.
+        """
+        logits = logits_of(self.states, self.head)[:, :_VOCABULARY] / temperature
+        logits[torch.as_tensor(batch.cu_seqlens[:-1]).long()] = 0.0
+        log_q = logits.log_softmax(-1)
+        log_q[torch.as_tensor(batch.cu_seqlens[:-1]).long()] = 0.0
+        return log_q
+
+
+def logits_of(states: Tensor, head: OutputHead) -> Tensor:
+    """Return the logits ``[n, V]`` that a head makes of states, float64."""
+    plain = states.double() @ head.weight.double().T
+    plain = head.scale * (plain if head.bias is None else plain + head.bias.double())
+    return plain if head.cap is None else head.cap * (plain / head.cap).tanh()
 
 
 def _distributions(oracle: OracleModel, batch: PackedDocuments, temperature: float) -> Tensor:
@@ -120,10 +164,14 @@ def _distributions(oracle: OracleModel, batch: PackedDocuments, temperature: flo
 def top_of(teacher: str, batch: PackedDocuments, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the teacher's best tokens ``[T, k]`` and log-probs ``[T, k + 1]``, as a server's.
 
-    Every third token has one place without a token, every fifth none at all.
+    Every third token has one place without a token, every fifth none at all. Every second token has
+    the vocabulary's first and last token among them, in the place of others.
     """
     log_q = _distributions(oracle_of(teacher), batch, temperature)
     ids = log_q.topk(_TOP, dim=-1).indices.int()
+    for place, edge in ((2, 0), (3, _VOCABULARY - 1)):
+        is_named = (ids[::2] == edge).any(-1)
+        ids[::2, place] = ids[::2, place].where(is_named, edge)
     ids[::3, 1] = -1
     ids[::5] = -1
     return ids, _classes(log_q, ids).float()
@@ -158,14 +206,14 @@ def shard_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """The states and the head that one rank's engine gave, and the weight that it exports."""
+    """The states and the head that one rank's engine gave, and the tensors that it exports."""
 
     dp_rank: int
     dp_size: int
     states: Tensor = field(repr=False)
     weight: Tensor = field(repr=False)
-    dtype: str
-    head: Tensor = field(repr=False)
+    bias: Tensor | None = field(repr=False)
+    head: OutputHead = field(repr=False)
     again: bool
 
 
@@ -179,17 +227,32 @@ def show(setup: Setup, batch: PackedDocuments, head_name: str) -> Shown:
         must(not states.requires_grad, "states", "not detached")
         named = dict(engine.get_per_tensor_param())
         weight = named[head_name].to("cpu", copy=True)
-        before = head.weight.to("cpu", copy=True)
+        bias = named.get("lm_head.bias")
+        bias = None if bias is None else bias.to("cpu", copy=True)
+        before = _copied(head)
         step(engine, setup, batch)
         return Shown(
             dp_rank=engine.topology.dp_rank,
             dp_size=engine.topology.dp_size,
             states=states,
             weight=weight,
-            dtype=str(head.weight.dtype),
+            bias=bias,
             head=before,
-            again=torch.equal(before, head.weight.cpu()),
+            again=_same(before, _copied(head)),
         )
+
+
+def _copied(head: OutputHead) -> OutputHead:
+    """Return the head with copies of its tensors, on the CPU."""
+    bias = None if head.bias is None else head.bias.to("cpu", copy=True)
+    return replace(head, weight=head.weight.to("cpu", copy=True), bias=bias)
+
+
+def _same(one: OutputHead, other: OutputHead) -> bool:
+    """Return whether two heads have the same tensors, bit for bit."""
+    if one.bias is None or other.bias is None:
+        return one.bias is other.bias and torch.equal(one.weight, other.weight)
+    return torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
 
 
 @case(id="distill.states", since=SINCE, requires=REQUIRES)
@@ -197,15 +260,18 @@ def states(target: Target) -> float:
     """``infer_states`` and ``output_head`` MUST make the model's logits, aligned like log-probs.
 
     The row of a token is the state that predicts it, and 0 at first tokens; the head is whole on
-    every rank, in the dtype of the computation, and no step changes it afterwards.
+    every rank, in the dtype of the computation, and no step changes it afterwards. Where the engine
+    declares caps, factors or biases of logits, the head of such a model has its own, too.
 
     If this fails: states are before the last norm, or a token late; a rank has its own rows of
-    the head; the head is a view of the weight that the optimizer moves.
+    the head; the head is a view of the weight that the optimizer moves, or is without its cap.
     """
     batch = documents(51)
     margins = list[float]()
-    for tied in (True, False):
-        model = target.model(tied=tied)
+    models = ({"tied": True}, {"tied": False}, *_heads_of(target))
+    for arguments in models:
+        model = target.model(**arguments)
+        tied = arguments.get("tied", True)
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         ranks: list[Shown] = target.run(
             show, target.config(model, memory=_MEMORY), batch=batch, head_name=name
@@ -214,17 +280,21 @@ def states(target: Target) -> float:
         bounds = list(pairwise(batch.cu_seqlens.tolist()))
         for rank, one in enumerate(ranks):
             where = f"rank {rank}"
-            exact = one.weight.to(target.torch_dtype)
-            must(one.dtype == str(target.torch_dtype), "output_head", one.dtype, where=where)
-            must(torch.equal(one.head, exact), "output_head", "is not the export's", where=where)
-            must(one.again, "output_head", "a step changes the copy", where=where)
-            must(
-                one.states.dtype == target.torch_dtype, "states", f"{one.states.dtype}", where=where
+            compute = target.torch_dtype
+            dtype = one.head.weight.dtype
+            exact = replace(
+                one.head,
+                weight=one.weight.to(compute),
+                bias=None if one.bias is None else one.bias.to(compute),
             )
+            must(dtype == compute, "output_head", f"{dtype}", where=where)
+            must(_same(one.head, exact), "output_head", "is not the export's", where=where)
+            must(one.again, "output_head", "a step changes the copy", where=where)
+            must(one.states.dtype == compute, "states", f"{one.states.dtype}", where=where)
             mine = range(one.dp_rank, len(bounds), one.dp_size)
             places = [place for document in mine for place in range(*bounds[document])]
             must(len(one.states) == len(places), "states", f"{len(one.states)} rows", where=where)
-            logits = one.states.double() @ one.head.double().T
+            logits = logits_of(one.states, one.head)
             ids = torch.as_tensor(batch.input_ids[places])
             got = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
             first = torch.tensor([place in batch.cu_seqlens for place in places], dtype=torch.bool)
@@ -238,6 +308,16 @@ def states(target: Target) -> float:
     return max(margins)
 
 
+_HEADS = (Capability.SOFTCAP, Capability.LOGIT_SCALE, Capability.HEAD_BIAS)
+
+
+def _heads_of(target: Target) -> list[dict[str, Any]]:
+    """Return arguments of a model for each further part of a head that the engine declares."""
+    declared = [one for one in _HEADS if one in target.capabilities]
+    models = [dict(MODELS[one]) for one in declared]
+    return [one for one in models if target.builds(one["family"])]
+
+
 def distil(
     setup: Setup,
     batch: PackedDocuments,
@@ -245,10 +325,13 @@ def distil(
     temperature: float,
     teacher: EngineConfig | None = None,
     rows: Mapping[str, Tensor] | None = None,
+    head: OutputHead | None = None,
 ) -> Trained:
-    """Train one step on the divergence to a teacher, which an engine of its own is, or ``rows``."""
+    """Train one step on the divergence to a teacher.
+
+    An engine of its own is the teacher, or it is given by ``rows``, with or without a head.
+    """
     given = dict(rows or {})
-    head: OutputHead | None = None
     inferred: Tensor | None = None
     if teacher is not None:
         with opened(replace(setup, config=teacher)) as engine:
@@ -289,11 +372,15 @@ def divergence(target: Target) -> float:
 
     Each token's value, and loss, norm and every weight after a step: reverse and forward KL and the
     generalized JSD, at a temperature of 1.6. The teacher has another size, and both models have
-    rows beyond the vocabulary, which do not count. In several micro-batches and chunks.
+    rows beyond the vocabulary, which do not count. In several micro-batches and chunks, in one
+    micro-batch of more tokens than the models are wide in chunks of one, and on ranks without
+    documents. A teacher's head may have a bias, a factor and a cap, and so may the student's where
+    the engine declares them.
 
     If this fails: the two KLs are exchanged; the gradient is that of the sampled token alone; the
     temperature divides the student's logits alone; padding of the vocabulary takes probability;
-    the teacher's rows are a token late, or of another micro-batch's documents.
+    the teacher's rows are a token late, or of another micro-batch's documents; the last chunk has
+    no gradient; a head's cap is that of temperature 1.
     """
     student = target.model(**_STUDENT)
     teacher = target.model(**_TEACHER)
@@ -308,17 +395,53 @@ def divergence(target: Target) -> float:
         )
         loss = OracleDistil(teacher=str(teacher), teaching=teaching, temperature=_WARM)
         margins.append(_compare(target, ranks, batch, loss, str(student)))
+    given: tuple[tuple[Divergence, PackedDocuments, Memory], ...] = (
+        ("reverse_kl", _long(), _WIDE),
+        ("forward_kl", documents(56, "single"), _ALONE),
+    )
+    for kind, one, memory in given:
+        margins.append(_taught_by_head(target, replace(config, memory=memory), one, kind))
+    for arguments in _heads_of(target):
+        other = target.model(**arguments, vocab_size=264)
+        memory = replace(_MEMORY, max_tokens=30)
+        margins.append(_taught_by_head(target, target.config(other, memory=memory), batch, "jsd"))
     return max(margins)
+
+
+@cached_by_seed
+def _long() -> PackedDocuments:
+    return packed_documents(57, (47, 31, 9))
+
+
+def _taught_by_head(
+    target: Target, config: EngineConfig, batch: PackedDocuments, kind: Divergence
+) -> float:
+    """Compare a step with the oracle's, whose teacher has a bias, a factor and a cap."""
+    given = GivenTeacher.drawn(58, len(batch.input_ids))
+    teaching = Teaching(vocabulary=_VOCABULARY, divergence=kind, beta=0.3)
+    ranks: list[Trained] = target.run(
+        distil,
+        config,
+        batch=batch,
+        teaching=teaching,
+        temperature=_WARM,
+        rows={TEACHER_STATES: given.states},
+        head=given.head,
+    )
+    loss = OracleDistil(teacher=given, teaching=teaching, temperature=_WARM)
+    return _compare(target, ranks, batch, loss, config.model.path)
 
 
 @case(id="distill.top", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2))
 def top(target: Target) -> float:
     """The divergence over a teacher's best tokens MUST count all other tokens as one class.
 
-    Places without a token (-1) are no class, and a token without any teaches nothing.
+    Places without a token (-1) are no class, and a token without any teaches nothing. The first and
+    the last token of the vocabulary are among those that the teacher names, and a rank may have no
+    documents.
 
     If this fails: the probability of the other tokens is left out, or divided by their number; -1
-    counts from the end of the vocabulary.
+    counts from the end of the vocabulary; token 0 is taken for none.
     """
     student = target.model(**_STUDENT)
     teacher = str(target.model(**_TEACHER))
@@ -334,7 +457,20 @@ def top(target: Target) -> float:
         )
         loss = OracleDistil(teacher=teacher, teaching=teaching, temperature=_WARM)
         margins.append(_compare(target, ranks, batch, loss, str(student)))
-    return max(margins)
+    return max(*margins, _of_one_document(target, replace(config, memory=_ALONE), teacher))
+
+
+def _of_one_document(target: Target, config: EngineConfig, teacher: str) -> float:
+    """Compare a step in which all ranks but one have no documents."""
+    batch = documents(59, "single")
+    ids, log_probs = top_of(teacher, batch, _WARM)
+    rows = {TEACHER_TOP_IDS: ids, TEACHER_TOP_LOG_PROBS: log_probs}
+    teaching = Teaching(vocabulary=_VOCABULARY, top=True)
+    ranks: list[Trained] = target.run(
+        distil, config, batch=batch, teaching=teaching, temperature=_WARM, rows=rows
+    )
+    loss = OracleDistil(teacher=teacher, teaching=teaching, temperature=_WARM)
+    return _compare(target, ranks, batch, loss, config.model.path)
 
 
 _LARGE: dict[str, Any] = {"vocab_size": 640, "tied": False}

@@ -163,6 +163,29 @@ def _no_state(folder: Path) -> None:
     _edit(folder, drop)
 
 
+def _without_field(name: str) -> Callable[[Path], None]:
+    """Return a function that takes one field of the optimizer's state from all weights."""
+
+    def drop_field(folder: Path) -> None:
+        def drop(manifest: dict[str, Any]) -> None:
+            manifest["tensors"] = {
+                k: v
+                for k, v in manifest["tensors"].items()
+                if not (k.startswith("optim.") and k.endswith(f".{name}"))
+            }
+
+        _edit(folder, drop)
+
+    return drop_field
+
+
+def _each_field(folder: Path) -> dict[str, tuple[Callable[[Path], None], type[CheckpointError]]]:
+    """Return a damage for each field of the optimizer's state, which no weight then has."""
+    saved = read_manifest(folder)["tensors"]
+    fields = sorted({key.rpartition(".")[2] for key in saved if key.startswith("optim.")})
+    return {f"no {one} of any weight": (_without_field(one), CheckpointMismatch) for one in fields}
+
+
 def _elsewhere(folder: Path) -> None:
     def lead_out(manifest: dict[str, Any]) -> None:
         shards = [shard for tensor in manifest["tensors"].values() for shard in tensor["shards"]]
@@ -218,8 +241,9 @@ def failed_load(target: Target) -> float:
 
     Weights, moments, step and generators stay as they are. Truncated, altered by one
     bit in each file of the manifest in turn, incomplete, of a newer contract, of another
-    model or optimizer, a pickle, absent; its optimizer state without one weight's, absent
-    as a whole or of another shape, its tensors in another checkpoint's files.
+    model or optimizer, a pickle, absent; its optimizer state without one weight's, without a field
+    of all weights, absent as a whole or of another shape, its tensors in another checkpoint's
+    files.
 
     If this fails: tensors are copied in before all are checked; a rank that read its
     own good file goes on alone; files of the ranks' generators are trusted; state that
@@ -233,7 +257,9 @@ def failed_load(target: Target) -> float:
     target.run(
         train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good"
     )
-    damages = {**DAMAGE, **_each_altered(work / "good"), **(DAMAGE_OF_FORMAT if portable else {})}
+    damages = {**DAMAGE, **_each_altered(work / "good")}
+    if portable:
+        damages |= {**DAMAGE_OF_FORMAT, **_each_field(work / "good")}
     target.run(
         train,
         target.config(other),

@@ -7,10 +7,14 @@ it refuses such a model by its name (`refusal`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from engine_api.capabilities import Capability
+from engine_api.config import Memory, OptimizerConfig
 from engine_conformance.cases._case import case
 from engine_conformance.cases._expect import (
     asking,
@@ -18,11 +22,22 @@ from engine_conformance.cases._expect import (
     oracle_of,
     oracle_training,
     outputs_match,
+    same_on_all_ranks,
     trained_on,
     training_matches,
 )
-from engine_conformance.cases._ranks import InferredAndTrained, infer_and_train
+from engine_conformance.cases._ranks import (
+    InferredAndTrained,
+    Trained,
+    infer_and_train,
+    train,
+)
 from engine_conformance.cases._target import Target
+from engine_conformance.compare import assert_weights_close
+from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.oracle import loss_and_grads, sft
+from engine_conformance.seeds import cached_by_seed
+from engine_conformance.tolerances import gradient_tolerances
 
 SINCE = "1.4"
 
@@ -114,12 +129,57 @@ def logit_scale(target: Target) -> float:
 def head_bias(target: Target) -> float:
     """The bias of the output head MUST be added to the logits, trained and exported.
 
-    The model is Phi.
+    The model is Phi. Its gradient is summed in float32 over many chunks, of which each is faint
+    next to the first.
 
     If this fails: a head that is computed in chunks has only the weight, or the bias has a
-    gradient of the last chunk alone.
+    gradient of the last chunk alone, or one that is summed in bfloat16.
     """
-    return _holds(target, Capability.HEAD_BIAS)
+    return max(_holds(target, Capability.HEAD_BIAS), _sums_over_chunks(target))
+
+
+_FAINT = 1 / 1024  # below half a unit in bfloat16's last place of 1
+
+
+@cached_by_seed
+def _faint_tokens() -> PackedDocuments:
+    """Return documents of one token repeated, whose first has a weight of 1 and the others little.
+
+    All gradients of the head's bias then have one direction, and are not lost in rounding errors of
+    other tokens.
+    """
+    batch = packed_documents(43, (4, *[150] * 4))
+    weights = np.full_like(batch.loss_weight, _FAINT)
+    weights[:4] = 1 / 3
+    weights[batch.cu_seqlens[:-1]] = 0.0
+    return replace(batch, input_ids=np.full_like(batch.input_ids, 77), loss_weight=weights)
+
+
+def _sums_over_chunks(target: Target) -> float:
+    """Compare the gradient of one micro-batch in many chunks with the oracle's.
+
+    SGD's update shows the gradient.
+    """
+    model = target.model(**MODELS[Capability.HEAD_BIAS])
+    batch = _faint_tokens()
+    config = target.config(
+        model,
+        optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None),
+        memory=Memory(max_tokens=len(batch.input_ids), logit_chunk=1),
+    )
+    ranks: list[Trained] = target.run(train, config, batches=[batch], denominators=[1.0])
+    same_on_all_ranks(ranks)
+    oracle = oracle_of(str(model))
+    _, want = loss_and_grads(oracle, batch, sft, 1.0)
+    got = {name: start - ranks[0].weights[name].double() for name, start in oracle.params.items()}
+    head = [name for name in want if name.startswith("lm_head.")]
+    bounds = gradient_tolerances({name: want[name] for name in head}, target.torch_dtype)
+    return assert_weights_close(
+        {name: got[name] for name in head},
+        {name: want[name] for name in head},
+        bounds,
+        name="gradient over chunks",
+    )
 
 
 @case(

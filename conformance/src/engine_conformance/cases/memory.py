@@ -29,7 +29,7 @@ from engine_conformance.cases._expect import (
     outputs_match,
     training_matches,
 )
-from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._losses import LikelihoodAndEntropy, default_loss
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
@@ -47,7 +47,11 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
-from engine_conformance.compare import assert_bitwise, assert_weights_close
+from engine_conformance.compare import (
+    assert_bitwise,
+    assert_scalar_close,
+    assert_weights_close,
+)
 from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents
 from engine_conformance.oracle import AdamWConfig
 from engine_conformance.seeds import cached_by_seed
@@ -83,16 +87,39 @@ def _train_with_memory(target: Target, memory: Memory, **model: object) -> float
 def chunks(target: Target) -> float:
     """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
 
-    Chunks are of three tokens, and of one.
+    Chunks are of three tokens, and of one. A loss whose derivative is known before may report the
+    entropy, which is the oracle's in every chunk.
 
     If this fails: the last chunk, which is shorter, is dropped, or padding carries
-    loss; a chunk of one token loses a dimension.
+    loss; a chunk of one token loses a dimension; the entropy is left out where gradients are
+    computed in the forward pass.
     """
     memory = Memory(logit_chunk=3, pad_to_multiple=16, reshard_after_forward=False, max_tokens=32)
     margin = _train_with_memory(target, memory, tied=False)
     if target.model_type == VALUE:
         return margin
-    return max(margin, _train_with_memory(target, Memory(logit_chunk=1), tied=False))
+    return max(
+        margin,
+        _train_with_memory(target, Memory(logit_chunk=1), tied=False),
+        _reports_entropy(target, memory),
+    )
+
+
+def _reports_entropy(target: Target, memory: Memory) -> float:
+    """Compare a step, and the entropy that its loss reports, with the oracle's."""
+    folder = target.model(tied=False)
+    batch = _batches()[0]
+    config = target.config(folder, memory=memory)
+    ranks = target.run(train, config, batches=[batch], loss=LikelihoodAndEntropy())
+    oracle = oracle_of(str(folder))
+    exact = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).entropy
+    weight = torch.as_tensor(batch.loss_weight).double()
+    want = float((weight * exact).sum()) / batch.denominator
+    got = ranks[0].outputs[0].metrics["entropy"] / batch.denominator
+    return max(
+        assert_scalar_close("mean entropy", got, want, target.tolerance("entropy")),
+        training_matches(target, ranks, oracle_training(str(folder), (batch,)), oracle),
+    )
 
 
 @case(id="memory.recompute", requires=(Capability.RECOMPUTE,), model_types=TYPES, quick=True)

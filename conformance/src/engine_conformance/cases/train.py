@@ -258,16 +258,27 @@ def moe(target: Target) -> float:
     return max(margins)
 
 
+@cached_by_seed
+def _partly_without_loss() -> PackedDocuments:
+    """Return documents of which the first fills a micro-batch of 24 tokens, and carries no loss."""
+    batch = packed_documents(14, (24, 12, 8, 6))
+    weights = batch.loss_weight.copy()
+    weights[:24] = 0.0
+    return replace(batch, loss_weight=weights)
+
+
 @case(id="train.microbatches", model_types=TYPES)
 def microbatches(target: Target) -> float:
     """Loss, gradient norm and weights MUST NOT depend on the number of micro-batches.
 
+    One of them has no token that carries loss, and more tokens than a chunk of logits.
+
     If this fails: a loss scale is missing when micro-batches are uneven (verl #3294,
     #4021), gradients double with each micro-batch in a group of one (Megatron-LM
-    #6660).
+    #6660), or one without loss is divided by its own weights, which are zero.
     """
     model = target.model()
-    batches = _batches("uneven", "equal", "skewed")
+    batches = (*_batches("uneven", "equal", "skewed"), _partly_without_loss())
     config = target.config(model, memory=Memory(max_tokens=24, logit_chunk=7))
     split = target.config(model, memory=Memory(max_tokens=12, pad_to_multiple=4))
     want = oracle_training(str(model), batches)
