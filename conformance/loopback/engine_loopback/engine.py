@@ -69,6 +69,13 @@ class LoopbackEngine(ExportEngine):
                 why="its ranks would drop different inputs",
                 remedy="set 0",
             )
+        if self.config.memory.share_prefixes and self.layout.sequence > 1:
+            raise ConfigError(
+                "memory.share_prefixes",
+                "not with ulysses or cp",
+                why="a rank has a part of the tokens, and its hidden states predict others",
+                remedy="set false",
+            )
         self._build_groups(timedelta(seconds=self.options.timeout_s))
         try:
             self._build_model()

@@ -5,6 +5,7 @@ They do so alone and together.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engine_api.capabilities import Capability
@@ -12,6 +13,7 @@ from engine_api.config import Parallelism
 from engine_conformance.cases._case import LM, VALUE, case
 from engine_conformance.cases._journeys import Stage, journey
 from engine_conformance.cases._layouts import layout_holds, right_or_refused
+from engine_conformance.cases._prefixes import shared_in_layout
 from engine_conformance.cases._target import Target
 
 TP = Capability.TP
@@ -29,18 +31,24 @@ DEEP: dict[str, Any] = {"num_layers": 4}
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
 
 
+def _holds_with_prefixes(target: Target, model: Path, layout: Parallelism) -> float:
+    """Compare a layout with the oracle, documents that share their beginnings included."""
+    return max(layout_holds(target, model, layout), shared_in_layout(target, model, layout))
+
+
 @case(id="parallel.tp", requires=(TP,), world=SEVERAL, model_types=BOTH)
 def tp(target: Target) -> float:
     """Tensor parallelism MUST NOT change outputs, loss, norm or update, and its ranks MUST agree.
 
     The norm is the gradient's. Grouped heads, norms of heads, a head tied to the
-    embedding; the norm counts replicated weights once.
+    embedding; the norm counts replicated weights once. Documents that share their
+    beginnings are computed rightly as well, or refused by name.
 
     If this fails: gradients of norms, which every rank computes from its own heads, are
     not summed (Megatron-LM #7452), replicated weights enter the norm once a rank (verl
     #4710), the split vocabulary's log-sum-exp is a rank's own.
     """
-    return layout_holds(target, target.model(**WIDE), Parallelism(tp=target.world))
+    return _holds_with_prefixes(target, target.model(**WIDE), Parallelism(tp=target.world))
 
 
 @case(id="parallel.tp_families", requires=(TP,), world=SEVERAL, families=("qwen2", "llama"))
@@ -60,12 +68,14 @@ def pp(target: Target) -> float:
     """A pipeline MUST NOT change outputs, loss, norm or update, and stages MUST report alike.
 
     The norm is the gradient's. With batches of fewer micro-batches than stages, and of
-    several.
+    several. Documents that share their beginnings are computed rightly as well, or refused
+    by name.
 
     If this fails: the loss is known on the last stage only, the norm is a stage's own,
     micro-batches are averaged, or the last one is lost when they are fewer than stages.
     """
-    return layout_holds(target, target.model(tied=False, **DEEP), Parallelism(pp=target.world))
+    model = target.model(tied=False, **DEEP)
+    return _holds_with_prefixes(target, model, Parallelism(pp=target.world))
 
 
 @case(id="parallel.pp_tied", requires=(PP,), world=SEVERAL)
@@ -84,12 +94,13 @@ def cp(target: Target) -> float:
     """Context parallelism MUST NOT change outputs or updates, and its ranks MUST agree bitwise.
 
     With documents that cross the split, and numbers of tokens that it does not divide.
+    Documents that share their beginnings are computed rightly as well, or refused by name.
 
     If this fails: targets are shifted within a rank (verl PR 4250), positions or the
     mask are a rank's own, documents see each other across the split, the gradient is
     counted once a rank.
     """
-    return layout_holds(target, target.model(), Parallelism(cp=target.world))
+    return _holds_with_prefixes(target, target.model(), Parallelism(cp=target.world))
 
 
 @case(id="parallel.ep", requires=(EP, MOE), world=SEVERAL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -51,16 +52,31 @@ MODELS: Mapping[Capability, Mapping[str, Any]] = MappingProxyType(
                 "query_pre_attn_scalar": 16,
                 "sliding_window": 64,
             },
+            "max_position": 1024,
         },
         Capability.LOGIT_SCALE: {"family": "granite"},
         Capability.HEAD_BIAS: {"family": "phi", "tied": False},
         Capability.SAVED_BUFFERS: {"family": "dots1", "tied": False},
-        Capability.SINKS: {"family": "granite_swa"},
+        Capability.SINKS: {"family": "granite_swa", "max_position": 1024},
         Capability.LINEAR_ATTENTION: {"family": "lfm2"},
-        Capability.SPARSE_ATTENTION: {"family": "deepseek_v32", "tied": False},
+        # YaRN multiplies the scores by the square of a factor, and cosine and sine by another one.
+        Capability.SPARSE_ATTENTION: {
+            "family": "deepseek_v32",
+            "tied": False,
+            "rope": {
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
     }
 )
 """Arguments of `TinyModel`, for the model of each mechanism."""
+
+# A document of more tokens than kernels in blocks take at once (128 to 512), and one behind it.
+_LONG = (5, 3, 530, 7)
 
 
 def _families(capability: Capability) -> tuple[str, ...]:
@@ -72,17 +88,35 @@ def _holds(target: Target, capability: Capability, **keys: Any) -> float:
     arguments = dict(MODELS[capability])
     arguments["keys"] = {**arguments.get("keys", {}), **keys}
     model = target.model(**arguments)
+    return _compare(target, model, documents(42), trained_on(target, oracle_of(str(model)), 41))
+
+
+def _compare(
+    target: Target, model: Path, inferred: PackedDocuments, trained: PackedDocuments
+) -> float:
+    """Compare outputs of some documents, and a step on others, with the oracle's."""
     oracle = oracle_of(str(model))
-    batch = trained_on(target, oracle, 41)
-    calls = [asking(target, documents(42))]
+    call = asking(target, inferred)
     ranks: list[InferredAndTrained] = target.run(
-        infer_and_train, target.config(model), calls=calls, batch=batch
+        infer_and_train, target.config(model), calls=[call], batch=trained
     )
-    want = oracle_training(str(model), (batch,))
+    want = oracle_training(str(model), (trained,))
     return max(
-        outputs_match(target, oracle, calls[0], [rank.outputs[0] for rank in ranks]),
+        outputs_match(target, oracle, call, [rank.outputs[0] for rank in ranks]),
         training_matches(target, [rank.trained for rank in ranks], want, oracle),
     )
+
+
+@cached_by_seed
+def _long_documents(seed: int) -> PackedDocuments:
+    return packed_documents(seed, _LONG)
+
+
+def _holds_at_length(target: Target, capability: Capability) -> float:
+    """Compare with the oracle on short documents, and on a long one among short ones."""
+    model = target.model(**MODELS[capability])
+    long = _compare(target, model, _long_documents(44), _long_documents(43))
+    return max(_holds(target, capability), long)
 
 
 @case(
@@ -94,12 +128,17 @@ def _holds(target: Target, capability: Capability, **keys: Any) -> float:
 def softcap(target: Target) -> float:
     """Caps of attention's scores and of the logits MUST be applied, forward and backward.
 
-    The model is Gemma 2, with both.
+    The model is Gemma 2, with both, and one document is longer than a block of 512 tokens. A second
+    model caps its logits alone, and has a short window and scores with the factor of wider heads.
 
     If this fails: a kernel of attention without caps is used, a chunked head leaves its cap out,
-    or the cap has no derivative.
+    the cap has no derivative, a kernel in blocks leaves tokens out or counts them twice where two
+    blocks meet, or the mask of a window comes with the usual factor of scores.
     """
-    return _holds(target, Capability.SOFTCAP)
+    # Heads are 16 wide.
+    plain = {"attn_logit_softcapping": None, "query_pre_attn_scalar": 40, "sliding_window": 4}
+    windowed = _holds(target, Capability.SOFTCAP, **plain)
+    return max(_holds_at_length(target, Capability.SOFTCAP), windowed)
 
 
 @case(
@@ -112,12 +151,15 @@ def logit_scale(target: Target) -> float:
     """The factor of the logits MUST be applied before the temperature, forward and backward.
 
     The model is Granite, which divides its logits, and multiplies embeddings, scores and what
-    each layer adds.
+    each layer adds. Documents are of about the same length, and a long one among short ones, which
+    engines pack differently.
 
-    If this fails: the head multiplies where the family divides, or a chunked head computes plain
-    logits.
+    If this fails: the head multiplies where the family divides, a chunked head computes plain
+    logits, or the factor of the scores is left out where attention runs under a mask.
     """
-    return _holds(target, Capability.LOGIT_SCALE)
+    model = target.model(**MODELS[Capability.LOGIT_SCALE])
+    skewed = _compare(target, model, documents(46, "skewed"), documents(45, "skewed"))
+    return max(_holds(target, Capability.LOGIT_SCALE), skewed)
 
 
 @case(
@@ -209,12 +251,13 @@ def saved_buffers(target: Target) -> float:
 def sinks(target: Target) -> float:
     """Attention sinks MUST take their part of each head's softmax, and be trained.
 
-    The model is Granite with windows: a layer with a window and one without.
+    The model is Granite with windows: a layer with a window and one without. One document is longer
+    than a block of 512 tokens.
 
-    If this fails: the sinks are left out, are one for all heads, take part of a token's value, or
-    have no gradient.
+    If this fails: the sinks are left out, are one for all heads, take part of a token's value, have
+    no gradient, or are added once for each block of a long document.
     """
-    return _holds(target, Capability.SINKS)
+    return _holds_at_length(target, Capability.SINKS)
 
 
 @case(
@@ -243,11 +286,12 @@ def linear_attention(target: Target) -> float:
 def sparse_attention(target: Target) -> float:
     """A token MUST attend to the tokens that its index selects, in its own document.
 
-    The model is DeepSeek-V3.2 without experts, whose index selects four tokens. The index has no
-    gradient. In 16 bits, where rounding decides about tokens of nearly the same index, it selects
-    all.
+    The model is DeepSeek-V3.2 without experts, whose index selects four tokens, and whose scores
+    have a factor of YaRN (`mscale_all_dim`). The index has no gradient. In 16 bits, where rounding
+    decides about tokens of nearly the same index, it selects all.
 
-    If this fails: attention is to all tokens, or the index counts tokens of other documents.
+    If this fails: attention is to all tokens, the index counts tokens of other documents, or the
+    scores of selected tokens are without YaRN's factor.
     """
     selected = 4 if target.dtype == "float32" else 64
     return _holds(target, Capability.SPARSE_ATTENTION, index_topk=selected)

@@ -49,8 +49,16 @@ TYPES = (LM, VALUE)
 SINCE = "1.3"
 CONTEXT = 16
 # Documents within the context, of different lengths, of one length and as long as it may be, then
-# documents beyond it, by one token and by many.
-LENGTHS = ((7, 1, 12, 5, 3, 9), (8, 8, 8, 8), (CONTEXT, 3, 5), (CONTEXT + 1, 2, 3), (24, 2, 2, 2))
+# documents beyond it, by one token and by many, as the first of its pack and behind short ones, on
+# one rank and on two.
+LENGTHS = (
+    (7, 1, 12, 5, 3, 9),
+    (8, 8, 8, 8),
+    (CONTEXT, 3, 5),
+    (CONTEXT + 1, 2, 3),
+    (24, 2, 2, 2),
+    (2, 3, CONTEXT + 1, 2),
+)
 _WITHIN = 3
 
 
@@ -441,8 +449,8 @@ def rope(target: Target) -> float:
     so document by document, or the engine refuses longer ones (``BatchError``).
 
     If this fails: ``rope_parameters`` or ``rope_scaling`` is not read, frequencies are
-    right and the factor of cosine and sine is left out (YaRN), or the longest document of
-    the pack decides for all.
+    right and the factor of cosine and sine is left out (YaRN), the longest document of
+    the pack decides for all, or the limit of length is asked of the first document alone.
     """
     return _require_right_or_refused(target, ROPES)
 

@@ -32,6 +32,7 @@ from engine_conformance.cases._layouts import (
     right_or_refused,
 )
 from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._prefixes import shared_in_layout
 from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_scalar_close, assert_weights_close
@@ -103,12 +104,15 @@ def hsdp(target: Target) -> float:
 def ulysses(target: Target) -> float:
     """Sequence parallelism MUST NOT change outputs or updates, and its ranks MUST agree bitwise.
 
-    With documents that cross the split, and numbers of tokens that it does not divide.
+    With documents that cross the split, and numbers of tokens that it does not divide. Documents
+    that share their beginnings are computed rightly as well, or refused by name.
 
     If this fails: targets are shifted within a rank, so that tokens at the split are
-    wrong (verl PR 4250); the gradient is counted once a rank.
+    wrong (verl PR 4250); the gradient is counted once a rank, or so is that of shared tokens.
     """
-    return layout_holds(target, target.model(num_kv_heads=4), Parallelism(ulysses=target.world))
+    model = target.model(num_kv_heads=4)
+    layout = Parallelism(ulysses=target.world)
+    return max(layout_holds(target, model, layout), shared_in_layout(target, model, layout))
 
 
 @case(id="parallel.ulysses_kv_heads", requires=(Capability.ULYSSES,), world=(2, 4))

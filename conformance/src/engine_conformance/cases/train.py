@@ -32,6 +32,7 @@ from engine_conformance.cases._expect import (
     training_matches,
 )
 from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._prefixes import alike_documents, shared_or_refused
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
@@ -48,6 +49,7 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._target import EPS, Setup, Target
+from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
@@ -124,30 +126,6 @@ def epsilon(target: Target) -> float:
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
-def _alike(seed: int) -> PackedDocuments:
-    """Return documents that begin alike: two prompts with five answers each, and others.
-
-    An answer of the first prompt begins with another one, two answers to the second are equal, and
-    one document is a prompt alone. Tokens of the prompts carry loss, of each document another.
-    """
-    answers = ((9, (5, 3, 1, 6, 4)), (6, (4, 7, 2, 4, 0)))
-    lengths = [prompt + own for prompt, parts in answers for own in parts]
-    batch = packed_documents(seed, [*lengths, 3, 1])
-    ids = batch.input_ids.copy()
-    starts = [int(start) for start in batch.cu_seqlens]
-    for group, (prompt, parts) in enumerate(answers):
-        first = starts[group * len(parts)]
-        for document in range(len(parts)):
-            start = starts[group * len(parts) + document]
-            ids[start : start + prompt] = ids[first : first + prompt]
-    # The third answer, of one token, begins the first; the fourth to the other prompt repeats.
-    ids[starts[2] + 9] = ids[starts[0] + 9]
-    ids[starts[8] + 6 : starts[9]] = ids[starts[5] + 6 : starts[5] + 10]
-    # The tokens of all ranks in an order in which no group stays together.
-    whole = replace(batch, input_ids=ids)
-    return whole.take([0, 5, 10, 6, 1, 2, 7, 11, 8, 3, 4, 9])
-
-
 def _count_distinct(batch: Batch) -> int:
     """Return the number of beginnings of documents, which are the tokens that differ."""
     parts = [batch.input_ids[a:b].tolist() for a, b in pairwise(batch.boundaries)]
@@ -163,6 +141,20 @@ def shared_rows(setup: Setup, batch: PackedDocuments, model: TinyModel) -> tuple
         return rows.most, _count_distinct(own), own.num_tokens
 
 
+def _shared_by(target: Target, mechanism: Capability) -> float:
+    """Require shared beginnings to be right or refused in the model of a mechanism.
+
+    In 16 bits, in which rounding decides about experts and selected tokens, models with either are
+    left out, as are families that the engine does not build.
+    """
+    decided = mechanism in (Capability.SAVED_BUFFERS, Capability.SPARSE_ATTENTION)
+    arguments = MODELS[mechanism]
+    if not target.builds(arguments["family"]) or (decided and target.dtype != "float32"):
+        return 0.0
+    config = target.config(target.model(**arguments), memory=Memory(share_prefixes=True))
+    return shared_or_refused(target, f"{mechanism}", config)
+
+
 @case(
     id="train.shared_prefixes",
     since="1.4",
@@ -175,16 +167,20 @@ def shared_prefixes(target: Target) -> float:
 
     Two prompts with five answers each, of which some begin alike and two are equal, in one
     micro-batch and in several. Loss is on tokens of the prompts, too, and differs between
-    documents. What documents share is computed once: logits have fewer rows than there are tokens.
+    documents. In further steps a rank has fewer micro-batches than another one, and none. What
+    documents share is computed once: logits have fewer rows than there are tokens. Models of the
+    mechanisms that the engine declares are right, too, or the option is refused for them by name.
 
     If this fails: an answer sees another one of its group; positions go on from one answer to the
     next; the first token of an answer is predicted from the token before it in the pack in place
-    of the prompt's last; a shared token has the gradient of one document alone; the option is
-    accepted, and nothing is shared.
+    of the prompt's last; a shared token has the gradient of one document alone; an empty
+    micro-batch is an error; a state passes from one answer to the next; the option is accepted, and
+    nothing is shared.
     """
     model = TinyModel(vocab_size=640, tied=False, value_model=target.model_type == VALUE)
     folder = target.model(vocab_size=640, tied=False)
-    batches = (_alike(15), _alike(16))
+    # Of two ranks one has a micro-batch less in the third step, and no document in the fourth.
+    batches = (alike_documents(15), alike_documents(16), *_batches("skewed", "single", seed=17))
     optimizer = OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS)
     want = oracle_training(str(folder), batches)
     margins = list[float]()
@@ -200,6 +196,7 @@ def shared_prefixes(target: Target) -> float:
         margins.append(training_matches(target, ranks, want, oracle_of(str(folder))))
     if target.model_type == VALUE:
         return max(margins)
+    margins += [_shared_by(target, one) for one in MODELS if one in target.capabilities]
     # In float32: torch cannot count inside the compiled attention that an engine may have for trees
     # in half precision.
     precision = Precision(compute="float32")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_conformance.oracle.rope import ROPE_KINDS, Rope
+from engine_conformance.oracle.rope import ROPE_KINDS, Rope, scores_scale
 
 __all__ = [
     "ACTIVATIONS",
@@ -299,8 +299,8 @@ def _deepseek_v32(raw: Mapping[str, Any]) -> dict[str, Any]:
         index_dim=raw["index_head_dim"],
         selected=raw["index_topk"],
     )
-    scale = (indexed.plain_dim + indexed.rotary_dim) ** -0.5
-    return {"indexed": indexed, "attention_scale": scale}
+    width = indexed.plain_dim + indexed.rotary_dim
+    return {"indexed": indexed, "attention_scale": width**-0.5 * scores_scale(_given_rope(raw))}
 
 
 def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,13 +341,18 @@ def _activation(raw: Mapping[str, Any]) -> str:
     return name
 
 
+def _given_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    given: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return given
+
+
 def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     """Return the rotary positions.
 
     transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and
     ``rope_scaling``.
     """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = _given_rope(raw)
     kind = given.get("rope_type", given.get("type", "default"))
     part = float(given.get("partial_rotary_factor", 1.0))
     if kind not in ROPE_KINDS or (part != 1.0 and raw["model_type"] != "phi"):

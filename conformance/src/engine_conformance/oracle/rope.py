@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ROPE_KINDS", "Rope", "rotate"]
+__all__ = ["ROPE_KINDS", "Rope", "rotate", "scores_scale"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +106,26 @@ def _yarn(rope: Rope, length: int) -> tuple[Tensor, float]:
 def _yarn_scale(given: Mapping[str, Any], factor: float) -> float:
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     over, under = given.get("mscale"), given.get("mscale_all_dim")
-    return scale(over) / scale(under) if over and under else scale(1.0)
+    if over and under:
+        return _magnitude(factor, over) / _magnitude(factor, under)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def scores_scale(given: Mapping[str, Any]) -> float:
+    """Return the factor by which DeepSeek's models multiply scores of attention under YaRN.
+
+    ``given`` holds the keys of RoPE in ``config.json``. Without ``mscale_all_dim`` it is 1.
+    """
+    kind = given.get("rope_type", given.get("type", "default"))
+    weight = given.get("mscale_all_dim")
+    if kind == "default" or not weight:
+        return 1.0
+    return _magnitude(given["factor"], weight) ** 2
 
 
 def _longrope(rope: Rope, length: int) -> tuple[Tensor, float]:
