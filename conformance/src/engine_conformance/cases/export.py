@@ -153,20 +153,22 @@ def round_trip(target: Target) -> None:
     assert_bitwise(again, first, name="export of the loaded export")
 
 
-# A standard deviation of random weights that no family has by default.
-INITIALIZER_RANGE = 0.11
+# Standard deviations of random weights and of a new value head. No family has them by default, and
+# no other weight of these models has one that is near: memory that is left as it was may hold some.
+_RANGE = 0.35
+_RANGE_OF_HEAD = 0.7
 # The standard deviation of so many values is within a tenth of the distribution's.
 _ENOUGH = 1024
 
 
-def first_values(
-    setup: Setup, adapter: Adapter, spread: float | None, as_peft: bool
-) -> tuple[EngineError | None, str]:
+def first_values(setup: Setup, adapter: Adapter, as_peft: bool) -> tuple[EngineError | None, str]:
     """Return the digest of a new engine's weights, or the error by which it refuses to make any.
 
-    ``spread`` is the standard deviation of its matrices, if it is to be compared. With ``as_peft``
-    an adapter must be distributed as PEFT's.
+    Weights that no file holds must have the standard deviation of config.json. With ``as_peft`` an
+    adapter must be distributed as PEFT's.
     """
+    source = setup.config.model
+    saved = set[str]() if source.init == "random" else {*read_safetensors(source.path)}
     try:
         with opened(setup) as engine:
             weights = whole_weights(engine, adapter=adapter)
@@ -176,21 +178,27 @@ def first_values(
             for one, other in combinations(drawn, 2):
                 equal = torch.equal(drawn[one], drawn[other])
                 must(not equal, one, f"has the values of {other}: they do not depend on the name")
-            if spread is not None:
-                _check_spread(weights, spread)
-            if adapter == "only" and as_peft:
+            if adapter == "merged":
+                made = {name: value for name, value in weights.items() if name not in saved}
+                must(bool(made), "weights", "all have the names of saved ones")
+                # Gemma 2 adds the one itself.
+                norm = 0.0 if read_config(source.path).family == "gemma2" else 1.0
+                keys = json.loads(Path(source.path, "config.json").read_text())
+                _check_made(made, keys["initializer_range"], norm)
+            elif as_peft:
                 _check_adapter(weights)
             return None, digest(weights)
     except (ConfigError, UnsupportedCapability) as error:
         return error, ""
 
 
-def _check_spread(weights: Mapping[str, Tensor], spread: float) -> None:
-    """Require matrices of a standard deviation, and vectors of one value."""
+def _check_made(weights: Mapping[str, Tensor], spread: float, norm: float) -> None:
+    """Require matrices of a standard deviation, norms of one value and biases of zeros."""
     for name, tensor in weights.items():
         values = tensor.double()
         if values.dim() == 1:
-            must(bool((values == values[0]).all()), name, "is drawn, expected ones or zeros")
+            want = 0.0 if name.endswith("bias") else norm
+            must(bool((values == want).all()), name, f"has other values than {want}")
         elif values.numel() >= _ENOUGH:
             got = float(values.std())
             problem = f"standard deviation {got:.4g}, initializer_range is {spread}"
@@ -217,14 +225,17 @@ def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
     """Return configurations by the weights that no file holds, and the export that has them."""
     model = target.model()
     plain = target.config(model, optimizer=None)
-    ranged = target.model(keys={"initializer_range": INITIALIZER_RANGE})
+    ranged = target.model(keys={"initializer_range": _RANGE})
     source = ModelSource(path=str(ranged), init="random")
     made: dict[str, tuple[EngineConfig, Adapter]] = {
         "random weights": (replace(plain, model=source), "merged")
     }
     if target.model_type == VALUE:
-        # The folder of a language model, which has no head for values.
-        folder = replace(target, model_type=LM).model()
+        # The folder of a language model, which has no head for values. It is as wide as its one
+        # row takes to have the distribution's standard deviation.
+        folder = replace(target, model_type=LM).model(
+            hidden_size=_ENOUGH, num_layers=1, keys={"initializer_range": _RANGE_OF_HEAD}
+        )
         made["a new value head"] = (target.config(folder, optimizer=None), "merged")
     elif Capability.LORA in target.capabilities:
         lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
@@ -237,8 +248,8 @@ def first_values_follow_seed(target: Target) -> None:
     """Weights that no file holds MUST follow from the seed: the same on all ranks, in all worlds.
 
     Random weights (``init: random``), a new value head, a new adapter; another seed makes
-    others. Random matrices have the standard deviation ``initializer_range`` of config.json,
-    and vectors are ones or zeros. An adapter's A has zero mean and the spread of PEFT's, and its
+    others. Random matrices, a new value head's too, have the standard deviation
+    ``initializer_range`` of config.json, norms are ones and biases zeros. An adapter's A has zero mean and the spread of PEFT's, and its
     B is zero. An engine may refuse to make any.
 
     If this fails: a standard deviation of 0.02 whatever config.json says; each rank draws
@@ -248,12 +259,7 @@ def first_values_follow_seed(target: Target) -> None:
     alone = target.with_world(1)
     shown = _made_from_seed(target)
     for name, (config, adapter) in shown.items():
-        spread = INITIALIZER_RANGE if config.model.init == "random" else None
-        asked = {
-            "adapter": adapter,
-            "spread": spread,
-            "as_peft": target.is_asked_since("1.4"),
-        }
+        asked = {"adapter": adapter, "as_peft": target.is_asked_since("1.4")}
         ranks = target.run(first_values, replace(config, seed=3), **asked)
         if all(error is not None for error, _ in ranks):
             continue

@@ -26,6 +26,7 @@ from engine_torch.model import (
     blocks_of,
     build_model,
     document_limit,
+    initial_std,
     reset_buffers,
 )
 from engine_torch.options import DTensorOptions
@@ -109,7 +110,8 @@ class FSDPEngine(DTensorEngine):
         self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
         if files is not None:
             # A file may be damaged on one machine only.
-            together(self.comm, lambda: fill(self.table, files, config.seed))
+            std = initial_std(lm.config)
+            together(self.comm, lambda: fill(self.table, files, config.seed, std))
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
             verify_model(

@@ -24,7 +24,7 @@ from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
-from engine_torch.model import PackedModel, is_recomputing
+from engine_torch.model import PackedModel, initial_std, is_recomputing
 from engine_torch.parallel import is_plain, shard_model
 from engine_torch.weights import draw, fill, parameter_table
 
@@ -187,10 +187,11 @@ class DecoderEngine(DTensorEngine):
                 block.compile()
 
     def _fill(self, built: BuiltDecoder) -> None:
+        std = initial_std(built.hf_config)
         if built.files is None:
-            draw(self.table, self.config.seed, built.hf_config.initializer_range)
+            draw(self.table, self.config.seed, std)
         else:
-            fill(self.table, built.files, self.config.seed)
+            fill(self.table, built.files, self.config.seed, std)
 
     @property
     def _hf_config(self) -> Any:

@@ -47,6 +47,8 @@ from engine_torch.vision import compute_features, multiply_patches, replace_towe
 Kind = Literal["language_model", "value_model"]
 # Attention of a tower, each image to itself.
 _TOWER_ATTENTION = "sdpa"
+# transformers' where a family's configuration has no initializer_range.
+_INITIAL_STD = 0.02
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's dtypes by their names in the configuration."""
 
@@ -561,6 +563,13 @@ def document_limit(hf_config: Any) -> DocumentLimit | None:
             continue
         found.append(DocumentLimit(tokens=tokens, kind=kind))
     return min(found, key=lambda limit: limit.tokens, default=None)
+
+
+def initial_std(hf_config: Any) -> float:
+    """Return the standard deviation of random weights, read as transformers reads it."""
+    own = getattr(hf_config, "initializer_range", None)
+    text = getattr(hf_config.get_text_config(), "initializer_range", _INITIAL_STD)
+    return float(text if own is None else own)
 
 
 def blocks_of(lm: Any) -> list[nn.Module]:

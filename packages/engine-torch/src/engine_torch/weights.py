@@ -149,34 +149,20 @@ def _buffer_entry(
     )
 
 
-def fill(table: list[ShardedParam], files: WeightFiles, seed: int) -> None:
+def fill(table: list[ShardedParam], files: WeightFiles, seed: int, std: float) -> None:
     """Fill the shards from files that ``WeightFiles.check`` has accepted.
 
-    A value head that is in no file is drawn from the seed.
+    A value head that is in no file is drawn from the seed, with the standard deviation ``std``.
     """
     for entry in (e for e in table if not e.adapter):
         targets = entry.views(entry.local.detach())
         for piece, target, spec in zip(entry.pieces, targets, entry.specs(), strict=True):
             if piece.name not in files:
-                _draw_head(entry, seed)
+                log.warning("%s is not in the folder: it is drawn from seed %d", piece.name, seed)
+                target.copy_(random_weight(piece.name, spec, seed=seed, std=std))
             elif target.numel():
                 target.copy_(files.read(piece.name, spec.slices))
         entry.publish()
-
-
-def _draw_head(entry: ShardedParam, seed: int) -> None:
-    """Draw a new value head, with its weight from normal(0, 0.02) and a zero bias.
-
-    The values are the same in every layout.
-    """
-    log.warning("%s is not in the folder: a new one is made from seed %d", entry.name, seed)
-    generator = torch.Generator().manual_seed(seed)
-    shape = tuple(entry.param.shape)
-    if entry.name.endswith("bias"):
-        whole = torch.zeros(shape)
-    else:
-        whole = torch.randn(shape, generator=generator) * 0.02
-    entry.local.detach().copy_(whole[entry.box.slices])
 
 
 def draw(table: list[ShardedParam], seed: int, std: float) -> None:
