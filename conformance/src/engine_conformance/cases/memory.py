@@ -5,6 +5,7 @@ Recompute, offload, compile, chunks and half precision.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -542,15 +543,129 @@ def move_about(
         return summary(engine, outputs)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes of device memory in use with a part at home, away and at home again."""
+
+    home: int
+    away: int
+    back: int
+
+
+def move_parts(setup: Setup, batch: PackedDocuments) -> tuple[Held, Held, Trained]:
+    """Take a step, move the model and then the optimizer away and back, and take a step.
+
+    Return the device memory around the moves of either part.
+    """
+    with opened(setup) as engine:
+        outputs = [step(engine, setup, batch)]
+
+        def moved(**parts: bool) -> Held:
+            home = _device_bytes(setup.device)
+            engine.to("cpu", **parts)
+            away = _device_bytes(setup.device)
+            engine.to(setup.device, **parts)
+            return Held(home=home, away=away, back=_device_bytes(setup.device))
+
+        model = moved(optimizer=False)
+        optimizer = moved(model=False, grad=False)
+        outputs.append(step(engine, setup, batch))
+        return model, optimizer, summary(engine, outputs)
+
+
+def _device_bytes(device: str) -> int:
+    """Return the bytes of memory in use on an accelerator, 0 where the host is the device."""
+    if device == "cpu":
+        return 0
+    gc.collect()
+    memory: Any = torch.get_device_module(device)
+    memory.synchronize()
+    return memory.memory_allocated()
+
+
+def move_untrained(setup: Setup, call: InferCall) -> tuple[RankOutputs, RankOutputs, Held]:
+    """Return an engine's outputs before and after a move, and the device memory around it."""
+    with opened(setup) as engine:
+        before = infer_on_rank(engine, call, setup.device)
+        home = _device_bytes(setup.device)
+        engine.to("cpu")
+        away = _device_bytes(setup.device)
+        engine.to(setup.device)
+        held = Held(home=home, away=away, back=_device_bytes(setup.device))
+        return before, infer_on_rank(engine, call, setup.device), held
+
+
+def _moves_untrained(target: Target, model: Path) -> None:
+    """Require that an engine without an optimizer moves, frees memory and computes the same."""
+    config = replace(target.config(model), optimizer=None)
+    ranks = target.run(move_untrained, config, call=asking(target, _batches()[0]))
+    for rank, (before, after, held) in enumerate(ranks):
+        where = f"without an optimizer, rank {rank}"
+        assert_bitwise(after.fields, before.fields, name="outputs after moving")
+        _is_freed(held, least=_bytes_of(target, model), where=where)
+
+
+def _bytes_of(target: Target, model: Path) -> int:
+    """Return half the bytes of the weights that each rank has at least, in float32."""
+    return sum(4 * p.numel() for p in oracle_of(str(model)).params.values()) // target.world // 2
+
+
+def _is_freed(held: Held, *, least: int, where: str) -> None:
+    """Require that a move freed at least so many bytes of device memory, and a move back took them.
+
+    A host, or a simulated device, has no memory of its own.
+    """
+    if held.home == 0:
+        return
+    problem = f"{held.home} bytes at home, {held.away} away, {held.back} at home again"
+    freed, taken = held.home - held.away, held.back - held.away
+    must(min(freed, taken) >= least, "device memory", problem, where=where)
+
+
+def _stays(held: Held, *, least: int, where: str) -> None:
+    """Require that a move of a part that the host keeps took no device memory, nor its return."""
+    problem = f"{held.home} bytes before, {held.back} after a move of what the host keeps"
+    must(held.back - held.home < least, "device memory", problem, where=where)
+
+
+def _moves_parts(target: Target, model: Path) -> float:
+    """Compare steps around moves with the oracle's, and device memory around each move.
+
+    Of nothing on the host, of its weights and of its optimizer's state.
+    """
+    batch = _batches()[0]
+    least = _bytes_of(target, model)
+    want = oracle_training(
+        str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, eps=EPS)
+    )
+    margins = list[float]()
+    for memory in (Memory(), Memory(offload_params=True), Memory(offload_optimizer=True)):
+        config = target.config(model, memory=memory)
+        ranks: list[tuple[Held, Held, Trained]] = target.run(move_parts, config, batch=batch)
+        # An optimizer whose weights are on the host has its state there.
+        on_host = (memory.offload_params, memory.offload_params or memory.offload_optimizer)
+        for rank, found in enumerate(ranks):
+            for part, held, kept in zip(("model", "optimizer"), found[:2], on_host, strict=True):
+                check = _stays if kept else _is_freed
+                check(held, least=least, where=f"the {part}, {memory}, rank {rank}")
+        trained = [one for _, _, one in ranks]
+        margins.append(training_matches(target, trained, want, oracle_of(str(model))))
+    return max(margins)
+
+
 @case(
     id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES
 )
 def to(target: Target) -> float:
     """Moving model and optimizer away and back MUST change nothing, and saves MUST stay whole.
 
-    That includes a save while they are away.
+    That includes a save while they are away, an engine without an optimizer, and parts that are on
+    the host anyway. On an accelerator a move away frees the memory of the part, and a move back
+    takes none for what the host keeps.
 
-    If this fails: a copy stays behind and the optimizer goes on with the other one.
+    If this fails: a copy stays behind and the optimizer goes on with the other one; a part is
+    marked as away, and its memory is not freed; weights of ``memory.offload_params`` come to the
+    device.
     """
     model = target.model()
     folder = target.scratch()
@@ -561,7 +676,9 @@ def to(target: Target) -> float:
     assert_bitwise(
         read_state(folder / "away"), read_state(folder / "home"), name="state saved while away"
     )
+    _moves_untrained(target, model)
+    margin = _moves_parts(target, model)
     want = oracle_training(
         str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
     )
-    return training_matches(target, ranks, want, oracle_of(str(model)))
+    return max(margin, training_matches(target, ranks, want, oracle_of(str(model))))
