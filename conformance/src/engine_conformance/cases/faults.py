@@ -163,6 +163,17 @@ def _no_state(folder: Path) -> None:
     _edit(folder, drop)
 
 
+def _no_state_of_old(folder: Path) -> None:
+    """Take all state, and the record of steps, which earlier releases did not write."""
+    _no_state(folder)
+
+    def forget(manifest: dict[str, Any]) -> None:
+        for entry in manifest["tensors"].values():
+            entry.pop("stepped", None)
+
+    _edit(folder, forget)
+
+
 def _without_field(name: str) -> Callable[[Path], None]:
     """Return a function that takes one field of the optimizer's state from all weights."""
 
@@ -228,6 +239,7 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
     "one bit of the manifest": (_one_bit, CheckpointCorrupt),
     "no state of one weight": (_half_state, CheckpointMismatch),
     "no state of any weight": (_no_state, CheckpointMismatch),
+    "no state of any weight, nor a record of steps": (_no_state_of_old, CheckpointMismatch),
     "a moment that is a number": (_scalar_moment, CheckpointError),
     "files of another checkpoint": (_elsewhere, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),

@@ -5,14 +5,17 @@ Recompute, offload, compile, chunks and half precision.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -248,30 +251,71 @@ def _other_lengths() -> PackedDocuments:
     return packed_documents(84, (12, 5, 4, 11))
 
 
-def train_compiled(setup: Setup, batches: Sequence[PackedDocuments]) -> tuple[Trained, int]:
-    """Return the results of some steps, and how many graphs torch has compiled in them."""
+# As torch's profiler calls runs of compiled graphs, in forward and backward.
+_REGIONS = ("Torch-Compiled Region", "CompiledFunctionBackward", "## Call CompiledFxGraph")
+_PRODUCTS = ("aten::mm", "aten::addmm")
+# q, k and v (which may be one product), output, gate and up (which may be one), down: each once in
+# forward and twice in backward.
+_PRODUCTS_OF_BLOCK = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """The results of some steps, and what torch has compiled for them.
+
+    Attributes:
+        graphs: number of graphs that torch has compiled in the steps.
+        outside: number of matrix products of the last step outside of compiled graphs.
+    """
+
+    trained: Trained
+    graphs: int
+    outside: int
+
+
+def train_compiled(setup: Setup, batches: Sequence[PackedDocuments]) -> Compiled:
+    """Run some steps, and look at the last one with torch's profiler."""
     statistics = torch._dynamo.utils.counters["stats"]  # noqa: SLF001 - torch has no public count
     before = statistics["unique_graphs"]
-    return train(setup, batches), statistics["unique_graphs"] - before
+    with opened(setup) as engine:
+        outputs = [step(engine, setup, batch) for batch in batches[:-1]]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            outputs.append(step(engine, setup, batches[-1]))
+        graphs = statistics["unique_graphs"] - before
+        products = [event for event in seen.events() or () if event.name in _PRODUCTS]
+        outside = sum(not _is_compiled(event) for event in products)
+        return Compiled(trained=summary(engine, outputs), graphs=graphs, outside=outside)
+
+
+def _is_compiled(event: Any) -> bool:
+    """Return whether an event of torch's profiler is inside of a compiled graph's run."""
+    above = event.cpu_parent
+    while above is not None and not above.name.startswith(_REGIONS):
+        above = above.cpu_parent
+    return above is not None
 
 
 @case(id="memory.compile", requires=(Capability.COMPILE,), world=(1, 2), slow=True)
 def compiled(target: Target) -> float:
-    """Compiled blocks MUST NOT change loss, gradient or update.
+    """Compiled blocks MUST NOT change loss, gradient or update, and all blocks MUST be compiled.
 
-    The second batch has as many tokens in documents of other lengths.
+    The second batch has as many tokens in documents of other lengths. Of two blocks, fewer matrix
+    products than one block has may run outside of compiled graphs.
 
     If this fails: a graph break or a new shape falls back to another attention; the
     first batch's mask is a constant of the graph; the option is accepted and nothing is
-    compiled.
+    compiled, or the first block alone.
     """
-    folder = target.model(num_layers=1)
-    batches = (documents(83, "equal"), _other_lengths())
+    folder = target.model()
+    batches = (documents(83, "equal"), _other_lengths(), documents(83, "equal"))
     config = target.config(folder, memory=Memory(compile=True))
-    ran = target.run(train_compiled, config, batches=batches, deadline=400.0)
-    for rank, (_, graphs) in enumerate(ran):
-        must(graphs > 0, "compile", "torch has compiled no graph", where=f"rank {rank}")
-    ranks = [trained for trained, _ in ran]
+    ran: list[Compiled] = target.run(train_compiled, config, batches=batches, deadline=400.0)
+    for rank, one in enumerate(ran):
+        where = f"rank {rank}"
+        must(one.graphs > 0, "compile", "torch has compiled no graph", where=where)
+        problem = f"{one.outside} matrix products of a step are outside of compiled graphs"
+        must(one.outside < _PRODUCTS_OF_BLOCK, "compile", problem, where=where)
+    ranks = [one.trained for one in ran]
     return training_matches(
         target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder))
     )
@@ -499,15 +543,129 @@ def move_about(
         return summary(engine, outputs)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes of device memory in use with a part at home, away and at home again."""
+
+    home: int
+    away: int
+    back: int
+
+
+def move_parts(setup: Setup, batch: PackedDocuments) -> tuple[Held, Held, Trained]:
+    """Take a step, move the model and then the optimizer away and back, and take a step.
+
+    Return the device memory around the moves of either part.
+    """
+    with opened(setup) as engine:
+        outputs = [step(engine, setup, batch)]
+
+        def moved(**parts: bool) -> Held:
+            home = _device_bytes(setup.device)
+            engine.to("cpu", **parts)
+            away = _device_bytes(setup.device)
+            engine.to(setup.device, **parts)
+            return Held(home=home, away=away, back=_device_bytes(setup.device))
+
+        model = moved(optimizer=False)
+        optimizer = moved(model=False, grad=False)
+        outputs.append(step(engine, setup, batch))
+        return model, optimizer, summary(engine, outputs)
+
+
+def _device_bytes(device: str) -> int:
+    """Return the bytes of memory in use on an accelerator, 0 where the host is the device."""
+    if device == "cpu":
+        return 0
+    gc.collect()
+    memory: Any = torch.get_device_module(device)
+    memory.synchronize()
+    return memory.memory_allocated()
+
+
+def move_untrained(setup: Setup, call: InferCall) -> tuple[RankOutputs, RankOutputs, Held]:
+    """Return an engine's outputs before and after a move, and the device memory around it."""
+    with opened(setup) as engine:
+        before = infer_on_rank(engine, call, setup.device)
+        home = _device_bytes(setup.device)
+        engine.to("cpu")
+        away = _device_bytes(setup.device)
+        engine.to(setup.device)
+        held = Held(home=home, away=away, back=_device_bytes(setup.device))
+        return before, infer_on_rank(engine, call, setup.device), held
+
+
+def _moves_untrained(target: Target, model: Path) -> None:
+    """Require that an engine without an optimizer moves, frees memory and computes the same."""
+    config = replace(target.config(model), optimizer=None)
+    ranks = target.run(move_untrained, config, call=asking(target, _batches()[0]))
+    for rank, (before, after, held) in enumerate(ranks):
+        where = f"without an optimizer, rank {rank}"
+        assert_bitwise(after.fields, before.fields, name="outputs after moving")
+        _is_freed(held, least=_bytes_of(target, model), where=where)
+
+
+def _bytes_of(target: Target, model: Path) -> int:
+    """Return half the bytes of the weights that each rank has at least, in float32."""
+    return sum(4 * p.numel() for p in oracle_of(str(model)).params.values()) // target.world // 2
+
+
+def _is_freed(held: Held, *, least: int, where: str) -> None:
+    """Require that a move freed at least so many bytes of device memory, and a move back took them.
+
+    A host, or a simulated device, has no memory of its own.
+    """
+    if held.home == 0:
+        return
+    problem = f"{held.home} bytes at home, {held.away} away, {held.back} at home again"
+    freed, taken = held.home - held.away, held.back - held.away
+    must(min(freed, taken) >= least, "device memory", problem, where=where)
+
+
+def _stays(held: Held, *, least: int, where: str) -> None:
+    """Require that a move of a part that the host keeps took no device memory, nor its return."""
+    problem = f"{held.home} bytes before, {held.back} after a move of what the host keeps"
+    must(held.back - held.home < least, "device memory", problem, where=where)
+
+
+def _moves_parts(target: Target, model: Path) -> float:
+    """Compare steps around moves with the oracle's, and device memory around each move.
+
+    Of nothing on the host, of its weights and of its optimizer's state.
+    """
+    batch = _batches()[0]
+    least = _bytes_of(target, model)
+    want = oracle_training(
+        str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, eps=EPS)
+    )
+    margins = list[float]()
+    for memory in (Memory(), Memory(offload_params=True), Memory(offload_optimizer=True)):
+        config = target.config(model, memory=memory)
+        ranks: list[tuple[Held, Held, Trained]] = target.run(move_parts, config, batch=batch)
+        # An optimizer whose weights are on the host has its state there.
+        on_host = (memory.offload_params, memory.offload_params or memory.offload_optimizer)
+        for rank, found in enumerate(ranks):
+            for part, held, kept in zip(("model", "optimizer"), found[:2], on_host, strict=True):
+                check = _stays if kept else _is_freed
+                check(held, least=least, where=f"the {part}, {memory}, rank {rank}")
+        trained = [one for _, _, one in ranks]
+        margins.append(training_matches(target, trained, want, oracle_of(str(model))))
+    return max(margins)
+
+
 @case(
     id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES
 )
 def to(target: Target) -> float:
     """Moving model and optimizer away and back MUST change nothing, and saves MUST stay whole.
 
-    That includes a save while they are away.
+    That includes a save while they are away, an engine without an optimizer, and parts that are on
+    the host anyway. On an accelerator a move away frees the memory of the part, and a move back
+    takes none for what the host keeps.
 
-    If this fails: a copy stays behind and the optimizer goes on with the other one.
+    If this fails: a copy stays behind and the optimizer goes on with the other one; a part is
+    marked as away, and its memory is not freed; weights of ``memory.offload_params`` come to the
+    device.
     """
     model = target.model()
     folder = target.scratch()
@@ -518,7 +676,9 @@ def to(target: Target) -> float:
     assert_bitwise(
         read_state(folder / "away"), read_state(folder / "home"), name="state saved while away"
     )
+    _moves_untrained(target, model)
+    margin = _moves_parts(target, model)
     want = oracle_training(
         str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
     )
-    return training_matches(target, ranks, want, oracle_of(str(model)))
+    return max(margin, training_matches(target, ranks, want, oracle_of(str(model))))
