@@ -72,8 +72,7 @@ def write_model(target: Target, write: Callable[[Path], Path] = write_picture_mo
     """Return the folder of the model that ``write`` writes, written once."""
     if find_spec("transformers") is None:
         raise SkipCase("needs transformers, which writes and computes the model of these cases")
-    folder = target.root / "models" / write.__name__
-    return folder if (folder / "config.json").exists() else write(folder)
+    return target.written(write)
 
 
 @cache
