@@ -150,6 +150,11 @@ class Target:
         folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
         return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
 
+    def written(self, write: Callable[[Path], Path]) -> Path:
+        """Return the folder of the model that ``write`` writes, written once."""
+        folder = self.root / "models" / write.__name__
+        return folder if (folder / "config.json").exists() else write(folder)
+
     def models(self, *arguments: Mapping[str, Any]) -> list[Path]:
         """Return `model` of each of these arguments whose family the engine is asked to build."""
         return [self.model(**one) for one in arguments if one["family"] in self.families]

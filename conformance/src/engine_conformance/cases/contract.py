@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ from engine_conformance.cases._surroundings import (
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
+from engine_conformance.fixtures.pictures import IMAGE, write_picture_model
+from engine_conformance.seeds import cached_by_seed
 
 _MEMBERS = (
     "initialize",
@@ -350,23 +353,35 @@ def leaves_nothing(target: Target) -> None:
     another engine's build fails. The engine saves asynchronously if it declares that.
     Tensors and memory are free as soon as it is closed, also while the caller still has it.
     Variables that a library sets when it is imported, and the workers of torch's compiler, are
-    not the engine's.
+    not the engine's. So it is with a vision-language model, where `vision` is declared.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups pile up
     with each engine; weights live as long as the engine's object; the default process group
     is destroyed though the engine did not make it.
     """
+    for model in (target.model(), *_pictured_models(target)):
+        _leaves_nothing(target, model)
+
+
+@cached_by_seed
+def _plain_documents(seed: int) -> PackedDocuments:
+    """Return documents without the ids that stand for images and videos in the pictured model."""
+    return packed_documents(seed, LENGTHS["uneven"], IMAGE)
+
+
+def _leaves_nothing(target: Target, model: Path) -> None:
+    """Compare the surroundings of two lives of an engine of this model."""
     folder = target.scratch()
     # An asynchronous save has a thread and groups of its own.
     has_async = Capability.ASYNC_CHECKPOINT in target.capabilities
     saving = CheckpointConfig(async_save=has_async)
     # In ranks of other cases the engine may have left its traces already.
-    config = target.config(target.model(), checkpoint=saving)
+    config = target.config(model, checkpoint=saving)
     ranks = target.run(
         lives,
         config,
         fresh=True,
-        batch=documents(2, "uneven"),
+        batch=_plain_documents(2),
         folder=folder,
         failing=replace(config, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})),
     )
@@ -495,15 +510,17 @@ def _draw() -> Draws:
 def seeds(target: Target) -> None:
     """``initialize`` MUST seed the process's generators by ``seed``, or leave them as they were.
 
-    They are Python's, NumPy's and torch's, from which dropout and the user's code draw.
+    They are Python's, NumPy's and torch's, from which dropout and the user's code draw. A
+    vision-language model is initialized, too, where `vision` is declared.
 
     If this fails: the seed is ignored, so that all seeds give one run; weights are drawn
     from the process's generators, so that a run depends on what came before it.
     """
-    model = target.model()
-    # One that only infers may be built in the middle of a run, as a reference is.
-    for config in (target.config(model), target.config(model, optimizer=None)):
-        _follow_seed(target.run(draws, config, states=(11, 12)))
+    models = [target.model(), *_pictured_models(target)]
+    for model in models:
+        # One that only infers may be built in the middle of a run, as a reference is.
+        for config in (target.config(model), target.config(model, optimizer=None)):
+            _follow_seed(target.run(draws, config, states=(11, 12)))
 
 
 def _follow_seed(ranks: Sequence[list[tuple[Draws, Draws]]]) -> None:
@@ -515,6 +532,15 @@ def _follow_seed(ranks: Sequence[list[tuple[Draws, Draws]]]) -> None:
         problem = f"draw {first} after one state of the process and {second} after another"
         must(first == second, "generators", problem, where=where)
         must(next_seed != first, "generators", f"draw {first} with the next seed, too", where=where)
+
+
+def _pictured_models(target: Target) -> list[Path]:
+    """Return a vision-language model, where the engine declares such models and one can be made."""
+    declared = Capability.VISION in target.capabilities and target.model_type == LM
+    can_write = find_spec("transformers") is not None
+    if not (declared and can_write and target.builds("qwen3_vl")):
+        return []
+    return [target.written(write_picture_model)]
 
 
 Computed = tuple[dict[str, torch.Tensor], TrainOutput, dict[str, torch.Tensor]]

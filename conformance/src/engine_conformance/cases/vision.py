@@ -1,7 +1,8 @@
 """Vision-language models: images of packed documents, their positions, and their tower's gradients.
 
-The model is a tiny Qwen3-VL, which transformers writes, and computes in float64 one document at a
-time. An engine that does not declare `vision` refuses it by that name (`refusal.vision`).
+The model is a tiny Qwen3-VL, and once InternVL, which transformers writes, and computes in float64
+one document at a time. An engine that does not declare `vision` refuses it by that name
+(`refusal.vision`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig
 from engine_api.contract import Engine
-from engine_api.errors import BatchError, EngineError
+from engine_api.errors import BatchError, ConfigError, EngineError, UnsupportedCapability
 from engine_api.losses import sft_loss
 from engine_api.results import TrainOutput
 from engine_conformance.cases._case import FLOAT32, SkipCase, case, must
-from engine_conformance.cases._ranks import caught, digest, opened, own_documents, whole_weights
+from engine_conformance.cases._expect import raised_everywhere
+from engine_conformance.cases._ranks import (
+    build,
+    caught,
+    digest,
+    opened,
+    own_documents,
+    whole_weights,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import (
     assert_bitwise,
@@ -38,8 +47,10 @@ from engine_conformance.fixtures.pictures import (
     PictureDocument,
     PictureOracle,
     draw_document,
+    draw_whole_document,
     picture_batch,
     write_picture_model,
+    write_whole_model,
 )
 from engine_conformance.tolerances import gradient_tolerances, tolerance
 
@@ -52,15 +63,16 @@ _STEP = OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
 _MEMORY = Memory(max_tokens=20)
 # Two micro-batches, of which one packs two documents with images of other sizes.
 _TOGETHER = Memory(max_tokens=36)
-_TOWER = "model.visual."
+_TOWER = ("model.visual.",)
+# Tower and projector of InternVL.
+_BESIDE = ("vision_tower.", "multi_modal_projector.")
 
 
 def write_model(target: Target, write: Callable[[Path], Path] = write_picture_model) -> Path:
     """Return the folder of the model that ``write`` writes, written once."""
     if find_spec("transformers") is None:
         raise SkipCase("needs transformers, which writes and computes the model of these cases")
-    folder = target.root / "models" / write.__name__
-    return folder if (folder / "config.json").exists() else write(folder)
+    return target.written(write)
 
 
 @cache
@@ -83,6 +95,11 @@ def divided_documents() -> list[PictureDocument]:
     """Return documents of which every other one has images, so that half of the ranks have none."""
     first, second, third, fourth, _ = mixed_documents()
     return [first, third, second, fourth]
+
+
+def ending_documents() -> list[PictureDocument]:
+    """Return documents that end in an image, one for each of two ranks."""
+    return [draw_document(21, 3, (4, 4)), draw_document(22, 5, (2, 4))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +173,15 @@ def _gradients_match(
     documents: Sequence[PictureDocument],
     ranks: Sequence[Seen],
     *,
-    frozen: str = "",
+    frozen: tuple[str, ...] = (),
 ) -> float:
     """Compare the loss and each weight after a step of 1 along its gradient.
 
-    Weights whose names begin with ``frozen`` (empty: none) must be as they were.
+    Weights whose names begin with one of ``frozen`` must be as they were.
     """
     loss, found = oracle.gradients(documents)
     start = oracle.weights
-    kept = [n for n in found if frozen and n.startswith(frozen)]
+    kept = [n for n in found if n.startswith(frozen)]
     gradients = {
         name: torch.zeros_like(start[name]) if one is None or name in kept else one
         for name, one in found.items()
@@ -197,15 +214,17 @@ def _gradients_match(
 def mixed(target: Target) -> float:
     """Log-probs and gradients MUST be those of each document alone, with its images.
 
-    Documents with an image, two images and none are packed together, in several micro-batches. The
-    gradient of every weight is compared, the tower's too.
+    Documents with an image, two images and none are packed together, in several micro-batches, and
+    documents that end in an image without padding behind them. The gradient of every weight is
+    compared, the tower's too.
 
     If this fails: positions are computed over the pack and not by document (6 to 8 nats off in
     transformers' sdpa, in silence; TRL #5785, Automodel #3113, verl #1947), an image's features
     reach the tokens of another image or document, are added to the placeholders' embeddings instead
-    of replacing them, or enter the first layer alone.
+    of replacing them, or enter the first layer or two alone, or the last feature of a pack is lost.
     """
-    return _holds(target, mixed_documents(), _TOGETHER)
+    mixed = _holds(target, mixed_documents(), _TOGETHER)
+    return max(mixed, _holds(target, ending_documents(), Memory()))
 
 
 @case(id="vision.some_ranks", since=SINCE, requires=_VISION, world=(2, 4), families=FAMILIES)
@@ -241,18 +260,36 @@ def text(target: Target) -> float:
 def frozen(target: Target) -> float:
     """The tower MUST stay as it was with `model.freeze: [vision]`, and all else be trained.
 
-    The gradients of the other weights are those with a tower that is trained. In float32, because
-    rounding of the computation says nothing about which weights are trained.
+    The gradients of the other weights are those with a tower that is trained. So it is with
+    InternVL, whose projector is a module beside its tower, unless the engine refuses that family.
+    In float32, because rounding of the computation says nothing about which weights are trained.
 
     If this fails: the projector or a part of the tower is trained, the text model is not, or
     features are left out with their gradient.
     """
-    model = write_model(target)
+    margin = _stays_frozen(target, write_model(target), divided_documents(), _TOWER)
+    if not target.builds("internvl"):
+        return margin
+    model = write_model(target, write_whole_model)
+    errors: list[EngineError | None] = target.run(build, _freeze(target, model))
+    if any(errors):
+        raised_everywhere("InternVL", errors, UnsupportedCapability)
+        return margin
+    whole = [draw_whole_document(1, 3, None, 5, None, 2), draw_whole_document(2, 2, None, 4)]
+    return max(margin, _stays_frozen(target, model, whole, _BESIDE))
+
+
+def _freeze(target: Target, model: Path) -> EngineConfig:
     config = _configure(target, model)
-    config = replace(config, model=replace(config.model, freeze=("vision",)))
-    ranks: list[Seen] = target.run(see, config, documents=divided_documents())
-    oracle = _oracle_of(str(model))
-    return _gradients_match(target, oracle, divided_documents(), ranks, frozen=_TOWER)
+    return replace(config, model=replace(config.model, freeze=("vision",)))
+
+
+def _stays_frozen(
+    target: Target, model: Path, documents: Sequence[PictureDocument], frozen: tuple[str, ...]
+) -> float:
+    """Compare a step with the oracle's, in which weights under ``frozen`` stay as they were."""
+    ranks: list[Seen] = target.run(see, _freeze(target, model), documents=documents)
+    return _gradients_match(target, _oracle_of(str(model)), documents, ranks, frozen=frozen)
 
 
 @case(
@@ -348,10 +385,11 @@ def refused_batches(target: Target) -> None:
 
     It names the document. There are fewer and more image tokens than features, images without
     tokens and tokens without images, a video, and pixels of another model. The engine stays usable.
-    A model without a tower refuses images, too. In float32, because nothing is computed.
+    A model without a tower refuses images, too, and one with a tower shared prefixes, by a
+    `ConfigError`. In float32, because nothing is computed.
 
     If this fails: features move to the next image's tokens, or the error comes from a kernel on one
-    rank while the others wait.
+    rank while the others wait, or documents with different images share what stands for them.
     """
     bad = bad_documents()
     good = mixed_documents()
@@ -373,6 +411,11 @@ def refused_batches(target: Target) -> None:
     for rank, reply in enumerate(replies):
         where = f"images for a model without a tower, rank {rank}"
         must(isinstance(reply, BatchError), "error", f"{reply!r}", where=where)
+    if Capability.SHARED_PREFIXES in target.capabilities:
+        shared = target.config(write_model(target), memory=Memory(share_prefixes=True))
+        errors: list[EngineError | None] = target.run(build, shared)
+        raised_everywhere("shared prefixes", errors, ConfigError)
+        must("share_prefixes" in str(errors[0]), "error", f"{errors[0]} does not name the option")
 
 
 def go_on(
