@@ -175,6 +175,9 @@ def bad_configuration(target: Target) -> None:
         ),
         "option": replace(base, options={"no_such_option": 1}),
         "override": replace(base, model=ModelSource(path=str(model), config_overrides=misspelt)),
+        "override alone": replace(
+            base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 64})
+        ),
         "another size than the files'": replace(
             base, model=ModelSource(path=str(model), config_overrides={"vocab_size": 250})
         ),
@@ -185,7 +188,7 @@ def bad_configuration(target: Target) -> None:
         folder = _lacking_one(target, mixture, "model.layers.0.mlp.experts.1.up_proj.weight")
         wrong["one expert's weight less"] = replace(base, model=ModelSource(path=str(folder)))
     if target.model_type == VALUE:  # the rest is the language model's own code
-        wrong = {name: wrong[name] for name in ("no weights", "one weight less", "override")}
+        wrong = {name: wrong[name] for name in _OF_VALUE_MODELS}
     for name, config in wrong.items():
         errors = target.run(build, config)
         must(
@@ -197,6 +200,7 @@ def bad_configuration(target: Target) -> None:
     must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
 
 
+_OF_VALUE_MODELS = ("no weights", "one weight less", "override", "override alone")
 # A weight that every model has, neither its first nor its last.
 _MIDDLE = "model.layers.0.self_attn.o_proj.weight"
 
