@@ -316,8 +316,8 @@ def misfit(target: Target) -> None:
     asked = [(layout, plain) for layout in sizes]
     # Without experts they may be what is refused.
     if Capability.EP in target.capabilities and target.model_type == LM:
-        for mixture in target.models({"family": "qwen3_moe", "tied": False}):
-            asked.append((Parallelism(ep=2 * world), mixture))
+        mixtures = target.models({"family": "qwen3_moe", "tied": False})
+        asked += [(Parallelism(ep=2 * world), mixture) for mixture in mixtures]
     for layout, model in asked:
         errors = target.run(initialize, target.config(model, parallelism=layout))
         raised_everywhere(f"{layout}", errors, own)
