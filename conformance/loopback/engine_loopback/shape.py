@@ -14,6 +14,21 @@ from engine_api.hf_routers import Routing
 from engine_api.hf_vision import refuse_vision
 
 Kind = Literal["language_model", "value_model"]
+# Keys of config.json by the types that their values may have.
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "vocab_size": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": (int, type(None)),
+    "head_dim": (int, type(None)),
+    "num_experts": int,
+    "num_experts_per_tok": int,
+    "moe_intermediate_size": int,
+    "rms_norm_eps": (int, float),
+    "initializer_range": (int, float),
+}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -130,7 +145,19 @@ def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
-    """Return the architecture, with defaults filled in as transformers fills them."""
+    """Return the architecture, with defaults filled in as transformers fills them.
+
+    Raises:
+        ConfigError: a key is missing, or its value has another type.
+    """
+    for key, kind_of_value in _TYPES.items():
+        value = raw.get(key)
+        if key in raw and not isinstance(value, kind_of_value):
+            raise ConfigError(
+                "model.path",
+                f"config.json has {key}: {value!r}, a {type(value).__name__}",
+                remedy="use the config.json that belongs to the weights",
+            )
     try:
         return _shape_of(raw, kind)
     except KeyError as error:

@@ -249,8 +249,8 @@ def first_values_follow_seed(target: Target) -> None:
 
     Random weights (``init: random``), a new value head, a new adapter; another seed makes
     others. Random matrices, a new value head's too, have the standard deviation
-    ``initializer_range`` of config.json, norms are ones and biases zeros. An adapter's A has zero mean and the spread of PEFT's, and its
-    B is zero. An engine may refuse to make any.
+    ``initializer_range`` of config.json, norms are ones and biases zeros. An adapter's A has
+    zero mean and the spread of PEFT's, and its B is zero. An engine may refuse to make any.
 
     If this fails: a standard deviation of 0.02 whatever config.json says; each rank draws
     weights of its own, which the first reduction hides; a run of another world size starts

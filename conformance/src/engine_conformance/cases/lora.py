@@ -27,7 +27,13 @@ from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_api.losses import sft_loss
 from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.cases._case import LM, VALUE, case, must
-from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
+from engine_conformance.cases._expect import (
+    documents,
+    oracle_of,
+    outputs_match,
+    raised_everywhere,
+    training_matches,
+)
 from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
@@ -646,7 +652,11 @@ def without_adapter(setup: Setup) -> list[bool]:
 def absent(target: Target) -> None:
     """Asking for the adapter of an engine that has none MUST raise ``ConfigError``.
 
-    If this fails: a reference is computed with the policy itself, and every KL is zero.
+    An adapter for layers that the model does not have is one of ``lora.target_modules``, with an
+    optimizer and without.
+
+    If this fails: a reference is computed with the policy itself, and every KL is zero; an
+    adapter for no layer is found by an optimizer without weights, or never.
     """
     for rank, right in enumerate(target.run(without_adapter, target.config(target.model()))):
         must(
@@ -656,12 +666,13 @@ def absent(target: Target) -> None:
             where=f"rank {rank}",
         )
     bad = replace(CONFIG, target_modules=("no_such_layer",))
-    errors = target.run(build, target.config(target.model(), lora=bad))
-    must(
-        all(isinstance(error, ConfigError) for error in errors),
-        "lora.target_modules",
-        f"{errors[0]!r}",
-    )
+    trained = target.config(target.model(), lora=bad)
+    for config in (trained, replace(trained, optimizer=None)):
+        errors = target.run(build, config)
+        raised_everywhere("lora.target_modules", errors, ConfigError)
+        for rank, error in enumerate(errors):
+            named = getattr(error, "field", None) == "lora.target_modules"
+            must(named, "lora.target_modules", f"another key: {error!r}", where=f"rank {rank}")
     for layer in ("lm_head", "embed_tokens"):
         _trains_or_refuses(target, layer)
 

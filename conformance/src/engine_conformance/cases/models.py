@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,14 +35,17 @@ from engine_conformance.cases._ranks import (
     InferCall,
     RankOutputs,
     Trained,
+    build,
     infer_on_rank,
+    opened,
     step,
     summary,
+    whole_weights,
 )
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.fixtures import PackedDocuments, packed_documents
-from engine_conformance.oracle import read_safetensors
+from engine_conformance.oracle import expected_shapes, read_config, read_safetensors
 from engine_conformance.oracle.config import ACTIVATIONS
 from engine_conformance.seeds import cached_by_seed
 
@@ -197,6 +201,8 @@ SHAPES: dict[str, ModelRequest] = {
     "a mixture with a dense layer": _mixture(mlp_only_layers=[0]),
     "a mixture in every second layer": _mixture(decoder_sparse_step=2),
 }
+# Those whose layers differ in the weights that they have.
+MIXTURES = ("a mixture with a dense layer", "a mixture in every second layer")
 # By family, keys of config.json that may be left out, with arguments of `TinyModel` for which
 # transformers' default is what the model has.
 LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -351,6 +357,35 @@ def _compare_built(
     return max(margins)
 
 
+def random_shapes(setup: Setup) -> EngineError | dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of an engine that draws them, or its refusal."""
+    error = build(setup)
+    if error is not None:
+        return error
+    with opened(setup) as engine:
+        return {name: tuple(value.shape) for name, value in whole_weights(engine).items()}
+
+
+def _require_weights_of(target: Target, name: str, request: ModelRequest) -> None:
+    """Require random weights of the names and shapes of a model's, or a refusal on every rank."""
+    model = target.model(**request.model)
+    config = target.config(model, optimizer=None)
+    source = replace(config.model, init="random")
+    ranks: list[EngineError | dict[str, tuple[int, ...]]] = target.run(
+        random_shapes, replace(config, model=source)
+    )
+    errors = [one if isinstance(one, EngineError) else None for one in ranks]
+    if any(errors):
+        _require_refusal_by_name(name, ("init", "random", *request.words), errors)
+        return
+    want = expected_shapes(read_config(model))
+    for rank, got in enumerate(ranks):
+        assert not isinstance(got, EngineError)
+        differ = sorted({*got.items()} ^ {*want.items()})
+        problem = f"those of {name} and the random ones differ: {differ[:2]}"
+        must(not differ, "weights", problem, where=f"rank {rank}")
+
+
 @cached_by_seed
 def _batch(seed: int, lengths: tuple[int, ...], vocab_size: int) -> PackedDocuments:
     """Return documents with ids of the whole vocabulary."""
@@ -373,6 +408,10 @@ def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
     return replace(config, model=replace(config.model, config_overrides=request.overrides))
 
 
+# A weight's name or a path in an error, which may hold a request's name by chance.
+_NAMES = re.compile(r"\bmodel\.(?:layers|embed_tokens|norm)[\w.*]*|(?:/[\w.-]+){2,}")
+
+
 def _require_refusal_by_name(
     name: str, words: Sequence[str], errors: Sequence[EngineError | None]
 ) -> None:
@@ -380,7 +419,9 @@ def _require_refusal_by_name(
     allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
     raised_everywhere(name, errors, kind if allowed else ConfigError)
     said = str(errors[0])
-    named = any(word.lower() in said.lower() for word in words)
+    # Weights that are missing are no request, whatever their names.
+    told = _NAMES.sub("", said).lower()
+    named = any(word.lower() in told for word in words)
     expected = f"a refusal that names the key ({' or '.join(words)})"
     must(named, name, f"expected {expected}, got: {said}")
 
@@ -495,6 +536,9 @@ def shapes(target: Target) -> float:
     ranks share it, or a key that config.json leaves out has another default than in transformers.
     """
     margins = [_require_right_or_refused(target, SHAPES)]
+    for name in MIXTURES:
+        if "qwen3_moe" in target.families:
+            _require_weights_of(target, name, SHAPES[name])
     for family, (arguments, left_out) in LEFT_OUT.items():
         if family in target.families and not (family in EXPERTS and target.dtype != "float32"):
             model = target.scratch() / "model"

@@ -300,7 +300,7 @@ def misfit(target: Target) -> None:
     """Sizes whose product is not the world MUST raise ``ConfigError`` on every rank.
 
     The ranks stay usable. Of every kind of parallelism that the engine declares, alone
-    and with data parallelism.
+    and with data parallelism, that of experts with a model that has some.
 
     If this fails: some ranks are left out, or wait for others in a group that never
     forms.
@@ -316,10 +316,14 @@ def misfit(target: Target) -> None:
     ]
     # Without data parallelism the size itself may be what is refused.
     own = ConfigError if Capability.DP in target.capabilities else EngineError
-    for layout in sizes:
-        errors = target.run(
-            initialize, target.config(target.model(num_layers=4), parallelism=layout)
-        )
+    plain = target.model(num_layers=4)
+    asked = [(layout, plain) for layout in sizes]
+    # Without experts they may be what is refused.
+    if Capability.EP in target.capabilities and target.model_type == LM:
+        mixtures = target.models({"family": "qwen3_moe", "tied": False})
+        asked += [(Parallelism(ep=2 * world), mixture) for mixture in mixtures]
+    for layout, model in asked:
+        errors = target.run(initialize, target.config(model, parallelism=layout))
         raised_everywhere(f"{layout}", errors, own)
     good = target.layout if world > 1 else Parallelism()
     errors = target.run(initialize, target.config(target.model(), parallelism=good))

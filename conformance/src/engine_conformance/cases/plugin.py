@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 
+import torch
+
 from engine_api.config import EngineConfig
 from engine_api.devices import DEVICES
 from engine_api.errors import PluginNotFound, PluginUnavailable
@@ -161,14 +163,26 @@ def probe_devices(setup: Setup) -> list[str]:
             continue
         if not result.ok and not (result.reason and result.remedy):
             problems.append(f"says no for {device} without reason or remedy")
+        if result.ok and not _is_here(device):
+            problems.append(f"says yes for {device}, which torch does not find here")
     return problems
+
+
+def _is_here(device: str) -> bool:
+    """Return whether torch finds a device of this kind in this process."""
+    if device == "cpu":
+        return True
+    module = getattr(torch, device, None)
+    return module is not None and bool(module.is_available())
 
 
 @case(id="plugin.probe", world=(1,), model_types=TYPES)
 def probe(target: Target) -> None:
     """The probe MUST answer for every device without raising, with reason and remedy for a no.
 
-    If this fails: a missing driver is an exception of the probe.
+    A yes is for a device that torch finds here.
+
+    If this fails: a missing driver is an exception of the probe, or is not looked for.
     """
     problems = target.run(probe_devices, target.config(target.model()))[0]
     must(not problems, "probe", "; ".join(problems))

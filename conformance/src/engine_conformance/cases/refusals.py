@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,7 +153,7 @@ def bad_configuration(target: Target) -> None:
 
     No engine is left behind. A folder without weights or without one of them, a folder that is
     absent, an unknown optimizer, a misspelt option, kernel or key among right ones, a size that
-    the weights do not have.
+    the weights do not have, a value of another type in config.json.
 
     If this fails: an unknown key is ignored; weights that are missing stay random; of several
     keys or weights the first or the last one alone is looked at.
@@ -175,6 +176,9 @@ def bad_configuration(target: Target) -> None:
         ),
         "option": replace(base, options={"no_such_option": 1}),
         "override": replace(base, model=ModelSource(path=str(model), config_overrides=misspelt)),
+        "override alone": replace(
+            base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 64})
+        ),
         "another size than the files'": replace(
             base, model=ModelSource(path=str(model), config_overrides={"vocab_size": 250})
         ),
@@ -185,7 +189,10 @@ def bad_configuration(target: Target) -> None:
         folder = _lacking_one(target, mixture, "model.layers.0.mlp.experts.1.up_proj.weight")
         wrong["one expert's weight less"] = replace(base, model=ModelSource(path=str(folder)))
     if target.model_type == VALUE:  # the rest is the language model's own code
-        wrong = {name: wrong[name] for name in ("no weights", "one weight less", "override")}
+        wrong = {name: wrong[name] for name in _OF_VALUE_MODELS}
+    for key, value in _MISTYPED.items():
+        folder = _with_keys(target, model, {key: value})
+        wrong[f"{key} {value!r}"] = replace(base, model=ModelSource(path=str(folder)))
     for name, config in wrong.items():
         errors = target.run(build, config)
         must(
@@ -197,6 +204,26 @@ def bad_configuration(target: Target) -> None:
     must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
 
 
+# Values of config.json of a type that no model has.
+_MISTYPED: dict[str, Any] = {
+    "hidden_size": "64",
+    "num_attention_heads": None,
+    "num_hidden_layers": [2],
+    "vocab_size": "many",
+    "rms_norm_eps": "small",
+}
+
+
+def _with_keys(target: Target, model: Path, keys: dict[str, Any]) -> Path:
+    """Return a copy of a model with other keys in its ``config.json``."""
+    folder = target.scratch() / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+_OF_VALUE_MODELS = ("no weights", "one weight less", "override", "override alone")
 # A weight that every model has, neither its first nor its last.
 _MIDDLE = "model.layers.0.self_attn.o_proj.weight"
 
