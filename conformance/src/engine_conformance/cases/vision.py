@@ -413,9 +413,11 @@ def refused_batches(target: Target) -> None:
         must(isinstance(reply, BatchError), "error", f"{reply!r}", where=where)
     if Capability.SHARED_PREFIXES in target.capabilities:
         shared = target.config(write_model(target), memory=Memory(share_prefixes=True))
-        errors: list[EngineError | None] = target.run(build, shared)
-        raised_everywhere("shared prefixes", errors, ConfigError)
-        must("share_prefixes" in str(errors[0]), "error", f"{errors[0]} does not name the option")
+        refusals: list[EngineError | None] = target.run(build, shared)
+        raised_everywhere("shared prefixes", refusals, ConfigError)
+        must(
+            "share_prefixes" in str(refusals[0]), "error", f"{refusals[0]} does not name the option"
+        )
 
 
 def go_on(
