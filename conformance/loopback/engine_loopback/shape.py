@@ -29,6 +29,8 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "rms_norm_eps": (int, float),
     "initializer_range": (int, float),
 }
+# transformers' head_dim where a config.json leaves it out, of families that do not derive it.
+_HEAD_DIMS = {"qwen3": 128}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -184,7 +186,7 @@ def _shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
         layers=layers,
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=raw.get("head_dim", _HEAD_DIMS.get(family)) or raw["hidden_size"] // heads,
         eps=float(raw.get("rms_norm_eps", 1e-6)),
         theta=float(rope_of(raw).get("rope_theta", raw.get("rope_theta", 10000.0))),
         std=float(raw.get("initializer_range", 0.02)),

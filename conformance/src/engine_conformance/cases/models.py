@@ -170,6 +170,7 @@ WINDOWS: dict[str, ModelRequest] = {
         "qwen3", use_sliding_window=True, layer_types=["sliding_attention", "full_attention"]
     ),
     "not switched on": _window("qwen2", use_sliding_window=False),
+    "not switched on, with norms of heads": _window("qwen3", use_sliding_window=False),
 }
 CAPS: dict[str, ModelRequest] = {
     "of scores": _cap(missing="final_logit_softcapping", attn_logit_softcapping=2.0),
@@ -218,6 +219,8 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "tie_word_embeddings",
         ),
     ),
+    # Not hidden size / heads, as in the other families.
+    "qwen3": ({"head_dim": 128}, ("head_dim",)),
     "qwen3_moe": (
         {"norm_topk_prob": False, "tied": False},
         ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "tie_word_embeddings"),

@@ -35,6 +35,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
 MECHANISM_FAMILIES = ("granite", "granite_swa", "phi", "dots1", "lfm2", "deepseek_v32")
 # The names in config.json of the activations that the oracle computes.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+# transformers' head_dim where a config.json leaves it out, of families that do not derive it.
+_HEAD_DIMS = {"qwen3": 128}
 # The key of a family's activation and its default, where they are not hidden_act and silu.
 _ACTIVATION_KEYS = {
     "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
@@ -209,7 +211,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     if family not in known:
         raise UnsupportedModel(f"model_type {family!r}: the oracle computes {', '.join(known)}")
     heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    head_dim = raw.get("head_dim", _HEAD_DIMS.get(family)) or raw["hidden_size"] // heads
     biased = bool(raw.get("attention_bias", False)) and family not in ("qwen2", "mistral")
     return ModelConfig(
         family=family,
