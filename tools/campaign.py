@@ -236,7 +236,7 @@ class Campaign:
         return {
             _name_of(item): item
             for item in make_plan(selection, self.root)
-            if item.case.quick == (stage.tier == "quick")
+            if item.case.is_quick(stage.world, first=1) == (stage.tier == "quick")
             and not item.absent
             and (self.repeats or not item.variant)
         }

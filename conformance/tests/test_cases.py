@@ -205,3 +205,11 @@ def test_an_engine_is_asked_only_for_the_model_families_that_it_declares(tmp_pat
     assert [CASES["refusal.moe"].why_not(one) is None for one in (some, every)] == [False, True]
     assert [one.model().name.split("-")[0] for one in (some, every)] == ["llama", "qwen3"]
     assert len(some.models({"family": "llama"}, {"family": "qwen2"})) == 1
+
+
+def test_the_quick_tier_runs_some_cases_on_the_smallest_number_of_ranks_alone() -> None:
+    once, always, full = (CASES[name] for name in ("distill.top", "train.trajectory", "moe.replay"))
+
+    assert [one.is_quick(1, first=1) for one in (once, always, full)] == [True, True, False]
+    assert [one.is_quick(2, first=1) for one in (once, always, full)] == [False, True, False]
+    assert once.is_quick(2, first=2)

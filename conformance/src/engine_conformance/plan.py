@@ -177,7 +177,7 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     chosen = [
         case
         for case in _chosen(selection.cases)
-        if case.profile in profiles and (case.quick or not selection.quick)
+        if case.profile in profiles
     ]
     resolution = resolve(selection)
     if not rollout:
@@ -203,7 +203,11 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     ]
     why_not: dict[str, str] = {}
     items = [
-        item for target in targets for case in chosen if (item := _item(case, target, why_not))
+        item
+        for target in targets
+        for case in chosen
+        if (not selection.quick or case.is_quick(target.world, first=min(selection.worlds)))
+        and (item := _item(case, target, why_not))
     ]
     if selection.complete and selection.layout == Parallelism() and not rollout:
         items += _repeated(chosen, targets, resolution)

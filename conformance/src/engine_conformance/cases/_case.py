@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import Literal
 
 from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.errors import ConfigError, UnsupportedCapability
@@ -125,7 +126,7 @@ class Case:
             not.
         model_types: which kinds of engine it is about.
         profile: ``engine``, ``rl`` or ``rollout``.
-        quick: part of the quick tier.
+        quick: part of the quick tier; ``once``, on the smallest number of ranks of the run alone.
         slow: takes more than about ten seconds.
         provisional: reported, but no part of the verdict until the next minor version.
         partner: is about two engines, and runs only where a second one is named.
@@ -142,7 +143,7 @@ class Case:
     dtypes: tuple[str, ...]
     model_types: tuple[str, ...]
     profile: str
-    quick: bool
+    quick: bool | Literal["once"]
     slow: bool
     provisional: bool
     partner: bool
@@ -179,6 +180,10 @@ class Case:
         if self.profile != "engine":
             return self.profile
         return str(self.requires[0]) if self.requires else "core"
+
+    def is_quick(self, world: int, *, first: int) -> bool:
+        """Return whether the quick tier runs this case on so many ranks; ``first`` is the fewest."""
+        return world == first if self.quick == "once" else self.quick
 
     def why_not(self, target: Target) -> str | None:
         """Return why this case does not apply to ``target``, or None."""
@@ -222,7 +227,7 @@ def case(
     dtypes: tuple[str, ...] = BOTH_PRECISIONS,
     model_types: tuple[str, ...] = (LM,),
     profile: str = "engine",
-    quick: bool = False,
+    quick: bool | Literal["once"] = False,
     slow: bool = False,
     provisional: bool = False,
     partner: bool = False,

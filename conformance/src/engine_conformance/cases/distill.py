@@ -366,7 +366,7 @@ def _compare(
 _KINDS: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
 
 
-@case(id="distill.divergence", since=SINCE, requires=REQUIRES, dtypes=FLOAT32)
+@case(id="distill.divergence", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, quick="once")
 def divergence(target: Target) -> float:
     """The divergence to a teacher MUST be over the whole vocabulary, and its gradient the oracle's.
 
@@ -432,7 +432,7 @@ def _taught_by_head(
     return _compare(target, ranks, batch, loss, config.model.path)
 
 
-@case(id="distill.top", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2))
+@case(id="distill.top", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2), quick="once")
 def top(target: Target) -> float:
     """The divergence over a teacher's best tokens MUST count all other tokens as one class.
 
@@ -592,7 +592,9 @@ def share(setup: Setup, batch: PackedDocuments, width: int) -> EngineError | Non
         return caught(lambda: engine.train_batch(own.with_fields(**states), loss))
 
 
-@case(id="distill.refused", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2))
+@case(
+    id="distill.refused", since=SINCE, requires=REQUIRES, dtypes=FLOAT32, world=(1, 2), quick="once"
+)
 def refused(target: Target) -> float:
     """A teacher that does not fit MUST be refused on all ranks, and the engine stays usable.
 

@@ -243,7 +243,7 @@ def _made_from_seed(target: Target) -> dict[str, tuple[EngineConfig, Adapter]]:
     return made
 
 
-@case(id="export.first_values", since="1.3", model_types=TYPES)
+@case(id="export.first_values", since="1.3", model_types=TYPES, quick="once")
 def first_values_follow_seed(target: Target) -> None:
     """Weights that no file holds MUST follow from the seed: the same on all ranks, in all worlds.
 

@@ -648,7 +648,7 @@ def without_adapter(setup: Setup) -> list[bool]:
         return [isinstance(caught(call), ConfigError) for call in calls]
 
 
-@case(id="lora.absent", requires=LORA)
+@case(id="lora.absent", requires=LORA, quick="once")
 def absent(target: Target) -> None:
     """Asking for the adapter of an engine that has none MUST raise ``ConfigError``.
 

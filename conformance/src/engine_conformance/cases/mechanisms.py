@@ -124,6 +124,7 @@ def _holds_at_length(target: Target, capability: Capability) -> float:
     since=SINCE,
     requires=(Capability.SOFTCAP,),
     families=_families(Capability.SOFTCAP),
+    quick="once",
 )
 def softcap(target: Target) -> float:
     """Caps of attention's scores and of the logits MUST be applied, forward and backward.
@@ -247,6 +248,7 @@ def saved_buffers(target: Target) -> float:
     since=SINCE,
     requires=(Capability.SINKS,),
     families=_families(Capability.SINKS),
+    quick="once",
 )
 def sinks(target: Target) -> float:
     """Attention sinks MUST take their part of each head's softmax, and be trained.
@@ -265,6 +267,7 @@ def sinks(target: Target) -> float:
     since=SINCE,
     requires=(Capability.LINEAR_ATTENTION,),
     families=_families(Capability.LINEAR_ATTENTION),
+    quick="once",
 )
 def linear_attention(target: Target) -> float:
     """Layers that carry a state from token to token MUST begin anew at each document.
@@ -282,6 +285,7 @@ def linear_attention(target: Target) -> float:
     since=SINCE,
     requires=(Capability.SPARSE_ATTENTION,),
     families=_families(Capability.SPARSE_ATTENTION),
+    quick="once",
 )
 def sparse_attention(target: Target) -> float:
     """A token MUST attend to the tokens that its index selects, in its own document.

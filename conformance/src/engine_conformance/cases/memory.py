@@ -86,7 +86,7 @@ def _train_with_memory(target: Target, memory: Memory, **model: object) -> float
     return _trains(target, target.config(folder, optimizer=OPTIMIZER, memory=memory), folder)
 
 
-@case(id="memory.chunks", model_types=TYPES)
+@case(id="memory.chunks", model_types=TYPES, quick="once")
 def chunks(target: Target) -> float:
     """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
 

@@ -484,7 +484,7 @@ def own_code(target: Target) -> float:
     return margin
 
 
-@case(id="models.rope", since=SINCE)
+@case(id="models.rope", since=SINCE, quick="once")
 def rope(target: Target) -> float:
     """Scaled rotary positions MUST be computed as ``config.json`` says, or be refused by name.
 

@@ -138,6 +138,7 @@ def offer(setup: Setup, batch: PackedDocuments) -> EngineError | None:
     requires=(Capability.ROUTER_REPLAY, Capability.MOE),
     dtypes=("float32",),
     world=(1, 2),
+    quick="once",
 )
 def refused(target: Target) -> float:
     """A field ``routed_experts`` that is not the model's MUST be a ``BatchError``.

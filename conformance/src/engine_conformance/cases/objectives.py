@@ -97,7 +97,7 @@ def _perturb_old_log_probs(folder: str, batch: PackedDocuments) -> PackedDocumen
     return batch.near(1, old_log_probs=now.numpy())
 
 
-@case(id="train.entropy")
+@case(id="train.entropy", quick="once")
 def entropy(target: Target) -> float:
     """A loss that asks for entropy MUST get its gradient too, at every temperature.
 

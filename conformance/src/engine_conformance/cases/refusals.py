@@ -147,7 +147,7 @@ def bad_arguments(target: Target) -> None:
         must(loss > 0, "loss", f"{loss} after the refused calls", where=f"rank {rank}")
 
 
-@case(id="contract.bad_configuration", model_types=TYPES)
+@case(id="contract.bad_configuration", model_types=TYPES, quick="once")
 def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
 

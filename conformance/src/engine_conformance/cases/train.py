@@ -161,6 +161,7 @@ def _shared_by(target: Target, mechanism: Capability) -> float:
     requires=(Capability.SHARED_PREFIXES,),
     world=(1, 2),
     model_types=TYPES,
+    quick="once",
 )
 def shared_prefixes(target: Target) -> float:
     """Documents that share their beginning MUST have the outputs and gradients of each alone.

@@ -379,6 +379,7 @@ def bad_calls(
     world=(1, 2),
     families=FAMILIES,
     dtypes=FLOAT32,
+    quick="once",
 )
 def refused_batches(target: Target) -> None:
     """Images that do not fit their document's tokens MUST be a `BatchError` on every rank.
