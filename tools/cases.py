@@ -25,8 +25,8 @@ and `explain ID` prints a whole one. Each case compares results per token or per
 float64 oracle that shares no code with any engine, or bit for bit with the engine itself, or asks
 for an error. *Core* cases apply to every engine, *undeclared* ones to engines that do not declare
 the capability, and the others to engines that declare the capability that is their group.
-[The contract](contract.md) states what each case demands. `--tier quick` leaves out the *full* tier,
-and runs those with *once* on the smallest number of ranks alone.
+[The contract](contract.md) states what each case demands. `--tier quick` leaves out the *full*
+tier, and runs those with *once* on the smallest number of ranks alone.
 """
 REPEATED = """\
 ## Repeated cases

@@ -182,7 +182,7 @@ class Case:
         return str(self.requires[0]) if self.requires else "core"
 
     def is_quick(self, world: int, *, first: int) -> bool:
-        """Return whether the quick tier runs this case on so many ranks; ``first`` is the fewest."""
+        """Return whether the quick tier has this case on so many ranks; ``first`` is the fewest."""
         return world == first if self.quick == "once" else self.quick
 
     def why_not(self, target: Target) -> str | None:
