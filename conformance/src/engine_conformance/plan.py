@@ -174,11 +174,7 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     """
     rollout = resolve_kind(selection)
     profiles = selection.profiles or (("rollout",) if rollout else ("engine", "rl"))
-    chosen = [
-        case
-        for case in _chosen(selection.cases)
-        if case.profile in profiles
-    ]
+    chosen = [case for case in _chosen(selection.cases) if case.profile in profiles]
     resolution = resolve(selection)
     if not rollout:
         _check_families(resolution.plugin)
