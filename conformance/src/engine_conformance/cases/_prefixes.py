@@ -75,7 +75,10 @@ def shared_or_refused(target: Target, name: str, config: EngineConfig) -> float:
     """
     errors: list[EngineError | None] = target.run(build, config)
     if any(errors):
-        _require_refusal(name, errors)
+        # A model that is refused without sharing, too, lacks something else, such as a kernel.
+        unshared = replace(config, memory=replace(config.memory, share_prefixes=False))
+        if not any(target.run(build, unshared)):
+            _require_refusal(name, errors)
         return 0.0
     batch = alike_documents(15)
     call = asking(target, batch)

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -86,8 +86,8 @@ class Surroundings:
     """Variables that libraries have set while they were imported."""
     memory: int
     """Bytes allocated on the device."""
-    daemons: int
-    """Number of threads that end with the process."""
+    daemons: tuple[str, ...]
+    """Threads that end with the process, without those of torch's compiler."""
     descriptors: int
     """Number of open files and sockets."""
     temporary: int
@@ -161,7 +161,7 @@ def read_surroundings(device: str, imported: frozenset[str]) -> Surroundings:
         switches=tuple((name, repr(read())) for name, read in _SWITCHES.items()),
         imported=imported,
         memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
-        daemons=sum(thread.daemon for thread in threading.enumerate()),
+        daemons=tuple(sorted(_daemons())),
         descriptors=_count("/proc/self/fd"),
         temporary=_count(tempfile.gettempdir()),
         tensors=_tensors(),
@@ -179,6 +179,18 @@ def _tensors() -> int:
 
 def _count(folder: str) -> int:
     return sum(1 for _ in Path(folder).glob("*"))
+
+
+def _daemons() -> Iterator[str]:
+    """Yield the name of each thread that ends with the process.
+
+    torch keeps those that serve the workers of its compiler: they are not counted.
+    """
+    for thread in threading.enumerate():
+        # Python offers no public way to what a thread runs.
+        runs: Any = getattr(thread, "_target", None)
+        if thread.daemon and not getattr(runs, "__module__", "").startswith("torch._inductor"):
+            yield thread.name
 
 
 def _children() -> list[int]:

@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -395,7 +396,11 @@ def _leaves_nothing(target: Target, model: Path) -> None:
             (name, old, dict(after.switches)[name]) for name, old in before.switches
         ):
             must(old == new, name, f"{new} after close, {old} before", where=where)
-        for name in ("groups", "daemons", "descriptors", "temporary", "tensors"):
+        left = Counter(after.daemons) - Counter(warm.daemons)
+        more = len(after.daemons) - len(warm.daemons)
+        problem = f"{more} more after a second life: {', '.join(left)}"
+        must(more <= 0, "daemons", problem, where=where)
+        for name in ("groups", "descriptors", "temporary", "tensors"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
         if target.is_asked_since("1.3"):

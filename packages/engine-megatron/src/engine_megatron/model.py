@@ -377,7 +377,10 @@ def _add_router_bias(mlp: Any) -> None:
     if isinstance(mlp, MoELayer):
         router: Any = mlp.router
         del router.expert_bias
-        bias = torch.zeros(router.num_experts, device=router.weight.device)
+        # Not where the router's weight is: that is on the CPU until its first use.
+        config: Any = router.config
+        device = None if config.use_cpu_initialization else torch.accelerator.current_device_index()
+        bias = torch.zeros(router.num_experts, device=device)
         router.expert_bias = nn.Parameter(bias, requires_grad=False)
 
 

@@ -18,6 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 __all__ = ["capped_attention", "tree_attention"]
 
+# The kernel has an entry for each cap, scale, head size and dtype that a process has met, with and
+# without gradients: a bound of eight, torch's own, ends a process that builds several models.
+_ENTRIES = 64
 # Masks by packing (which lives as long as its micro-batch) and window, because every layer needs
 # one and there are at most two kinds of layers.
 _MASKS: WeakKeyDictionary[Any, dict[int | None, BlockMask]] = WeakKeyDictionary()
@@ -70,9 +73,10 @@ def _mask_of(packing: Any, window: int | None) -> BlockMask:
         is_seen = _sees(packing, window)
         tokens = document.shape[0]
         # Compiled, because plain it makes the mask of each pair of tokens first.
-        masks[window] = _compiled(create_block_mask, dynamic=True)(
-            is_seen, None, None, tokens, tokens, device=document.device
-        )
+        with torch._dynamo.config.patch(recompile_limit=_ENTRIES):  # noqa: SLF001
+            masks[window] = _compiled(create_block_mask, dynamic=True)(
+                is_seen, None, None, tokens, tokens, device=document.device
+            )
     return masks[window]
 
 
@@ -134,7 +138,7 @@ def _compute(
         # One kernel for all numbers of tokens. (torch documents this call, underscore and all.)
         torch._dynamo.maybe_mark_dynamic(x, 2)  # noqa: SLF001
     # The kernel is written for one scale and one cap: it takes no floats as arguments.
-    with torch._dynamo.config.patch(specialize_float=True):  # noqa: SLF001
+    with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_ENTRIES):  # noqa: SLF001
         result: Tensor = _compiled(flex_attention, dynamic=None)(
             q,
             k,
