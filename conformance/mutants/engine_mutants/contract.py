@@ -404,6 +404,16 @@ class WeightsLiveWithTheEngine(LoopbackEngine):
 
 
 @mutant("contract.leaves_nothing", group="core")
+class FlatBufferLivesWithTheEngine(LoopbackEngine):
+    """A flat copy of all weights lives as long as the caller has the engine."""
+
+    def _release(self) -> None:
+        held = [one.param for one in self.weights.values() if one.param is not None]
+        self.flat = torch.cat([one.detach().flatten() for one in held])
+        super()._release()
+
+
+@mutant("contract.leaves_nothing", group="core")
 class ThreadStays(LoopbackEngine):
     """A thread that watches the ranks outlives ``close``."""
 

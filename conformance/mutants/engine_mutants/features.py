@@ -336,6 +336,16 @@ class AllLogitsExist(Model):
         return self.log_probs(hidden, weight, targets, temperature)
 
 
+@mutant("memory.chunks_bound", group="core", part="model")
+class ChunksAreKept(Model):
+    """Logits are computed in chunks, and those of all chunks are kept until the backward pass."""
+
+    def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        weight, size = self.weight(self.head_name), self.memory.logit_chunk
+        parts = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.cat([self.log_probs(h, weight, t, temperature) for h, t in parts])
+
+
 @mutant("train.shared_prefixes", group="shared-prefixes", part="model")
 class AnswersSeeEachOther(Model):
     """Behind a shared beginning, a token attends to all earlier tokens of the other documents."""

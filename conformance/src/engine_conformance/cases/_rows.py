@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Rows"]
+from engine_conformance.cases._case import must
+from engine_conformance.fixtures import PackedDocuments, packed_documents
+from engine_conformance.seeds import cached_by_seed
+
+__all__ = ["Rows", "require_bounded_rows", "two_chunks"]
 
 
 class Rows(TorchDispatchMode):
-    """The most rows of logits that an operation has made."""
+    """Rows of logits that operations have made.
+
+    Attributes:
+        most: the most that one operation has made.
+        live: the most that existed at a time, those that autograd keeps for the backward included.
+    """
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self._vocab, self._hidden = vocab, hidden
         self.most = 0
+        self.live = 0
+        self._kept: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -29,4 +42,33 @@ class Rows(TorchDispatchMode):
                 # The head's own weight and its gradient have as many rows as a token has numbers.
                 if rows != self._hidden:
                     self.most = max(self.most, rows)
+                    # By memory: views share it, and autograd keeps it in tensors of its own.
+                    self._kept[StorageWeakRef(one.untyped_storage())] = rows
+                    self._kept = {k: v for k, v in self._kept.items() if not k.expired()}
+                    self.live = max(self.live, sum(self._kept.values()))
         return made
+
+
+@cached_by_seed
+def two_chunks(seed: int, world: int, chunk: int) -> PackedDocuments:
+    """Return a document of two chunks for each rank."""
+    return packed_documents(seed, (2 * chunk,) * world)
+
+
+def require_bounded_rows(
+    many: Sequence[tuple[int, int]], few: Sequence[tuple[int, int]], chunk: int
+) -> float:
+    """Require that logits exist a chunk at a time, and return the margin.
+
+    Args:
+        many: `Rows.most` and `Rows.live` of each rank, for a batch of many chunks.
+        few: the same, for `two_chunks`.
+        chunk: ``memory.logit_chunk``.
+    """
+    for rank, ((most, live), (_, base)) in enumerate(zip(many, few, strict=True)):
+        where = f"rank {rank}"
+        must(most <= chunk, "logits", f"of {most} tokens for a chunk of {chunk}", where=where)
+        # Several tensors of a chunk's size may exist at a time: logits, probabilities, gradients.
+        problem = f"{live} rows live at a time, {base} with two chunks alone: chunks are kept"
+        must(live <= base + chunk, "logits", problem, where=where)
+    return max(most for most, _ in (*many, *few)) / chunk

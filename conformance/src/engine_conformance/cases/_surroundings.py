@@ -29,6 +29,8 @@ _CACHES = (
     "_TORCHINDUCTOR_",
     "TRITON_",
 )
+# More numbers than a norm or the bounds of documents have.
+_LONG = 4096
 # In the command line of the process that starts the workers of torch's compiler.
 _COMPILER = b"torch/_inductor/compile_worker"
 
@@ -93,7 +95,7 @@ class Surroundings:
     temporary: int
     """Number of entries in the folder for temporary files."""
     tensors: int
-    """Number of tensors of more than one dimension."""
+    """Number of tensors of more than one dimension, and of long ones."""
 
 
 def _umask() -> int:
@@ -174,7 +176,10 @@ def _tensors() -> int:
     gc.unfreeze()
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
-    return sum(type(one) in kinds and one.dim() > 1 for one in gc.get_objects())
+    # A flat buffer may hold all weights of a model.
+    return sum(
+        type(one) in kinds and (one.dim() > 1 or one.numel() >= _LONG) for one in gc.get_objects()
+    )
 
 
 def _count(folder: str) -> int:
