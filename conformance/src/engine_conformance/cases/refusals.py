@@ -153,7 +153,7 @@ def bad_configuration(target: Target) -> None:
 
     No engine is left behind. A folder without weights or without one of them, a folder that is
     absent, an unknown optimizer, a misspelt option, kernel or key among right ones, a size that
-    the weights do not have, a value of another type in config.json.
+    the weights do not have, a value of another type in config.json (since 1.4).
 
     If this fails: an unknown key is ignored; weights that are missing stay random; of several
     keys or weights the first or the last one alone is looked at.
@@ -190,7 +190,7 @@ def bad_configuration(target: Target) -> None:
         wrong["one expert's weight less"] = replace(base, model=ModelSource(path=str(folder)))
     if target.model_type == VALUE:  # the rest is the language model's own code
         wrong = {name: wrong[name] for name in _OF_VALUE_MODELS}
-    for key, value in _MISTYPED.items():
+    for key, value in _MISTYPED.items() if target.is_asked_since("1.4") else ():
         folder = _with_keys(target, model, {key: value})
         wrong[f"{key} {value!r}"] = replace(base, model=ModelSource(path=str(folder)))
     for name, config in wrong.items():

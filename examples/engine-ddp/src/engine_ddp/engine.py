@@ -25,6 +25,7 @@ from engine_api.capabilities import unsupported
 from engine_api.comm import SingleComm, TorchComm, together
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
+from engine_api.hf_config import read_hf_config
 from engine_api.hf_names import pieces_of
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer, loaded_dtypes, state_fields
@@ -112,6 +113,7 @@ class DdpEngine(BaseEngine):
         for field in fields(read):
             if getattr(self.config.model, field.name) != getattr(read, field.name):
                 raise ConfigError(f"model.{field.name}", "it is not read", remedy="leave it out")
+        read_hf_config(path, remedy="use the file that belongs to the weights")
         try:
             loaded: Any = self.auto_class.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
