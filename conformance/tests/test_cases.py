@@ -16,8 +16,8 @@ from engine_api.capabilities import Capability
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.plugin import EnginePlugin, is_older
 from engine_conformance.cases import Case, Target, load_cases, run_case
+from engine_conformance.cases._expect import require_refusal_by_name
 from engine_conformance.cases.contract import _member_problems
-from engine_conformance.cases.models import _require_refusal_by_name
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.rank_failure import REFUSED, FailedRank, RankError
 from engine_conformance.report.view import facts
@@ -171,13 +171,13 @@ def test_a_mechanism_is_refused_for_want_of_a_package_that_the_refusal_names(
 def test_a_refusal_that_does_not_name_the_key_is_shown_with_the_words_that_would_do() -> None:
     vague = ConfigError("model", "only model.path is read", remedy="leave the rest out")
     with pytest.raises(ConformanceFailure) as caught:
-        _require_refusal_by_name("an override", ("override", "rope"), [vague])
+        require_refusal_by_name("an override", ("override", "rope"), [vague])
     assert "an override: expected a refusal that names the key (override or rope), got:" in (
         str(caught.value)
     )
     assert "only model.path is read" in str(caught.value)
     named = ConfigError("model.config_overrides", "this engine does not read it")
-    _require_refusal_by_name("an override", ("override", "rope"), [named])
+    require_refusal_by_name("an override", ("override", "rope"), [named])
 
 
 def test_a_certificate_names_a_capability_that_was_refused_for_want_of_a_package() -> None:

@@ -5,6 +5,7 @@ The oracle's runs are kept for the other world sizes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_api.errors import EngineError, RankFailure
+from engine_api.errors import ConfigError, EngineError, RankFailure, UnsupportedCapability
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import VALUE, must
 from engine_conformance.cases._ranks import InferCall, RankOutputs, Trained
@@ -52,11 +53,14 @@ __all__ = [
     "oracle_training",
     "outputs_match",
     "raised_everywhere",
+    "require_refusal_by_name",
     "same_on_all_ranks",
     "trained_on",
     "training_matches",
 ]
 
+# A weight's name or a path in an error, which may hold a request's name by chance.
+_NAMES = re.compile(r"\bmodel\.(?:layers|embed_tokens|norm)[\w.*]*|(?:/[\w.-]+){2,}")
 CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 
 
@@ -425,3 +429,21 @@ def raised_everywhere(
             where=f"rank {rank}",
         )
         must(bool(str(error)), name, "the error says nothing", where=f"rank {rank}")
+
+
+def require_refusal_by_name(
+    name: str, words: Sequence[str], errors: Sequence[EngineError | None]
+) -> None:
+    """Require a refusal on every rank that names one of these words.
+
+    It is a `ConfigError` or an `UnsupportedCapability`.
+    """
+    kind = next((type(error) for error in errors if error is not None), ConfigError)
+    allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
+    raised_everywhere(name, errors, kind if allowed else ConfigError)
+    said = str(errors[0])
+    # Weights that are missing are no request, whatever their names.
+    told = _NAMES.sub("", said).lower()
+    named = any(word.lower() in told for word in words)
+    expected = f"a refusal that names the key ({' or '.join(words)})"
+    must(named, name, f"expected {expected}, got: {said}")

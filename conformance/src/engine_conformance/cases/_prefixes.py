@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, Parallelism
-from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_conformance.cases._case import must
+from engine_api.errors import EngineError
 from engine_conformance.cases._expect import (
     asking,
     oracle_of,
     oracle_training,
     outputs_match,
-    raised_everywhere,
+    require_refusal_by_name,
     training_matches,
 )
+from engine_conformance.cases._layouts import layout_holds
 from engine_conformance.cases._ranks import InferredAndTrained, build, infer_and_train
 from engine_conformance.cases._target import Target
 from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.seeds import cached_by_seed
 
-__all__ = ["alike_documents", "shared_in_layout", "shared_or_refused"]
+__all__ = ["alike_documents", "holds_with_prefixes", "shared_or_refused"]
 
 _NAMES = ("shared-prefixes", "share_prefixes")
 
@@ -53,13 +52,14 @@ def alike_documents(seed: int) -> PackedDocuments:
     return whole.take([0, 5, 10, 6, 1, 2, 7, 11, 8, 3, 4, 9])
 
 
-def shared_in_layout(target: Target, model: Path, layout: Parallelism) -> float:
-    """Require that shared beginnings are right in a layout or refused, if they are declared."""
+def holds_with_prefixes(target: Target, model: Path, layout: Parallelism) -> float:
+    """Compare a layout with the oracle, and with shared beginnings too if they are declared."""
+    margin = layout_holds(target, model, layout)
     if Capability.SHARED_PREFIXES not in target.capabilities:
-        return 0.0
+        return margin
     memory = Memory(share_prefixes=True)
     config = target.config(model, parallelism=layout, memory=memory)
-    return shared_or_refused(target, f"{layout}", config)
+    return max(margin, shared_or_refused(target, f"{layout}", config))
 
 
 def shared_or_refused(target: Target, name: str, config: EngineConfig) -> float:
@@ -78,7 +78,7 @@ def shared_or_refused(target: Target, name: str, config: EngineConfig) -> float:
         # A model that is refused without sharing, too, lacks something else, such as a kernel.
         unshared = replace(config, memory=replace(config.memory, share_prefixes=False))
         if not any(target.run(build, unshared)):
-            _require_refusal(name, errors)
+            require_refusal_by_name(f"shared prefixes, {name}", _NAMES, errors)
         return 0.0
     batch = alike_documents(15)
     call = asking(target, batch)
@@ -89,12 +89,3 @@ def shared_or_refused(target: Target, name: str, config: EngineConfig) -> float:
         outputs_match(target, oracle, call, [rank.outputs[0] for rank in ranks]),
         training_matches(target, [rank.trained for rank in ranks], want, oracle),
     )
-
-
-def _require_refusal(name: str, errors: Sequence[EngineError | None]) -> None:
-    kind = next(type(error) for error in errors if error is not None)
-    allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
-    raised_everywhere(f"shared prefixes, {name}", errors, kind if allowed else ConfigError)
-    said = str(errors[0])
-    named = any(one in said for one in _NAMES)
-    must(named, f"shared prefixes, {name}", f"expected a refusal by that name, got: {said}")

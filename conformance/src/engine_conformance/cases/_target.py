@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +156,14 @@ class Target:
         """Return the folder of the model that ``write`` writes, written once."""
         folder = self.root / "models" / write.__name__
         return folder if (folder / "config.json").exists() else write(folder)
+
+    def edited(self, model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+        """Return a copy of a model's folder with the ``config.json`` that ``change`` returns."""
+        folder = self.scratch() / "model"
+        shutil.copytree(model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(change(config)))
+        return folder
 
     def models(self, *arguments: Mapping[str, Any]) -> list[Path]:
         """Return `model` of each of these arguments whose family the engine is asked to build."""

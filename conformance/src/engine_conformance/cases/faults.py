@@ -143,24 +143,28 @@ def _one_bit(folder: Path) -> None:
     file.write_text(file.read_text().replace('"step": 1', '"step": 3', 1))
 
 
-def _half_state(folder: Path) -> None:
-    def drop(manifest: dict[str, Any]) -> None:
-        gone = next(key for key in manifest["tensors"] if key.startswith("optim."))
-        name = gone.rpartition(".")[0]
-        manifest["tensors"] = {
-            k: v for k, v in manifest["tensors"].items() if k.rpartition(".")[0] != name
-        }
+def _drop(folder: Path, is_gone: Callable[[str], bool]) -> None:
+    """Take the tensors from the manifest whose keys are told to be gone."""
 
-    _edit(folder, drop)
+    def keep(manifest: dict[str, Any]) -> None:
+        tensors = manifest["tensors"]
+        manifest["tensors"] = {key: tensors[key] for key in tensors if not is_gone(key)}
+
+    _edit(folder, keep)
+
+
+def _half_state(folder: Path) -> None:
+    of_optimizer = next(key for key in read_manifest(folder)["tensors"] if _is_state(key))
+    name = of_optimizer.rpartition(".")[0]
+    _drop(folder, lambda key: key.rpartition(".")[0] == name)
 
 
 def _no_state(folder: Path) -> None:
-    def drop(manifest: dict[str, Any]) -> None:
-        manifest["tensors"] = {
-            k: v for k, v in manifest["tensors"].items() if not k.startswith("optim.")
-        }
+    _drop(folder, _is_state)
 
-    _edit(folder, drop)
+
+def _is_state(key: str) -> bool:
+    return key.startswith("optim.")
 
 
 def _no_state_of_old(folder: Path) -> None:
@@ -176,24 +180,13 @@ def _no_state_of_old(folder: Path) -> None:
 
 def _without_field(name: str) -> Callable[[Path], None]:
     """Return a function that takes one field of the optimizer's state from all weights."""
-
-    def drop_field(folder: Path) -> None:
-        def drop(manifest: dict[str, Any]) -> None:
-            manifest["tensors"] = {
-                k: v
-                for k, v in manifest["tensors"].items()
-                if not (k.startswith("optim.") and k.endswith(f".{name}"))
-            }
-
-        _edit(folder, drop)
-
-    return drop_field
+    return lambda folder: _drop(folder, lambda key: _is_state(key) and key.endswith(f".{name}"))
 
 
 def _each_field(folder: Path) -> dict[str, tuple[Callable[[Path], None], type[CheckpointError]]]:
     """Return a damage for each field of the optimizer's state, which no weight then has."""
     saved = read_manifest(folder)["tensors"]
-    fields = sorted({key.rpartition(".")[2] for key in saved if key.startswith("optim.")})
+    fields = sorted({key.rpartition(".")[2] for key in saved if _is_state(key)})
     return {f"no {one} of any weight": (_without_field(one), CheckpointMismatch) for one in fields}
 
 

@@ -5,7 +5,6 @@ They do so alone and together.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from engine_api.capabilities import Capability
@@ -13,7 +12,7 @@ from engine_api.config import Parallelism
 from engine_conformance.cases._case import LM, VALUE, case
 from engine_conformance.cases._journeys import Stage, journey
 from engine_conformance.cases._layouts import layout_holds, right_or_refused
-from engine_conformance.cases._prefixes import shared_in_layout
+from engine_conformance.cases._prefixes import holds_with_prefixes
 from engine_conformance.cases._target import Target
 
 TP = Capability.TP
@@ -31,11 +30,6 @@ DEEP: dict[str, Any] = {"num_layers": 4}
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
 
 
-def _holds_with_prefixes(target: Target, model: Path, layout: Parallelism) -> float:
-    """Compare a layout with the oracle, documents that share their beginnings included."""
-    return max(layout_holds(target, model, layout), shared_in_layout(target, model, layout))
-
-
 @case(id="parallel.tp", requires=(TP,), world=SEVERAL, model_types=BOTH)
 def tp(target: Target) -> float:
     """Tensor parallelism MUST NOT change outputs, loss, norm or update, and its ranks MUST agree.
@@ -48,7 +42,7 @@ def tp(target: Target) -> float:
     not summed (Megatron-LM #7452), replicated weights enter the norm once a rank (verl
     #4710), the split vocabulary's log-sum-exp is a rank's own.
     """
-    return _holds_with_prefixes(target, target.model(**WIDE), Parallelism(tp=target.world))
+    return holds_with_prefixes(target, target.model(**WIDE), Parallelism(tp=target.world))
 
 
 @case(id="parallel.tp_families", requires=(TP,), world=SEVERAL, families=("qwen2", "llama"))
@@ -75,7 +69,7 @@ def pp(target: Target) -> float:
     micro-batches are averaged, or the last one is lost when they are fewer than stages.
     """
     model = target.model(tied=False, **DEEP)
-    return _holds_with_prefixes(target, model, Parallelism(pp=target.world))
+    return holds_with_prefixes(target, model, Parallelism(pp=target.world))
 
 
 @case(id="parallel.pp_tied", requires=(PP,), world=SEVERAL)
@@ -100,7 +94,7 @@ def cp(target: Target) -> float:
     mask are a rank's own, documents see each other across the split, the gradient is
     counted once a rank.
     """
-    return _holds_with_prefixes(target, target.model(), Parallelism(cp=target.world))
+    return holds_with_prefixes(target, target.model(), Parallelism(cp=target.world))
 
 
 @case(id="parallel.ep", requires=(EP, MOE), world=SEVERAL)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
+from engine_api.contract import Engine
 from engine_api.errors import ConfigError, EngineError, EngineStateError, UnsupportedCapability
 from engine_api.losses import LossFn, needs_of
 from engine_api.results import LossOutput, TokenOutputs
@@ -561,18 +562,19 @@ def move_parts(setup: Setup, batch: PackedDocuments) -> tuple[Held, Held, Traine
     """
     with opened(setup) as engine:
         outputs = [step(engine, setup, batch)]
-
-        def moved(**parts: bool) -> Held:
-            home = _device_bytes(setup.device)
-            engine.to("cpu", **parts)
-            away = _device_bytes(setup.device)
-            engine.to(setup.device, **parts)
-            return Held(home=home, away=away, back=_device_bytes(setup.device))
-
-        model = moved(optimizer=False)
-        optimizer = moved(model=False, grad=False)
+        model = _move(engine, setup.device, optimizer=False)
+        optimizer = _move(engine, setup.device, model=False, grad=False)
         outputs.append(step(engine, setup, batch))
         return model, optimizer, summary(engine, outputs)
+
+
+def _move(engine: Engine, device: str, **parts: bool) -> Held:
+    """Move parts of an engine away and back, and return the device memory around it."""
+    home = _device_bytes(device)
+    engine.to("cpu", **parts)
+    away = _device_bytes(device)
+    engine.to(device, **parts)
+    return Held(home=home, away=away, back=_device_bytes(device))
 
 
 def _device_bytes(device: str) -> int:
@@ -589,11 +591,7 @@ def move_untrained(setup: Setup, call: InferCall) -> tuple[RankOutputs, RankOutp
     """Return an engine's outputs before and after a move, and the device memory around it."""
     with opened(setup) as engine:
         before = infer_on_rank(engine, call, setup.device)
-        home = _device_bytes(setup.device)
-        engine.to("cpu")
-        away = _device_bytes(setup.device)
-        engine.to(setup.device)
-        held = Held(home=home, away=away, back=_device_bytes(setup.device))
+        held = _move(engine, setup.device)
         return before, infer_on_rank(engine, call, setup.device), held
 
 

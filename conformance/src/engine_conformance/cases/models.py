@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from engine_api.config import EngineConfig
 from engine_api.errors import (
     BatchError,
-    ConfigError,
     EngineError,
     RankFailure,
-    UnsupportedCapability,
 )
 from engine_conformance.cases._case import EXPERTS, LM, VALUE, case, must
 from engine_conformance.cases._expect import (
@@ -28,7 +26,7 @@ from engine_conformance.cases._expect import (
     oracle_of,
     oracle_training,
     outputs_match,
-    raised_everywhere,
+    require_refusal_by_name,
     training_matches,
 )
 from engine_conformance.cases._ranks import (
@@ -341,7 +339,7 @@ def _compare_built(
     batch = _batch(82, LENGTHS[0], oracle.config.vocab_size)
     ranks: list[Attempt] = target.run(attempt, config, calls=calls, batch=batch)
     if any(rank.refused for rank in ranks):
-        _require_refusal_by_name(name, words, [rank.refused for rank in ranks])
+        require_refusal_by_name(name, words, [rank.refused for rank in ranks])
         return 0.0
     margins = list[float]()
     for i, call in enumerate(calls):
@@ -379,7 +377,7 @@ def _require_weights_of(target: Target, name: str, request: ModelRequest) -> Non
     )
     errors = [one if isinstance(one, EngineError) else None for one in ranks]
     if any(errors):
-        _require_refusal_by_name(name, ("init", "random", *request.words), errors)
+        require_refusal_by_name(name, ("init", "random", *request.words), errors)
         return
     want = expected_shapes(read_config(model))
     for rank, got in enumerate(ranks):
@@ -409,24 +407,6 @@ def _request_config(target: Target, request: ModelRequest) -> EngineConfig:
     plain |= {"keys": keys}
     config = target.config(target.model(**plain))
     return replace(config, model=replace(config.model, config_overrides=request.overrides))
-
-
-# A weight's name or a path in an error, which may hold a request's name by chance.
-_NAMES = re.compile(r"\bmodel\.(?:layers|embed_tokens|norm)[\w.*]*|(?:/[\w.-]+){2,}")
-
-
-def _require_refusal_by_name(
-    name: str, words: Sequence[str], errors: Sequence[EngineError | None]
-) -> None:
-    kind = next((type(error) for error in errors if error is not None), ConfigError)
-    allowed = issubclass(kind, (ConfigError, UnsupportedCapability))
-    raised_everywhere(name, errors, kind if allowed else ConfigError)
-    said = str(errors[0])
-    # Weights that are missing are no request, whatever their names.
-    told = _NAMES.sub("", said).lower()
-    named = any(word.lower() in told for word in words)
-    expected = f"a refusal that names the key ({' or '.join(words)})"
-    must(named, name, f"expected {expected}, got: {said}")
 
 
 _OWN_CODE = """\
@@ -480,7 +460,7 @@ def own_code(target: Target) -> float:
         attempt, target.config(unknown), calls=[], batch=documents(82)
     )
     must(not marker.exists(), "own code", "ran for an unknown family, without being asked for")
-    _require_refusal_by_name("unknown family", ("own", "code"), [rank.refused for rank in ranks])
+    require_refusal_by_name("unknown family", ("own", "code"), [rank.refused for rank in ranks])
     return margin
 
 
@@ -525,6 +505,10 @@ def caps(target: Target) -> float:
     return _require_right_or_refused(target, CAPS)
 
 
+def _without(keys: dict[str, Any], gone: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in gone}
+
+
 @case(id="models.shapes", since=SINCE)
 def shapes(target: Target) -> float:
     """Biases, heads, vocabularies and activations MUST be computed rightly or be refused by name.
@@ -544,11 +528,8 @@ def shapes(target: Target) -> float:
             _require_weights_of(target, name, SHAPES[name])
     for family, (arguments, left_out) in LEFT_OUT.items():
         if family in target.families and not (family in EXPERTS and target.dtype != "float32"):
-            model = target.scratch() / "model"
-            shutil.copytree(target.model(family=family, **arguments), model)
-            config = json.loads((model / "config.json").read_text())
-            told = {key: value for key, value in config.items() if key not in left_out}
-            (model / "config.json").write_text(json.dumps(told))
+            whole = target.model(family=family, **arguments)
+            model = target.edited(whole, partial(_without, gone=left_out))
             name = f"keys left out of {family}"
             # Experts may be what is refused.
             words = ("moe", "expert", *left_out)

@@ -32,7 +32,7 @@ from engine_conformance.cases._layouts import (
     right_or_refused,
 )
 from engine_conformance.cases._losses import default_loss
-from engine_conformance.cases._prefixes import shared_in_layout
+from engine_conformance.cases._prefixes import holds_with_prefixes
 from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_scalar_close, assert_weights_close
@@ -111,8 +111,7 @@ def ulysses(target: Target) -> float:
     wrong (verl PR 4250); the gradient is counted once a rank, or so is that of shared tokens.
     """
     model = target.model(num_kv_heads=4)
-    layout = Parallelism(ulysses=target.world)
-    return max(layout_holds(target, model, layout), shared_in_layout(target, model, layout))
+    return holds_with_prefixes(target, model, Parallelism(ulysses=target.world))
 
 
 @case(id="parallel.ulysses_kv_heads", requires=(Capability.ULYSSES,), world=(2, 4))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,17 @@ def bad_arguments(target: Target) -> None:
         must(loss > 0, "loss", f"{loss} after the refused calls", where=f"rank {rank}")
 
 
+# Values of config.json of a type that no model has.
+_MISTYPED: dict[str, Any] = {
+    "hidden_size": "64",
+    "num_attention_heads": None,
+    "num_hidden_layers": [2],
+    "vocab_size": "many",
+    "rms_norm_eps": "small",
+}
+_OF_VALUE_MODELS = ("no weights", "one weight less", "override", "override alone")
+
+
 @case(id="contract.bad_configuration", model_types=TYPES, quick="once")
 def bad_configuration(target: Target) -> None:
     """An absent model, optimizer or option MUST raise ``ConfigError`` on every rank.
@@ -191,8 +202,8 @@ def bad_configuration(target: Target) -> None:
     if target.model_type == VALUE:  # the rest is the language model's own code
         wrong = {name: wrong[name] for name in _OF_VALUE_MODELS}
     for key, value in _MISTYPED.items() if target.is_asked_since("1.4") else ():
-        folder = _with_keys(target, model, {key: value})
-        wrong[f"{key} {value!r}"] = replace(base, model=ModelSource(path=str(folder)))
+        mistyped = target.edited(model, partial(dict, **{key: value}))
+        wrong[f"{key} {value!r}"] = replace(base, model=ModelSource(path=str(mistyped)))
     for name, config in wrong.items():
         errors = target.run(build, config)
         must(
@@ -204,26 +215,6 @@ def bad_configuration(target: Target) -> None:
     must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
 
 
-# Values of config.json of a type that no model has.
-_MISTYPED: dict[str, Any] = {
-    "hidden_size": "64",
-    "num_attention_heads": None,
-    "num_hidden_layers": [2],
-    "vocab_size": "many",
-    "rms_norm_eps": "small",
-}
-
-
-def _with_keys(target: Target, model: Path, keys: dict[str, Any]) -> Path:
-    """Return a copy of a model with other keys in its ``config.json``."""
-    folder = target.scratch() / "model"
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | keys))
-    return folder
-
-
-_OF_VALUE_MODELS = ("no weights", "one weight less", "override", "override alone")
 # A weight that every model has, neither its first nor its last.
 _MIDDLE = "model.layers.0.self_attn.o_proj.weight"
 

@@ -140,8 +140,7 @@ class DdpEngine(BaseEngine):
         self.vocab_size = model.config.get_text_config().vocab_size
         # Hugging Face names in the model's order, with tied weights once.
         pieces = pieces_of(model)
-        named = model.named_parameters()
-        self.weights: dict[str, Tensor] = {pieces[name][0].name: param for name, param in named}
+        self.weights = {pieces[name][0].name: param for name, param in model.named_parameters()}
 
     def _choices(self) -> Mapping[str, Any]:
         return {"model.attention": "sdpa"}
