@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +30,7 @@ class Rows(TorchDispatchMode):
         self._vocab, self._hidden = vocab, hidden
         self.most = 0
         self.live = 0
-        self._kept: dict[StorageWeakRef, int] = {}
+        self._kept: dict[int, tuple[ref[UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,10 +42,13 @@ class Rows(TorchDispatchMode):
                 # The head's own weight and its gradient have as many rows as a token has numbers.
                 if rows != self._hidden:
                     self.most = max(self.most, rows)
-                    # By memory: views share it, and autograd keeps it in tensors of its own.
-                    self._kept[StorageWeakRef(one.untyped_storage())] = rows
-                    self._kept = {k: v for k, v in self._kept.items() if not k.expired()}
-                    self.live = max(self.live, sum(self._kept.values()))
+                    # By memory: views share it, and autograd keeps it in tensors of its own. torch
+                    # keeps a storage's Python object for as long as its memory.
+                    storage = one.untyped_storage()
+                    self._kept[storage.data_ptr()] = (ref(storage), rows)
+                    kept = self._kept.items()
+                    self._kept = {at: held for at, held in kept if held[0]() is not None}
+                    self.live = max(self.live, sum(count for _, count in self._kept.values()))
         return made
 
 
