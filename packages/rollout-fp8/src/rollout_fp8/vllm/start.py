@@ -117,14 +117,14 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 Generators(plan.device).own(),
                 private.forgotten_on_failure(),
             ):
-                engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                engine = _make_engine(plan, arguments)
             private.not_at_exit(engine)
             _living.add(engine)
             return engine
         # Made before the workers are, so that they inherit it.
         secret("channel")
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            return _make_engine(plan, arguments)
     except EngineError:
         raise
     except BaseException as error:
@@ -134,6 +134,16 @@ def start(plan: Plan) -> vllm.LLMEngine:
         if isinstance(error, Exception):
             raise _explain(error) from error
         raise
+
+
+def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
+    chosen = vllm.EngineArgs(**arguments)
+    if plan.device.type == "cpu" and plan.options.prefix_caching:
+        # States of linear attention are kept by prefix only where prompts come in chunks, which
+        # they do not here (see ``_arguments``).
+        config = chosen.create_model_config()
+        chosen.enable_prefix_caching = not (config.is_hybrid or config.has_inner_state)
+    return vllm.LLMEngine.from_engine_args(chosen)
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
@@ -289,6 +299,10 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "quantization": None if plan.quantization_config is None else "fp8",
         # Weights come from the engine.
         "load_format": "dummy",
+        # vLLM's backend for families that it has no class for changes the class of transformers
+        # for the whole process, and with it the engine's model (0.32.0,
+        # ``_decorate_cls_for_torch_compile``).
+        "model_impl": "vllm" if plan.in_process else "auto",
         "skip_tokenizer_init": True,
         # Nothing from the model's folder: the ids that end a completion come with each request.
         "generation_config": "vllm",
@@ -441,6 +455,14 @@ def _explain(error: Exception) -> RolloutError:
             where=WHERE,
             why=text,
             remedy="start one process at a time on a device",
+        )
+    if "Model architectures" in text or "Model architecture " in text:
+        return RolloutError(
+            "vLLM did not start: it does not serve this model",
+            where=WHERE,
+            # All of vLLM's architectures follow.
+            why=text.partition("Supported architectures")[0].strip(),
+            remedy="rollout.name=local for this model",
         )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (

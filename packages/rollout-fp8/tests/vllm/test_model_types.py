@@ -1,0 +1,36 @@
+"""Families with different mechanisms, synced from engine-fsdp and compared with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_rollouts import NEAR, make_served_model
+from vllm_peers import DEVICE
+
+from engine_conformance.ranks import get_pool
+
+# The weights are engine-fsdp's on the CPU, and so is the server.
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(DEVICE != "cpu", reason="compares vLLM's CPU build"),
+]
+ALWAYS = ("llama", "gemma2")
+FAMILIES = [
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.turn)
+    for name in ("llama", "gemma2", "mistral", "qwen2", "granite", "gpt_oss", "mixtral")
+]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_log_probs_are_transformers_after_every_sync(
+    tmp_path: Path, model_type: str
+) -> None:
+    make_served_model(model_type, tmp_path / "model")
+    (found,) = get_pool(1, device=DEVICE).run(
+        "tiny_rollouts:compare_vllm", deadline=280, folder=str(tmp_path / "model")
+    )
+    # Packed experts cannot be read back.
+    assert found["audited"] == (model_type not in ("gpt_oss", "mixtral"))
+    assert found["log_probs"] < NEAR
+    assert found["greedy"] < NEAR
