@@ -140,6 +140,9 @@ SERVED_SIZES: dict[str, Any] = {
     "qk_head_dim": 96,
     # Wider layers of weights as large would add up to values that float32 is too coarse for.
     "initializer_range": 0.05,
+    # Engines refuse to train with what acts in training alone.
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    **dict.fromkeys(("attention_dropout", "dropout", "residual_dropout"), 0.0),
 }
 
 # Families leave these sizes open, and derive them from other sizes or not at all.

@@ -11,6 +11,7 @@ import torch
 from tiny_models import SERVED_SIZES, documents, log_probs, oracle, tiny_model
 
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig
+from engine_api.errors import EngineError
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams
 
@@ -74,6 +75,15 @@ def compare_vllm(folder: str | Path) -> dict[str, Any]:
         for part in (exporter, rollout, engine):
             if part is not None:
                 part.close()
+
+
+def refusal(folder: str | Path) -> EngineError | None:
+    """Return the error with which engine or vLLM refuse a model, without its frames."""
+    try:
+        compare_vllm(folder)
+    except EngineError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _compare_syncs(engine: Any, exporter: Any, rollout: Any, folder: Path) -> dict[str, Any]:

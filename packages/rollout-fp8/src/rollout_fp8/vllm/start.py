@@ -35,6 +35,9 @@ GIB = 1 << 30
 CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Classes for which vLLM's CPU build computes other log-probs than transformers with the same
+# weights (0.32.0, measured by `tools/zoo.py`).
+_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -138,11 +141,28 @@ def start(plan: Plan) -> vllm.LLMEngine:
 
 def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
     chosen = vllm.EngineArgs(**arguments)
-    if plan.device.type == "cpu" and plan.options.prefix_caching:
+    config = chosen.create_model_config()
+    if plan.in_process and config.using_transformers_backend():
+        raise RolloutError(
+            "vLLM did not start: it has no class of its own for this model",
+            where=WHERE,
+            # 0.32.0, ``_decorate_cls_for_torch_compile``.
+            why=f"its backend for {', '.join(config.architectures)} changes the class of "
+            "transformers for the whole process, and with it the engine's model",
+            remedy="rollout.name=local for this model",
+        )
+    wrong = _WRONG_ON_CPU.intersection(config.architectures)
+    if plan.device.type == "cpu" and wrong:
+        raise RolloutError(
+            "vLLM did not start: its CPU build does not compute this model rightly",
+            where=WHERE,
+            why=f"log-probs of {', '.join(wrong)} differ from transformers' (0.32.0)",
+            remedy="rollout.name=local for this model",
+        )
+    if plan.device.type == "cpu" and (config.is_hybrid or config.has_inner_state):
         # States of linear attention are kept by prefix only where prompts come in chunks, which
         # they do not here (see ``_arguments``).
-        config = chosen.create_model_config()
-        chosen.enable_prefix_caching = not (config.is_hybrid or config.has_inner_state)
+        chosen.enable_prefix_caching = False
     return vllm.LLMEngine.from_engine_args(chosen)
 
 
@@ -299,10 +319,6 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "quantization": None if plan.quantization_config is None else "fp8",
         # Weights come from the engine.
         "load_format": "dummy",
-        # vLLM's backend for families that it has no class for changes the class of transformers
-        # for the whole process, and with it the engine's model (0.32.0,
-        # ``_decorate_cls_for_torch_compile``).
-        "model_impl": "vllm" if plan.in_process else "auto",
         "skip_tokenizer_init": True,
         # Nothing from the model's folder: the ids that end a completion come with each request.
         "generation_config": "vllm",
