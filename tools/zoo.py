@@ -734,7 +734,7 @@ with the audit on, and every weight and saved buffer changes in between. After e
 transformers in float64 computes the log-probs of the greedy tokens that vLLM reports for prompts of
 different lengths. *Right* means that none is off by {near} nats or more, and that no other token is
 more probable by that. *Served as* is vLLM's class. *Audit* says whether every tensor was read back
-and compared: packed experts cannot be, and the sync warns.
+and compared: experts that vLLM packs and weights that it transforms cannot be, and the sync warns.
 
 **Of {count} types: {summary}.**
 """

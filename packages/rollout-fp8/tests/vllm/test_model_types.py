@@ -40,8 +40,8 @@ def test_greedy_log_probs_are_transformers_after_every_sync(
     (found,) = get_pool(1, device=DEVICE).run(
         "tiny_rollouts:compare_vllm", deadline=280, folder=str(tmp_path / "model")
     )
-    # Packed experts cannot be read back.
-    assert found["audited"] == (model_type != "mixtral")
+    # Experts that are packed and states' weights that are transformed cannot be read back.
+    assert found["audited"] == (model_type not in ("falcon_h1", "mixtral"))
     assert found["log_probs"] < NEAR
     assert found["greedy"] < NEAR
 
