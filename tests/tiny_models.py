@@ -7,7 +7,7 @@ keys of a family listed here are the few whose values depend on each other.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,30 @@ _SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 
+# Kernels of servers have a smallest width of heads and experts.
+_WIDE = """
+d_model embedding_dim embedding_size ffn_dim ffn_hidden_size hidden_size intermediate_size
+intermediate_size_mlp lru_width mlp_hidden_size n_embd n_inner word_embed_proj_dim
+"""
+_NARROW = """
+attention_head_dim expert_ffn_hidden_size global_head_dim head_dim hidden_size_per_layer_input
+index_head_dim kv_channels linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim
+moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim
+shared_expert_intermediate_size shared_intermediate_size v_head_dim
+"""
+SERVED_SIZES: dict[str, Any] = {
+    **dict.fromkeys(_WIDE.split(), 128),
+    **dict.fromkeys(_NARROW.split(), 32),
+    # vLLM's kernel of latent attention for CPUs takes these alone.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 96,
+    # Wider layers of weights as large would add up to values that float32 is too coarse for.
+    "initializer_range": 0.05,
+    # Engines refuse to train with what acts in training alone.
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    **dict.fromkeys(("attention_dropout", "dropout", "residual_dropout"), 0.0),
+}
 
 # Families leave these sizes open, and derive them from other sizes or not at all.
 _ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
@@ -184,10 +208,11 @@ def some_nightly(model_types: Sequence[str], *, taken: frozenset[str]) -> list[A
     ]
 
 
-def tiny_config(model_type: str, **changes: Any) -> Any:
+def tiny_config(model_type: str, *, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """Return a tiny configuration of a family.
 
-    Raises the error of transformers where the family has no such sizes.
+    ``sizes`` replaces sizes by key where the family has the key. Raises the error of transformers
+    where the family has no such sizes.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -195,25 +220,28 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     defaults = made().to_dict()
     known = {
         key: value
-        for key, value in _SIZES.items()
+        for key, value in (_SIZES | dict(sizes or {})).items()
         if key in defaults and (defaults[key] is not None or key in _ALSO_OPEN)
     }
-    # In latent attention each head has keys of its own.
+    # In latent attention each head has keys of its own, and the rotated part has the heads' size.
     if "kv_lora_rank" in known:
         known["num_key_value_heads"] = known["num_attention_heads"]
+        if "head_dim" in known:
+            known["head_dim"] = known["qk_rope_head_dim"]
     return made(**(known | _FAMILIES.get(model_type, {}) | changes))
 
 
-def tiny_model(model_type: str, **changes: Any) -> Any:
+def tiny_model(model_type: str, *, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """Return a model of a family with random weights.
 
-    No weight has a value that would hide it, such as 0 or 1.
+    No weight has a value that would hide it, such as 0 or 1. The arguments are those of
+    ``tiny_config``.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, sizes=sizes, **changes))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -23,10 +23,12 @@ was run by hand on such a machine, and *not run* that no one has run it yet.
 MODELS = """\
 These model types (`model_type` in `config.json`) were compared with a reference: on a *CPU* and
 with *simulated CUDA* at every change, on an *H200* by hand. For engines and `local` the comparison
-is of every token's log-prob with a reference implementation, for `vllm` of the tokens with those of
-a fresh server on the same weights, and for fp8 and `sglang` it is the audit of every weight sync
-and generation (docs/benchmarks.md). In an empty cell the model type was not tried: it may be
-refused, or served unproven.
+is of every token's log-prob with a reference implementation. For `vllm` on a CPU it is of each
+generated token's log-prob with transformers after weight syncs: a few types at every change, and
+all of them in [the table of models](models.md#rollouts-on-vllm), which also names those that are
+refused. For `vllm` on an H200 it is of the tokens with those of a fresh server on the same weights,
+and for fp8 and `sglang` it is the audit of every weight sync and generation (docs/benchmarks.md).
+In an empty cell the model type was not tried: it may be refused, or served unproven.
 """
 
 MACHINES = """\

@@ -5,9 +5,12 @@ computes three packed documents with engine-fsdp, and compares with transformers
 implementation in float64, one document at a time: each token's log-prob, the gradient of each
 weight, an export that ``from_pretrained`` reads, exported shards and a checkpoint, and all again on
 two ranks but for the reading by ``from_pretrained``. With ``--backend megatron`` it does the same
-with engine-megatron on simulated CUDA, where two ranks split each layer. The results go to
-conformance/zoo.json. ``python tools/zoo.py`` writes docs/models.md from that file, and with
-``--check`` says whether the page is current. It imports no torch then.
+with engine-megatron on simulated CUDA, where two ranks split each layer. ``--rollout vllm`` serves
+each type that engine-fsdp takes with vLLM in float32 (in vLLM's environment) and compares
+log-probs of generated tokens after two weight syncs. It measures the types without a result, or
+those that are named. The results go to conformance/zoo.json. ``python tools/zoo.py`` writes
+docs/models.md from that file, and with ``--check`` says whether the page is current. It imports no
+torch then.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import re
 import socket
@@ -41,6 +45,9 @@ NEAR_GRADIENT = 1e-3
 LAYOUTS = ("one rank", "two ranks")
 FSDP = "fsdp2"
 MEGATRON = "megatron"
+VLLM = "vllm"
+# Seconds until a type's rollout counts as one that hangs.
+DEADLINE = 420
 ACCEPTED = ("right", "wrong")
 TITLES = {
     "right": "Right",
@@ -473,7 +480,7 @@ def _measure_command(arguments: argparse.Namespace) -> int:
         row = {LAYOUTS[0]: _rounded(found)}
         former = types.get(model_type, {})
         if backend == FSDP:
-            kept = {name: former[name] for name in (MEGATRON,) if name in former}
+            kept = {name: former[name] for name in (MEGATRON, VLLM) if name in former}
             types[model_type] = {"asks": asks, **row, **kept}
         else:
             types[model_type] = former | {backend: row}
@@ -487,6 +494,7 @@ def _measure_command(arguments: argparse.Namespace) -> int:
             print(f"{model_type} on two ranks: {_sentence(found)}", flush=True)
     record = {
         "transformers": transformers.__version__,
+        **_served_versions(),
         "mechanisms": {
             one.name: {"served_by": one.served_by, "why": one.why} for one in MECHANISMS
         },
@@ -495,6 +503,107 @@ def _measure_command(arguments: argparse.Namespace) -> int:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(summary(rows))
     return int(any(_status(row) in ("wrong", "crash") for row in rows.values()))
+
+
+def _served_versions() -> dict[str, Any]:
+    """Return the version of the measured rollouts, which stays when engines are measured."""
+    former = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    return {VLLM: former[VLLM]} if VLLM in former else {}
+
+
+# --- rollouts -----------------------------------------------------------------------------------
+
+
+def measure_rollout(model_type: str) -> dict[str, Any]:
+    """Return the result of a model type that vLLM serves with engine-fsdp's weights."""
+    from tiny_rollouts import compare_vllm, make_served_model
+
+    from engine_api.errors import EngineError
+
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        folder = Path(scratch, model_type)
+        try:
+            make_served_model(model_type, folder)
+        # The family's own code may raise anything where the sizes do not fit it.
+        except Exception as error:  # noqa: BLE001
+            return {"status": "unmade", "why": _line(error)}
+        try:
+            found = compare_vllm(folder)
+        except EngineError as error:
+            traceback.print_exc()
+            return {"status": "refused", "why": f"{error.what}: {_short(error.why)}"}
+        except Exception as error:  # noqa: BLE001 - a crash is a result
+            traceback.print_exc()
+            return {"status": "crash", "why": _line(error)}
+    near = found["log_probs"] < NEAR and found["greedy"] < NEAR
+    return {"status": "right" if near else "wrong", **found}
+
+
+def _short(why: str) -> str:
+    """Return a reason in one line, without the title of pydantic's errors and their values."""
+    text = re.sub(r".*validation error for \w+", "", " ".join(why.split()))
+    return text.partition(" [type=")[0].strip()[:300]
+
+
+def _measure_into(model_type: str, results: str) -> None:
+    """Measure in a process of its own, and leave it at once: a server's threads may not end."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    Path(results).write_text(json.dumps(measure_rollout(model_type)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _measure_alone(model_type: str) -> dict[str, Any]:
+    """Return the result of a type from a process of its own, which has a deadline."""
+    with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
+        results = Path(scratch, "result.json")
+        # A copy of this process has vLLM imported, and none of its threads.
+        process = multiprocessing.get_context("fork").Process(
+            target=_measure_into, args=(model_type, str(results))
+        )
+        process.start()
+        process.join(DEADLINE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return {"status": "crash", "why": f"no result in {DEADLINE} seconds"}
+        if not results.is_file():
+            return {"status": "crash", "why": f"its process ended with {process.exitcode}"}
+        return json.loads(results.read_text())
+
+
+def _measure_rollouts(arguments: argparse.Namespace) -> int:
+    """Measure the rollouts of the chosen types, and record each result when it is there."""
+    # Before the processes that measure begin, each of which would import it.
+    import rollout_fp8.vllm.rollout
+    from rollout_fp8 import versions
+
+    del rollout_fp8
+    record = json.loads(RECORD.read_text())
+    types: dict[str, Any] = record["types"]
+    line = versions.tested(VLLM, "cpu")
+    assert line is not None
+    version = versions.installed(line)
+    if record.get(VLLM) != version:
+        for row in types.values():
+            row.pop(VLLM, None)
+    taken = [name for name, row in types.items() if row[LAYOUTS[0]]["status"] in ACCEPTED]
+    left = [name for name in taken if VLLM not in types[name]]
+    chosen: list[str] = arguments.types or left
+    for model_type in chosen:
+        found = _measure_alone(model_type)
+        types[model_type][VLLM] = _rounded(found)
+        record = {"transformers": record["transformers"], VLLM: version} | record | {VLLM: version}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{model_type}: {_sentence(found)}", flush=True)
+    bad = [name for name in chosen if types[name][VLLM]["status"] in ("wrong", "crash")]
+    print(f"{len(chosen)} types, {len(bad)} wrong or crashed: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
 
 
 def _status(row: dict[str, Any]) -> str:
@@ -530,10 +639,13 @@ def main() -> int:
     parser.add_argument("command", choices=("measure", "rank"))
     parser.add_argument("types", nargs="*", help="model types; all without any")
     parser.add_argument("--backend", choices=(FSDP, MEGATRON), default=FSDP)
+    parser.add_argument("--rollout", choices=(VLLM,), help="a rollout instead of an engine")
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
     arguments = parser.parse_intermixed_args()
+    if arguments.command == "measure" and arguments.rollout:
+        return _measure_rollouts(arguments)
     if arguments.command == "measure":
         return _measure_command(arguments)
     with Path(arguments.results).open("a") as results:
@@ -581,7 +693,7 @@ def render(record: dict[str, Any]) -> str:
         summary=summary(types),
     )
     parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
-    return "\n".join([*parts, *_megatron(types)])
+    return "\n".join([*parts, *_megatron(types), *_vllm(record)])
 
 
 MEGATRON_INTRODUCTION = """\
@@ -613,6 +725,56 @@ def _megatron(types: dict[str, Any]) -> list[str]:
     return [introduction, refused, _right(accepted)]
 
 
+VLLM_INTRODUCTION = """\
+## Rollouts on vLLM
+
+The same models with larger heads, served by vLLM's CPU build ({version}) in float32, in the process
+of the engine (`nox -s zoo -- --rollout vllm`). The weights are engine-fsdp's. They are synced twice
+with the audit on, and every weight and saved buffer changes in between. After each sync,
+transformers in float64 computes the log-probs of the greedy tokens that vLLM reports for prompts of
+different lengths. *Right* means that none is off by {near} nats or more, and that no other token is
+more probable by that. *Served as* is vLLM's class. *Audit* says whether every tensor was read back
+and compared: experts that vLLM packs and weights that it transforms cannot be, and the sync warns.
+
+**Of {count} types: {summary}.**
+"""
+
+
+def _vllm(record: dict[str, Any]) -> list[str]:
+    """Return the section of vLLM's rollouts, or nothing where they were not measured."""
+    rows = {name: row[VLLM] for name, row in record["types"].items() if VLLM in row}
+    if not rows:
+        return []
+    statuses = [row["status"] for row in rows.values()]
+    said = [f"{statuses.count(one)} {one}" for one in TITLES if one in statuses]
+    introduction = VLLM_INTRODUCTION.format(
+        version=record[VLLM], near=NEAR, count=len(rows), summary=", ".join(said)
+    )
+    right = [
+        (
+            f"`{name}`",
+            f"`{row['served_as']}`",
+            f"{row['log_probs']:.0e}",
+            "every tensor" if row["audited"] else "not every tensor",
+        )
+        for name, row in rows.items()
+        if row["status"] == "right"
+    ]
+    other = [
+        (f"`{name}`", TITLES[row["status"]].lower(), _why_not_served(row))
+        for name, row in rows.items()
+        if row["status"] != "right"
+    ]
+    parts = [introduction, table(("model type", "served as", "log-probs", "audit"), right)]
+    return [*parts, *([table(("model type", "result", "why"), other)] if other else [])]
+
+
+def _why_not_served(row: dict[str, Any]) -> str:
+    if row["status"] == "wrong":
+        return f"log-probs are off by {row['log_probs']:.0e}, served as `{row['served_as']}`"
+    return str(row["why"]).replace("|", "/")
+
+
 def _mechanisms(record: dict[str, Any]) -> str:
     rows = []
     for name, one in record["mechanisms"].items():
@@ -634,14 +796,16 @@ def _sections(types: dict[str, Any]) -> list[str]:
             continue
         parts.append(f"## {title}\n")
         if status == "right":
-            parts.append(_right(found))
+            rollouts = {name: row[VLLM] for name, row in found.items() if VLLM in row}
+            parts.append(_right(found, rollouts or None))
         else:
             rows = [(f"`{name}`", _reason(row)) for name, row in found.items()]
             parts.append(table(("model type", "why"), rows))
     return parts
 
 
-def _right(types: dict[str, Any]) -> str:
+def _right(types: dict[str, Any], rollouts: dict[str, Any] | None = None) -> str:
+    """Return the table of right types, with the results of rollouts where there are any."""
     rows = []
     for name, row in types.items():
         one, two = (row.get(layout, {}) for layout in LAYOUTS)
@@ -653,10 +817,12 @@ def _right(types: dict[str, Any]) -> str:
                 f"{one['log_probs']:.0e}",
                 f"{one['gradient']:.0e}",
                 two.get("status", "not run"),
+                *(() if rollouts is None else (rollouts.get(name, {}).get("status", ""),)),
                 f"with {without} at 0" if without else "",
             )
         )
-    head = ("model type", "asks for", "log-probs", "gradients", LAYOUTS[1], "note")
+    served = () if rollouts is None else (f"`{VLLM}`",)
+    head = ("model type", "asks for", "log-probs", "gradients", LAYOUTS[1], *served, "note")
     return table(head, rows)
 
 

@@ -127,6 +127,34 @@ def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_t
         assert torch.equal(parameter, want[name]), name
 
 
+def test_a_packed_server_that_keeps_a_weight_is_refused_by_its_name() -> None:
+    class Keeps(ServedModel):
+        """Server that puts an old tensor back, like vLLM's reload after a copy past its loaders."""
+
+        def load_weights(self, weights):
+            old = self.get_parameter("model.norm.weight").clone()
+            super().load_weights(weights)
+            self.get_parameter("model.norm.weight").data.copy_(old)
+
+    model, stream = Keeps(), stream_of(checkpoint(0), fp8=False)
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"before it loaded model\.norm\.weight"):
+            Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
+
+
+def test_a_packed_server_that_holds_a_weight_in_another_form_is_learnt_again_and_again() -> None:
+    class Rearranges(ServedModel):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            norm = self.get_parameter("model.norm.weight").data
+            norm.copy_(norm.flip(0).clone())
+
+    model, stream = Rearranges(), stream_of(checkpoint(0), fp8=False)
+    for _ in range(2):
+        receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
+        assert receiver.boxes[-1] == ("model.norm.weight", None)
+
+
 def test_a_single_number_is_a_weight_too() -> None:
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:

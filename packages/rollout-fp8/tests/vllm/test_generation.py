@@ -153,6 +153,16 @@ def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
     refused(call(peers.explained, text=text), "other processes used", "one process at a time")
 
 
+def test_an_architecture_that_vllm_does_not_know_is_named_without_all_that_it_knows() -> None:
+    text = (
+        "Model architectures ['ZayaForCausalLM'] are not supported for now. "
+        "Supported architectures: dict_keys(['LlamaForCausalLM'])"
+    )
+    error = call(peers.explained, text=text)
+    refused(error, "does not serve this model", "ZayaForCausalLM", "rollout.name=local")
+    assert "LlamaForCausalLM" not in str(error)
+
+
 def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model: str) -> None:
     assert call(peers.float32_of_starts, model=model) == {"bfloat16": None, "float32": "ieee"}
 

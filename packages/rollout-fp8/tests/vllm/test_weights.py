@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import vllm_peers as peers
-from tiny_models import models_of
 from vllm_peers import DEVICE
 
 from engine_api.config import OptimizerConfig
@@ -34,7 +33,7 @@ def call(function: Any, *, world: int = 1, **kwargs: Any) -> list[Any]:
 
 SERVED = [
     (family, tied, dtype)
-    for family in sorted(models_of("vllm", "vllm_cpu"))
+    for family in ("qwen3", "qwen3_moe")
     for tied in ((False,) if family == "qwen3_moe" else (False, True))
     for dtype in ("float32", "bfloat16")
 ]

@@ -3,13 +3,16 @@
 Learning runs the server's own loader, including its processing after loading, on marked tensors,
 and compares the parameters with the marks afterwards. So it is known, not assumed, that the served
 weights lie in memory as they come over the wire. Where a server keeps its weights in packed form
-(vLLM on a CPU), every sync goes through its loader instead.
+(vLLM on a CPU), every sync goes through its loader instead. A parameter that such a loader leaves
+as it was is found by that: it is neither the mark nor anything else than before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,8 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 Read = Callable[[str], Tensor]
 # Of a parameter in memory: address, shape, strides and dtype.
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+# Each receiver has its own marks: parameters that an earlier one marked must change.
+_seeds = count()
 
 
 class Receiver:
@@ -56,6 +61,8 @@ class Receiver:
         self._packed = read is not None
         self._device = next(model.parameters()).device
         self._read = read or dict(model.named_parameters()).__getitem__
+        self._seed = next(_seeds)
+        self._former = _digests(model) if self._packed else {}
         self.regions = self._learn(model)
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
@@ -217,7 +224,7 @@ class Receiver:
         trace = LoaderTrace(lambda: dict(model.named_parameters()))
         try:
             with torch.no_grad(), trace:
-                self._load(trace.watch(marks(self._plan, self._device)))
+                self._load(trace.watch(marks(self._plan, self._device, self._seed)))
         # A server's loader may raise anything.
         except Exception as error:
             raise RolloutError(
@@ -252,10 +259,11 @@ class Receiver:
         Where syncs copy into place there may be none.
 
         Raises:
-            RolloutError: the server rearranges weights after loading, and syncs copy into place.
+            RolloutError: the server rearranges weights after loading, and syncs copy into place; or
+                its loader leaves parameters as they were.
         """
         unlike: set[str] = set()
-        for name, mark in marks(self._plan, self._device):
+        for name, mark in marks(self._plan, self._device, self._seed):
             regions = self._of[name]
             parameters = [self._read(region.parameter) for region in regions]
             same = [
@@ -264,6 +272,7 @@ class Receiver:
             ]
             if not all(same):
                 unlike.add(name)
+        self._check_loaded(unlike)
         if unlike and not self._packed:
             shown = ", ".join(sorted(unlike)[:5])
             raise RolloutError(
@@ -274,6 +283,35 @@ class Receiver:
                 remedy="choose another kernel for these layers in the server's options",
             )
         return unlike
+
+    def _check_loaded(self, unlike: Container[str]) -> None:
+        """Raise ``RolloutError`` that names parameters that a packed server's loader leaves."""
+        now = _digests(self._model) if self._packed and unlike else {}
+        kept = {
+            region.parameter: region.name
+            for region in self.regions
+            if region.name in unlike
+            and region.parameter in now
+            and now[region.parameter] == self._former.get(region.parameter)
+        }
+        if kept:
+            shown = ", ".join(f"{name} ({parameter})" for parameter, name in [*kept.items()][:5])
+            raise RolloutError(
+                "the server's loader does not replace every weight",
+                where=WHERE,
+                why=f"{len(kept)} parameters are what they were before it loaded {shown}",
+                remedy="this model family cannot be synced into this server; use "
+                "rollout.name=local",
+            )
+
+
+def _digests(model: nn.Module) -> dict[str, bytes]:
+    """Return a digest of each parameter as it lies in memory, without those that are gone."""
+    return {
+        name: hashlib.blake2b(_raw(parameter.detach()).cpu().numpy().data).digest()
+        for name, parameter in model.named_parameters()
+        if parameter.numel()
+    }
 
 
 def _describe_error(error: Exception) -> str:
@@ -292,13 +330,13 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def marks(plan: WirePlan, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield a random tensor for every name, the same on every call.
+def marks(plan: WirePlan, device: torch.device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield a random tensor for every name, the same on every call with a seed.
 
     The values are finite, and no two regions are alike.
     """
     for index, tensor in enumerate(plan.tensors.values()):
-        yield tensor.name, _mark(tensor, index, device)
+        yield tensor.name, _mark(tensor, index + 1_000_003 * seed, device)
 
 
 def _mark(tensor: WireTensor, seed: int, device: torch.device) -> Tensor:

@@ -35,6 +35,9 @@ GIB = 1 << 30
 CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Classes for which vLLM's CPU build computes other log-probs than transformers with the same
+# weights (0.32.0, measured by `tools/zoo.py`).
+_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -117,14 +120,14 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 Generators(plan.device).own(),
                 private.forgotten_on_failure(),
             ):
-                engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                engine = _make_engine(plan, arguments)
             private.not_at_exit(engine)
             _living.add(engine)
             return engine
         # Made before the workers are, so that they inherit it.
         secret("channel")
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            return _make_engine(plan, arguments)
     except EngineError:
         raise
     except BaseException as error:
@@ -134,6 +137,33 @@ def start(plan: Plan) -> vllm.LLMEngine:
         if isinstance(error, Exception):
             raise _explain(error) from error
         raise
+
+
+def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
+    chosen = vllm.EngineArgs(**arguments)
+    config = chosen.create_model_config()
+    if plan.in_process and config.using_transformers_backend():
+        raise RolloutError(
+            "vLLM did not start: it has no class of its own for this model",
+            where=WHERE,
+            # 0.32.0, ``_decorate_cls_for_torch_compile``.
+            why=f"its backend for {', '.join(config.architectures)} changes the class of "
+            "transformers for the whole process, and with it the engine's model",
+            remedy="rollout.name=local for this model",
+        )
+    wrong = _WRONG_ON_CPU.intersection(config.architectures)
+    if plan.device.type == "cpu" and wrong:
+        raise RolloutError(
+            "vLLM did not start: its CPU build does not compute this model rightly",
+            where=WHERE,
+            why=f"log-probs of {', '.join(wrong)} differ from transformers' (0.32.0)",
+            remedy="rollout.name=local for this model",
+        )
+    if plan.device.type == "cpu" and (config.is_hybrid or config.has_inner_state):
+        # States of linear attention are kept by prefix only where prompts come in chunks, which
+        # they do not here (see ``_arguments``).
+        chosen.enable_prefix_caching = False
+    return vllm.LLMEngine.from_engine_args(chosen)
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
@@ -441,6 +471,14 @@ def _explain(error: Exception) -> RolloutError:
             where=WHERE,
             why=text,
             remedy="start one process at a time on a device",
+        )
+    if "Model architectures" in text or "Model architecture " in text:
+        return RolloutError(
+            "vLLM did not start: it does not serve this model",
+            where=WHERE,
+            # All of vLLM's architectures follow.
+            why=text.partition("Supported architectures")[0].strip(),
+            remedy="rollout.name=local for this model",
         )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (

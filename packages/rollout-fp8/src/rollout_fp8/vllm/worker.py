@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from engine_api.codec import decode, encode
 from engine_api.errors import RolloutError
@@ -51,15 +52,16 @@ class SyncExtension:
     def rollout_fp8_learn(self, plan: WirePlan, aliases: Mapping[str, str]) -> Boxes:
         """Return the served boxes, after learning the places of the tensors if they are unknown.
 
-        ``aliases``: tensors that are served under a second name, by that name.
+        ``aliases``: tensors that are served under a second name, by that name, where the server has
+        a head of its own.
         """
         worker: Any = self
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
             # Both: a plan that cannot be learnt leaves none.
             self._rollout_fp8 = None
             self._rollout_fp8_plan = None
-            self._rollout_fp8_aliases = aliases
             model = worker.get_model()
+            self._rollout_fp8_aliases = aliases if _has_head(model) else {}
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
             if packed is None and worker.model_config.use_mla:
                 raise RolloutError(
@@ -134,3 +136,11 @@ class SyncExtension:
             for alias, of in self._rollout_fp8_aliases.items():
                 if of == name:
                     yield alias, tensor
+
+
+def _has_head(model: Any) -> bool:
+    """Return whether a served model has a head, which some tied models (Gemma 2, Cohere) do not.
+
+    Those multiply with their embedding whatever the configuration says.
+    """
+    return any(isinstance(module, ParallelLMHead) for module in model.modules())

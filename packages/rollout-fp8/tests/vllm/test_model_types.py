@@ -1,0 +1,67 @@
+"""Families with different mechanisms, synced from engine-fsdp and compared with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_rollouts import NEAR, make_served_model
+from vllm_peers import DEVICE
+
+from engine_api.errors import RolloutError
+from engine_conformance.ranks import get_pool
+
+# The weights are engine-fsdp's on the CPU, and so is the server.
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(DEVICE != "cpu", reason="compares vLLM's CPU build"),
+]
+ALWAYS = ("llama", "gemma2")
+FAMILIES = [
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.turn)
+    for name in (
+        "llama",
+        "gemma2",
+        "mistral",
+        "qwen2",
+        "granite",
+        "granite_swa",
+        "mixtral",
+        "falcon_h1",
+    )
+]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_log_probs_are_transformers_after_every_sync(
+    tmp_path: Path, model_type: str
+) -> None:
+    make_served_model(model_type, tmp_path / "model")
+    (found,) = get_pool(1, device=DEVICE).run(
+        "tiny_rollouts:compare_vllm", deadline=280, folder=str(tmp_path / "model")
+    )
+    # Experts that are packed and states' weights that are transformed cannot be read back.
+    assert found["audited"] == (model_type not in ("falcon_h1", "mixtral"))
+    assert found["log_probs"] < NEAR
+    assert found["greedy"] < NEAR
+
+
+@pytest.mark.turn
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        # Its experts are copied past vLLM's record of a reload.
+        ("gpt_oss", "the server has no parameter for model.layers.0.mlp.experts.gate_up_proj"),
+        ("olmo2", "its backend for Olmo2ForCausalLM changes the class of transformers"),
+        ("lfm2", "log-probs of Lfm2ForCausalLM differ from transformers'"),
+    ],
+)
+def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(
+    tmp_path: Path, model_type: str, reason: str
+) -> None:
+    make_served_model(model_type, tmp_path / "model")
+    (error,) = get_pool(1, device=DEVICE).run(
+        "tiny_rollouts:refusal", deadline=280, folder=str(tmp_path / "model")
+    )
+    assert isinstance(error, RolloutError)
+    assert reason in str(error)
