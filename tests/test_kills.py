@@ -20,6 +20,9 @@ def test_four_kills_leave_no_process_and_change_no_bit(tmp_path: Path) -> None:
         "4",
         "--lanes",
         "2",
+        "--tasks",
+        "sft",
+        "rl",
         "--folder",
         str(tmp_path),
     ]

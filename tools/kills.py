@@ -1,7 +1,8 @@
 """Kill training runs at random moments, restart them, and compare them with unbroken runs.
 
-``python tools/kills.py --count 500 --lanes 8`` makes a tiny model and data and runs ``engine-train
-sft`` and ``rl`` on one process and on two (torchrun). Each runs once unbroken. Then it runs
+``python tools/kills.py --count 500 --lanes 8`` makes tiny models and data and runs ``engine-train
+sft`` and ``rl``, with text and with pictures (``sft-images``, ``rl-images``), on one process and on
+two (torchrun). Each runs once unbroken. Then it runs
 repeatedly with SIGKILL to a rank, to all processes or to torchrun itself, a third of the kills
 during a save. The same command then continues (``run.resume=auto``) and is killed again, until
 the run ends. Its ``hf/``, its step folders and ``latest`` must be those of the unbroken run, bit
@@ -38,7 +39,7 @@ import yaml
 
 STEPS = 16
 KEEP = 2
-TASKS = ("sft", "rl")
+TASKS = ("sft", "rl", "sft-images", "rl-images")
 WORLDS = (1, 2)
 # This variable is in the environment of every process of a start.
 MARK = "ENGINE_KILLS_LIFE"
@@ -61,9 +62,17 @@ QUIET = {"progress": False, "tensorboard": False, "report": False}
 def make_inputs(root: Path) -> None:
     """Write the inputs of the runs.
 
-    They are a random model of two layers with its tokenizer, sums to complete, and a configuration
-    per task.
+    They are a random model of two layers with its tokenizer, sums to complete, the model and some
+    pictures of recipes/vision, and a configuration per task.
     """
+    make_text(root)
+    make_pictures(root)
+    for task in TASKS:
+        (root / f"{task}.yaml").write_text(yaml.safe_dump(configuration(task)))
+
+
+def make_text(root: Path) -> None:
+    """Write ``model``, and the rows of the tasks without pictures."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -96,7 +105,27 @@ def make_inputs(root: Path) -> None:
     for task, names in columns.items():
         rows = (json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in sums)
         (root / f"{task}.jsonl").write_text("".join(rows))
-        (root / f"{task}.yaml").write_text(yaml.safe_dump(configuration(task)))
+
+
+def make_pictures(root: Path) -> None:
+    """Write ``model-images``, and rows of which every third has no picture.
+
+    Some steps therefore have pictures on one rank alone.
+    """
+    sys.path.insert(0, str(Path(__file__).parent.parent / "recipes" / "vision"))
+    import prepare
+
+    prepare.write_model(root / "model-images")
+    (root / "pictures").mkdir()
+    numbers = random.Random(0)
+    rows = [
+        prepare.draw_row(root, f"{i}", prepare.read_digit, numbers)
+        if i % 3
+        else {"prompt": "Which digit ?", "response": "0", "answer": "0", "images": []}
+        for i in range(60)
+    ]
+    for task in ("sft-images", "rl-images"):
+        prepare.write_rows(root / f"{task}.jsonl", rows)
 
 
 def configuration(task: str) -> dict[str, Any]:
@@ -104,14 +133,17 @@ def configuration(task: str) -> dict[str, Any]:
 
     Its paths are relative to a run's folder, because it stands in every checkpoint.
     """
-    engine = {
-        # The weights come from the seed. The adapter has dropout, so that a lost generator shows.
-        "model": {"path": "../model", "init": "random"},
-        "backend": "fsdp2",
-        "device": "cpu",
-        "optimizer": {"lr": 1e-2},
-        "lora": {"rank": 4, "dropout": 0.3},
-    }
+    command, _, pictures = task.partition("-")
+    # The weights come from the seed. The adapter has dropout, so that a lost generator shows.
+    kind: dict[str, Any] = (
+        {"model": {"path": "../model-images", "init": "random"}}
+        if pictures
+        else {
+            "model": {"path": "../model", "init": "random"},
+            "lora": {"rank": 4, "dropout": 0.3},
+        }
+    )
+    engine = {"backend": "fsdp2", "device": "cpu", "optimizer": {"lr": 1e-2}, **kind}
     own: dict[str, dict[str, Any]] = {
         "sft": {"batch_size": 4},
         "rl": {
@@ -124,7 +156,7 @@ def configuration(task: str) -> dict[str, Any]:
         "engine": engine,
         "data": {"source": f"../{task}.jsonl"},
         "run": RUN | QUIET,
-        **own[task],
+        **own[command],
     }
 
 
@@ -151,7 +183,7 @@ class RunStart:
                 "--standalone",
                 f"--nproc-per-node={self.world}",
             ]
-        command += ["-m", "engine_trainer", self.task, f"../{self.task}.yaml"]
+        command += ["-m", "engine_trainer", self.task.split("-")[0], f"../{self.task}.yaml"]
         own = {
             MARK: self.mark,
             "CUDA_VISIBLE_DEVICES": "",
@@ -344,13 +376,16 @@ def wait(
 class Campaign:
     """The kills that are left to do, and the results of the kills so far."""
 
-    def __init__(self, root: Path, count: int, seed: int, deadline: float) -> None:
+    def __init__(
+        self, root: Path, tasks: Sequence[str], count: int, seed: int, deadline: float
+    ) -> None:
         self.root = root
+        self.tasks = tasks
         self.left = count
         self.seed = seed
         self.deadline = deadline
         self.counts: dict[tuple[str, int], Counter[str]] = {
-            (t, w): Counter() for t in TASKS for w in WORLDS
+            (t, w): Counter() for t in tasks for w in WORLDS
         }
         self.problems: list[str] = []
         self._lock = threading.Lock()
@@ -380,7 +415,8 @@ class Campaign:
     def run(self, number: int, references: Mapping[tuple[str, int], Unbroken]) -> None:
         """Kill and continue one run until it ends, then compare it."""
         chance = random.Random(f"{self.seed}:{number}")
-        task, world = TASKS[number % 2], WORLDS[number // 2 % 2]
+        task = self.tasks[number % len(self.tasks)]
+        world = WORLDS[number // len(self.tasks) % len(WORLDS)]
         reference = references[task, world]
         folder = self.root / f"{task}-{world}-{number}"
         folder.mkdir()
@@ -531,6 +567,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         help="begin no kill after so many minutes, and say how many there were",
     )
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=TASKS, help="kinds of runs (all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (0)")
     parser.add_argument(
         "--folder", type=Path, help="where runs are made; those that failed stay there"
@@ -541,7 +580,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="kills-", dir=options.folder))
     make_inputs(root)
-    campaign = Campaign(root, options.count, options.seed, begin + 60 * (options.minutes or 1e6))
+    deadline = begin + 60 * (options.minutes or 1e6)
+    campaign = Campaign(root, options.tasks, options.count, options.seed, deadline)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with ThreadPoolExecutor(options.lanes) as pool, ended_with(campaign):
         keys = list(campaign.counts)
