@@ -32,6 +32,20 @@ NEAR = 2e-4  # of a tensor's largest element
 FSDP = ["engine.backend=fsdp2"]
 TP, PP = "engine.parallelism.tp=2", "engine.parallelism.pp=2"
 MEGATRON = ["engine.backend=megatron"]
+# The module of the library that an engine wraps, by backend. An absent one is not compared.
+LIBRARIES = {
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "torchtitan": "torchtitan",
+    "automodel": "nemo_automodel",
+}
+# Of a backend's runs beside those with one rank: the overrides of two ranks.
+DIVIDED = {
+    "megatron": [TP],
+    "veomni": ["engine.parallelism.ulysses=2"],
+    "torchtitan": [TP],
+    "automodel": [TP],
+}
 # Whose figures say where the trainer stands: they must be the same, not nearly so.
 EXACT = ("step", "train/lr", "train/epoch", "train/tokens", "train/learned_tokens", "train/skipped")
 
@@ -69,6 +83,18 @@ SMALL = {
         "reward.name=vowels",
         "reward.workers=0",
         "reward.timeout_s=null",
+    ],
+    "quickstart/rl.yaml": [
+        "data.source=null",
+        "data.reasoning_gym.skip=0",
+        "data.reasoning_gym.size=16",
+        "data.reasoning_gym.heldout_size=4",
+        "algorithm.prompts_per_step=4",
+        "rollout.n=4",
+        "rollout.max_new_tokens=6",
+        "eval.source=null",
+        "eval.every=1",
+        "reward={name: vowels, workers: 0, timeout_s: null}",
     ],
 }
 CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
@@ -215,16 +241,29 @@ def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.turn
+@pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_recipe_gives_the_same_figures_with_another_backend(
-    recipe: str, overrides: list[str], tmp_path: Path, launch: Launch
+    recipe: str,
+    backend: str,
+    overrides: list[str],
+    tmp_path: Path,
+    launch: Launch,
 ) -> None:
-    kind, given = recipe.partition("/")[0], [*overrides, *SMALL[recipe]]
+    """Compare fsdp2 with another engine, chosen by ``engine.backend`` alone, and with its layout.
+
+    The figures are all metrics of two steps: of RL also the rollout's log-probs against the
+    engine's.
+    """
+    pytest.importorskip(LIBRARIES[backend])
+    kind = "sft" if recipe.startswith("sft/") else "rl"
+    given = [*overrides, *SMALL[recipe]]
+    other = [f"engine.backend={backend}"]
     rows: dict[str, list[dict[str, float]]] = {}
     for name, world, engine in (
         ("fsdp2", 1, FSDP),
-        ("megatron", 1, MEGATRON),
-        ("tp", 2, [*MEGATRON, TP]),
+        ("one rank", 1, other),
+        ("two ranks", 2, [*other, *DIVIDED[backend]]),
     ):
         launch(kind, RECIPES / recipe, world, f"run.output_dir={tmp_path / name}", *given, *engine)
         found = read_metrics(tmp_path / name / "metrics.jsonl")
@@ -234,7 +273,7 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
     assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), (
         "there is something to learn"
     )
-    for name in ("megatron", "tp"):
+    for name in ("one rank", "two ranks"):
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
             assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
