@@ -389,12 +389,23 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
     assert caught.value.field == "algorithm.critic.parallelism"
 
 
+# Layouts of two ranks from which weights are sent, by backend.
+SYNCED: dict[str, dict[str, list[dict[str, int]]]] = {
+    "megatron": {"dense": [{"pp": 2}, {"tp": 2}], "experts": [{"pp": 2}, {"ep": 2}]},
+    "veomni": {"dense": [{}], "experts": [{}]},
+    "torchtitan": {"dense": [{}, {"tp": 2}], "experts": [{}, {"ep": 2}]},
+    "automodel": {"dense": [{}, {"tp": 2}], "experts": [{}, {"ep": 2}]},
+}
+
+
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("backend", SYNCED)
 def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
-    experts: int, quantization: str, tmp_path: Path, pool: Pools
+    backend: str, experts: int, quantization: str, tmp_path: Path, pool: Pools
 ) -> None:
     pytest.importorskip("rollout_fp8")
+    pytest.importorskip(LIBRARIES[backend])
     # In two parts, queries and MLP are whole blocks of 128 rows, keys and values are not.
     moe = (
         {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128}
@@ -414,14 +425,13 @@ def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
             **moe,
         ),
     )
-    layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
     given = {"path": str(model), "quantization": quantization}
     want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
     assert quantization == "none" or any(
         dtype == "torch.float8_e4m3fn" for dtype, _ in want.values()
     )
-    for layout in layouts:
-        got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
+    for layout in SYNCED[backend]["experts" if experts else "dense"]:
+        got = pool(2).run("takeover_ranks:wire", backend=backend, layout=layout, **given)[0]
         assert set(got) == set(want)
         assert {name: dtype for name, (dtype, _) in got.items()} == {
             name: dtype for name, (dtype, _) in want.items()
