@@ -149,8 +149,8 @@ def row_of(name: str, folder: Path, reference: list[dict[str, float]]) -> tuple[
         pairs = zip(own, reference, strict=True)
         equal = sum(one["train/reward"] == other["train/reward"] for one, other in pairs)
         compared = (
-            f"{difference(own[:1], reference[:1]):.0e}",
-            f"{difference(own, reference):.0e}",
+            shown(difference(own[:1], reference[:1])),
+            shown(difference(own, reference)),
             f"{equal} of {len(reference)} steps",
         )
     simulated = " (simulated CUDA)" if name in SIMULATED else ""
@@ -161,6 +161,11 @@ def row_of(name: str, folder: Path, reference: list[dict[str, float]]) -> tuple[
         f"{after - before:+.3f}",
         *compared,
     )
+
+
+def shown(fraction: float) -> str:
+    """Return a difference as the table has it."""
+    return f"{fraction:.0e}" if fraction else "0"
 
 
 def difference(own: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
