@@ -192,6 +192,8 @@ STEPS = {
         "fsdp2,veomni,automodel,torchtitan,megatron:tp=2",
         gpus=2,
         enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
     ),
     **syncs(
         "sync-engines-moe",
@@ -203,6 +205,8 @@ STEPS = {
         "fsdp2,veomni,automodel:ep=2,torchtitan:ep=2,megatron:ep=2",
         gpus=2,
         enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
     ),
     "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
     "mfu-1.7b-long": mfu(

@@ -221,7 +221,7 @@ def measure(
     """Yield the rows of one engine's syncs, audited and not."""
     world = engine.topology.world_size
     for audit in (True, False):
-        exporter = RolloutRegistry.create_exporter(
+        exporter: Any = RolloutRegistry.create_exporter(
             name=options.server,
             device=options.device,
             model=ModelSource(path=folder),
