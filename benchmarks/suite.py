@@ -22,6 +22,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -168,9 +169,7 @@ STEPS = {
         "qwen3-8b",
         400,
         "--backend",
-        "megatron",
-        "--tp",
-        "2",
+        "megatron:tp=2",
         gpus=2,
         enforce_eager=True,
     ),
@@ -181,11 +180,33 @@ STEPS = {
         "--layers",
         "12",
         "--backend",
-        "megatron",
-        "--ep",
-        "2",
+        "megatron:ep=2",
         gpus=2,
         enforce_eager=True,
+    ),
+    **syncs(
+        "sync-engines-8b",
+        "qwen3-8b",
+        580,
+        "--backend",
+        "fsdp2,veomni,automodel,torchtitan,megatron:tp=2",
+        gpus=2,
+        enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
+    ),
+    **syncs(
+        "sync-engines-moe",
+        "qwen3-30b-a3b-cut",
+        580,
+        "--layers",
+        "12",
+        "--backend",
+        "fsdp2,veomni,automodel:ep=2,torchtitan:ep=2,megatron:ep=2",
+        gpus=2,
+        enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
     ),
     "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
     "mfu-1.7b-long": mfu(
@@ -260,6 +281,9 @@ STEPS = {
     ),
 }
 
+# Steps that ``--only`` names together.
+GROUPS = {"sync-engines": ("sync-engines-8b-fp8", "sync-engines-moe-fp8")}
+
 
 def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
     """Run a step and return its exit status (124: timeout), seconds, and printed JSON lines."""
@@ -292,6 +316,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def brief(row: dict[str, Any]) -> str:
+    """Return a row for the screen: in short for a sync, and otherwise as JSON."""
+    engine = ":".join(part for part in (row.get("backend"), row.get("layout")) if part)
+    if "unavailable" in row:
+        return f"{engine:18} not available: {row['unavailable'].splitlines()[-1].strip()}"
+    if "phases_ms" not in row:
+        return json.dumps(row)
+    phases = ", ".join(f"{name} {value}" for name, value in row["phases_ms"].items())
+    return (
+        f"{engine:18} {row['quantization']:4} {'audited' if row['audited'] else 'not audited':11} "
+        f"{row['ms']:7.1f} ms ({row['min_ms']} to {row['max_ms']}; {phases}) "
+        f"{row['tensors']} tensors, {row['quantized']} quantized, {row['wire_gb_s']} GB/s, "
+        f"digest {row['digest'] or '-'}"
+    )
+
+
 def last_words(log: Path) -> str:
     """Return the line of the log that most likely says why the step failed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -311,9 +351,9 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="show the steps and run nothing")
     options = parser.parse_args()
-    names = options.only.split(",")
+    names = [one for name in options.only.split(",") for one in GROUPS.get(name, (name,))]
     if unknown := [name for name in names if name not in STEPS]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join([*STEPS, *GROUPS])}")
     if options.list:
         for name in names:
             print(
@@ -344,7 +384,7 @@ def main() -> int:
             flush=True,
         )
         for row in rows:
-            print(f"  {row}", flush=True)
+            print(f"  {brief(json.loads(row))}", flush=True)
     return int(failed)
 
 
