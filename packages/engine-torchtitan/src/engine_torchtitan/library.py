@@ -42,6 +42,7 @@ __all__ = [
     "TokenChoiceTopKRouter",
     "TransformerBlock",
     "building_meshes_for",
+    "load_float8_linear",
     "make_ffn_config",
     "make_gqa_config",
     "make_routed_experts_config",
@@ -209,3 +210,12 @@ def building_meshes_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         parallel_dims.device_type = before
+
+
+def load_float8_linear() -> Any:
+    """Return torchtitan's linear layer in FP8, which needs torchao."""
+    from torchtitan.components.quantization.float8 import Float8Linear
+
+    if Float8Linear is None:
+        raise ModuleNotFoundError("torchtitan's linear layer in FP8 needs torchao", name="torchao")
+    return Float8Linear
