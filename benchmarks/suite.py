@@ -279,9 +279,22 @@ STEPS = {
         "full",
     ),
     **engines("mfu-8b-2", "8b", 300, *WORK, gpus=2),
-    "mfu-8b-2-torchtitan-float8": mfu(
-        "torchtitan", "8b", 400, *WORK, "--recompute", "full", "--precision", "float8", gpus=2
-    ),
+    **{
+        f"mfu-8b-2-torchtitan-float8-{recipe}": mfu(
+            "torchtitan",
+            "8b",
+            400,
+            *WORK,
+            "--recompute",
+            "full",
+            "--precision",
+            "float8",
+            "--options",
+            json.dumps({"torchtitan": {"float8_recipe": recipe}}),
+            gpus=2,
+        )
+        for recipe in ("rowwise", "tensorwise")
+    },
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
     "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),

@@ -66,14 +66,14 @@ class TorchTitanEngine(DecoderEngine):
         _refuse_compilation(self.config, self.layout.tp)
         super()._build_model()
         if self._float8 and self.config.memory.compile:
-            compile_blocks(list(self._layers.values()))
+            compile_blocks(list(self._layers.values()), self.options.float8_recipe)
 
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(
             self.config,
             self.layout,
             sequence_parallel=self.options.sequence_parallel,
-            float8=self._float8,
+            float8=self.options.float8_recipe if self._float8 else None,
         )
 
     def _pack(self, lm: Any) -> PackedTorchTitan:

@@ -1,8 +1,8 @@
 """FP8 in the matrix products of a model's blocks, by torchao's linear layers, as torchtitan has it.
 
 Inputs, weights and gradients are cast to FP8 before each of the three products of a linear layer,
-with a scale for each row (torchao's recipe ``rowwise``). Weights, gradients, norms, attention and
-the head stay in the dtypes of a computation in bfloat16.
+with a scale for each row or for each matrix (``options.float8_recipe``). Weights, gradients, norms,
+attention and the head stay in the dtypes of a computation in bfloat16.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_float8(config: EngineConfig, device_type: str) -> None:
         )
 
 
-def quantize_blocks(tree: Decoder.Config, *, emulate: bool = False) -> None:
+def quantize_blocks(tree: Decoder.Config, recipe: str, *, emulate: bool = False) -> None:
     """Let the linear layers of a tree's blocks compute in FP8.
 
     Raises ``ConfigError`` for a block with experts, whose products would stay in bfloat16, and for
@@ -71,9 +71,10 @@ def quantize_blocks(tree: Decoder.Config, *, emulate: bool = False) -> None:
 
     Args:
         tree: configuration of the model, which is changed.
+        recipe: torchao's name of the scales.
         emulate: True rounds to FP8 and multiplies in float32, for devices without FP8.
     """
-    linear_class, recipe = _load(emulate)
+    linear_class, settings = _load(recipe, emulate)
     for index, block in enumerate(tree.layers):
         if block.moe is not None:
             raise ConfigError(
@@ -98,7 +99,7 @@ def quantize_blocks(tree: Decoder.Config, *, emulate: bool = False) -> None:
                 bias=found.bias,
                 param_init=found.param_init,
                 sharding_config=found.sharding_config,
-                _torchao_config=recipe,
+                _torchao_config=settings,
             )
             if isinstance(parent, list):
                 parent[key] = own
@@ -106,15 +107,16 @@ def quantize_blocks(tree: Decoder.Config, *, emulate: bool = False) -> None:
                 setattr(parent, key, own)
 
 
-def compile_blocks(blocks: list[nn.Module]) -> None:
-    """Compile each block with the rounding between operators that scales by row need.
+def compile_blocks(blocks: list[nn.Module], recipe: str) -> None:
+    """Compile each block, with the rounding between operators that scales by row need.
 
     Inductor leaves out casts to bfloat16 inside of a kernel. The scale of a row would then be that
     of other numbers than those that are cast (pytorch/pytorch#150859); torchtitan sets the same
     for the whole process.
     """
+    options = {"emulate_precision_casts": True} if recipe == "rowwise" else {}
     for block in blocks:
-        block.compile(options={"emulate_precision_casts": True})
+        block.compile(options=options)
 
 
 def round_up(multiple: int) -> int:
@@ -122,8 +124,8 @@ def round_up(multiple: int) -> int:
     return math.lcm(multiple, _UNIT)
 
 
-def _load(emulate: bool) -> tuple[Any, Any]:
-    """Return torchtitan's linear layer in FP8 and torchao's recipe.
+def _load(recipe: str, emulate: bool) -> tuple[Any, Any]:
+    """Return torchtitan's linear layer in FP8, and torchao's settings of it.
 
     Raises ``ConfigError`` without the tested torchao.
     """
@@ -140,5 +142,5 @@ def _load(emulate: bool) -> tuple[Any, Any]:
         )
     from torchao.float8 import Float8LinearConfig
 
-    recipe: Any = Float8LinearConfig.from_recipe_name("rowwise")
-    return load_float8_linear(), replace(recipe, emulate=emulate)
+    settings: Any = Float8LinearConfig.from_recipe_name(recipe)
+    return load_float8_linear(), replace(settings, emulate=emulate)

@@ -94,11 +94,11 @@ class PackedTorchTitan(PackedDecoder):
 
 
 def build_decoder(
-    config: EngineConfig, layout: Layout, *, sequence_parallel: bool, float8: bool = False
+    config: EngineConfig, layout: Layout, *, sequence_parallel: bool, float8: str | None = None
 ) -> BuiltDecoder:
     """Build the model of ``config.model`` and divide it by tensor parallelism.
 
-    With ``float8`` the blocks' linear layers compute in FP8.
+    With ``float8``, the name of a recipe, the blocks' linear layers compute in FP8.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -116,8 +116,8 @@ def build_decoder(
         sequence_parallel=sequence_parallel,
         divides_experts=layout.ep > 1,
     )
-    if float8:
-        quantize_blocks(tree)
+    if float8 is not None:
+        quantize_blocks(tree, float8)
     files = None if config.model.init == "random" else WeightFiles(folder)
     names = _list_saved(hf_config, config, folder, files)
     with torch.device("meta"):
