@@ -276,7 +276,7 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "micro_batches": result.num_micro_batches,
         "document": options.document,
         "defaults": options.defaults,
-        "precision": engine.config.precision.compute,
+        "precision": engine.resolved()["precision.compute"],
         "max_tokens": engine.config.memory.max_tokens,
         "attention": getattr(engine, "kernel", options.attention),
         "compile": engine.config.memory.compile,
