@@ -124,7 +124,9 @@ def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
 
 
 # Each engine's own options at its best. The others have none that make training faster on one host.
-LIGER = dict.fromkeys(("rms_norm", "rotary_pos_emb", "swiglu_mlp"), "liger_kernel")
+LIGER: dict[str, object] = dict.fromkeys(
+    ("rms_norm", "rotary_pos_emb", "swiglu_mlp"), "liger_kernel"
+)
 BEST: dict[str, dict[str, object]] = {
     "fsdp2": {},
     "megatron": {"spec": "te"},

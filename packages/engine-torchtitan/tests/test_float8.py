@@ -122,7 +122,7 @@ def test_without_the_tested_torchao_float8_says_how_to_install_it(
     monkeypatch.setattr(float8.importlib.metadata, "version", lambda name: "0.9.0")
     with pytest.raises(ConfigError, match=r"float8 needs torchao 0\.17\.0, got 0\.9\.0") as caught:
         float8.quantize_blocks(make_tree(tmp_path), "rowwise")
-    assert "engine-torchtitan[float8]" in caught.value.remedy
+    assert "engine-torchtitan[core,float8]" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("multiple", "rounded"), [(1, 16), (16, 16), (24, 48), (128, 128)])

@@ -66,7 +66,7 @@ class TorchTitanEngine(DecoderEngine):
         _refuse_compilation(self.config, self.layout.tp)
         super()._build_model()
         if self._float8 and self.config.memory.compile:
-            compile_blocks(list(self._layers.values()), self.options.float8_recipe)
+            compile_blocks(self._layers.children(), self.options.float8_recipe)
 
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(

@@ -7,8 +7,10 @@ attention and the head stay in the dtypes of a computation in bfloat16.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +109,7 @@ def quantize_blocks(tree: Decoder.Config, recipe: str, *, emulate: bool = False)
                 setattr(parent, key, own)
 
 
-def compile_blocks(blocks: list[nn.Module], recipe: str) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], recipe: str) -> None:
     """Compile each block, with the rounding between operators that scales by row need.
 
     Inductor leaves out casts to bfloat16 inside of a kernel. The scale of a row would then be that
@@ -138,9 +140,9 @@ def _load(recipe: str, emulate: bool) -> tuple[Any, Any]:
             "precision.compute",
             f"float8 needs torchao {TESTED_TORCHAO}, got {found}",
             why="torchao's linear layers compute in FP8",
-            remedy="pip install 'engine-torchtitan[float8]', or compute in bfloat16",
+            remedy="pip install 'engine-torchtitan[core,float8]', or compute in bfloat16",
         )
-    from torchao.float8 import Float8LinearConfig
-
-    settings: Any = Float8LinearConfig.from_recipe_name(recipe)
+    # An extra that the environment of the type checker does not have.
+    torchao: Any = importlib.import_module("torchao.float8")
+    settings: Any = torchao.Float8LinearConfig.from_recipe_name(recipe)
     return load_float8_linear(), replace(settings, emulate=emulate)

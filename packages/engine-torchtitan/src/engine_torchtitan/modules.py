@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from engine_torch.attention import Packing, packed_attention
@@ -141,6 +142,13 @@ class Exchange(AllToAllTokenDispatcher):
     class Config(AllToAllTokenDispatcher.Config):
         """The place of this exchange in a model tree."""
 
+    @property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks that experts are spread over."""
+        mesh: DeviceMesh | None = self.ep_mesh
+        assert mesh is not None, "experts that are not spread are not exchanged"
+        return mesh
+
     def _token_count_exchange(
         self,
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
@@ -149,7 +157,7 @@ class Exchange(AllToAllTokenDispatcher):
     ) -> Tensor:
         del pg
         counts = num_local_tokens_per_expert_E.view(ep_size, -1)
-        return all_to_all_single(counts, None, None, group=self.ep_mesh)
+        return all_to_all_single(counts, None, None, group=self._mesh)
 
     def _dispatch_token_exchange(
         self,
@@ -160,7 +168,7 @@ class Exchange(AllToAllTokenDispatcher):
     ) -> Tensor:
         del pg
         return all_to_all_single_autograd(
-            routed_input_ND, output_splits, input_splits, group=self.ep_mesh
+            routed_input_ND, output_splits, input_splits, group=self._mesh
         )
 
     def _combine_token_exchange(
@@ -173,7 +181,7 @@ class Exchange(AllToAllTokenDispatcher):
         del pg
         # The tokens go the way back.
         return all_to_all_single_autograd(
-            routed_output_RD, input_splits, output_splits, group=self.ep_mesh
+            routed_output_RD, input_splits, output_splits, group=self._mesh
         )
 
 
