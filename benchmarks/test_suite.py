@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +81,57 @@ def test_a_step_runs_in_its_own_environment_and_else_in_its_backends(
         {"step": "second", "ONE": "backend", "TWO": "step"},
     ]
     assert "first" in capsys.readouterr().out
+
+
+def measured(step: str, rate: int, **given: Any) -> dict[str, Any]:
+    """Return a row as the suite writes it."""
+    row = {
+        "step": step,
+        "backend": "torchtitan",
+        "layout": "",
+        "shape": "8b",
+        "gpus": 2,
+        "tokens": 16384,
+        "micro_batches": 1,
+        "document": 4096,
+        "defaults": False,
+        "precision": "bfloat16",
+        "compile": True,
+        "recompute": "full",
+        "options": {},
+        "step_ms": 2000.0,
+        "tokens_per_s": rate,
+        "mfu": 0.4,
+        "peak_gib": 66.94,
+        "loss": 12.7,
+        "torch": "2.11.0",
+        "transformers": "5.17.0",
+        "device": "GPU",
+    }
+    return row | given
+
+
+def test_the_table_names_settings_fastest_first_and_says_what_float8_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of other measurements are left out, and only like work is compared."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    from engine_table import render  # pyright: ignore[reportMissingImports]
+
+    rows = [
+        measured("plain", 16000),
+        measured("plain-defaults", 10000, defaults=True, micro_batches=2),
+        measured("float8", 20000, precision="float8", options={"float8_recipe": "rowwise"}),
+        {"step": "kernels", "ms": 1.0},
+    ]
+    facts, *parts = render(rows).split("\n\n")
+    assert facts == (
+        "2 × GPU. torch 2.11.0, transformers 5.17.0. "
+        "Tokens a step and GPU: 16,384 in documents of 4,096."
+    )
+    lines = parts[0].splitlines()[2:]
+    assert [line.split("`")[1] for line in lines] == ["float8", "plain", "plain-defaults"]
+    assert "| float8, compiled, recomputed, float8_recipe=rowwise | 20,000 | 40.0 % |" in lines[0]
+    assert "| defaults, bfloat16, compiled, recomputed, 2 micro-batches |" in lines[2]
+    assert parts[1:] == ["`float8` is 1.25 × as fast as `plain`."]
+    monkeypatch.delitem(sys.modules, "engine_table")

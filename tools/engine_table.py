@@ -35,7 +35,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
     rows = sorted(rows, key=lambda row: (row["gpus"], row["shape"], -row["tokens_per_s"]))
     parts = [facts, table(HEAD, [_cells(row) for row in rows])]
     parts += [line for row in rows if (line := _compare_float8(row, rows))]
-    return "\n\n".join(parts)
+    return "\n\n".join(part.strip() for part in parts)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
