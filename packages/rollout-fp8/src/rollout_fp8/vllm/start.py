@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Plan:
         adapter: rank and layers of a LoRA that is served in addition to the weights.
         worker_extension: ``module.Class`` whose methods workers get in addition to their own.
         routed_experts: True if the experts of each token are recorded.
+        has_vision: True if the model has a vision tower.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class Plan:
     worker_extension: str | None = None
     adapter: tuple[int, Sequence[str]] | None = None
     routed_experts: bool = False
+    has_vision: bool = False
 
     @property
     def in_process(self) -> bool:
@@ -319,7 +321,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "quantization": None if plan.quantization_config is None else "fp8",
         # Weights come from the engine.
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        # vLLM plans its memory with the processor of images, which needs a tokenizer.
+        "skip_tokenizer_init": not plan.has_vision,
         # Nothing from the model's folder: the ids that end a completion come with each request.
         "generation_config": "vllm",
         "max_model_len": options.max_model_len,
@@ -341,8 +344,22 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "logits_processors": [NORMALIZE] if options.truncation else None,
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
+        **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
     }
+
+
+def _vision_arguments() -> dict[str, Any]:
+    """Return vLLM's arguments for images that come processed."""
+    arguments: dict[str, Any] = {
+        "limit_mm_per_prompt": {"video": 0},
+        # Nothing is cached before the tower.
+        "mm_processor_cache_gb": 0,
+    }
+    # Since 0.32 towers normalize pixels that come as bytes, and would do so again.
+    if any(field.name == "mm_device_do_normalize" for field in fields(vllm.EngineArgs)):
+        arguments["mm_device_do_normalize"] = False
+    return arguments
 
 
 def _cache_bytes(plan: Plan) -> int | None:
