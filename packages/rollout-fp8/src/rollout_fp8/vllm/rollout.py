@@ -54,6 +54,8 @@ from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  #
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# Families whose positions in time, height and width take turns in the dimensions of a head.
+_INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 class VllmRollout:
@@ -380,6 +382,18 @@ class VllmRollout:
         vision: Vision | None = read_vision(config, WHERE)
         if vision is None:
             return None
+        family = str(config.model_type)
+        sections = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        if family in _INTERLEAVED and not sections.get("mrope_interleaved"):
+            raise ConfigError(
+                "engine.model.path",
+                f"expected mrope_interleaved: true in rope_parameters of a {family}, got "
+                f"{sections.get('mrope_interleaved')!r}",
+                why="transformers interleaves the positions of this family in any case, and vLLM "
+                "by this key alone",
+                remedy="add it to text_config.rope_parameters in config.json, as published models "
+                "have it",
+            )
         if not self.options.truncation:
             raise ConfigError(
                 "rollout.options.truncation",
@@ -394,7 +408,7 @@ class VllmRollout:
                 why="no test has compared an adapter beside a tower",
                 remedy="rollout.lora: merged",
             )
-        return ImageInputs(vision, str(config.model_type), DTYPES[dtype])
+        return ImageInputs(vision, family, DTYPES[dtype])
 
     def _forget_prefixes(self) -> None:
         if self._images is not None:

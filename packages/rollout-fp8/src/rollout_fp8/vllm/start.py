@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import secrets
@@ -36,8 +37,16 @@ CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM's CPU build computes other log-probs than transformers with the same
-# weights (0.32.0, measured by `tools/zoo.py`).
-_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
+# weights (0.32.0, measured by `tools/zoo.py`). The attention of that build is causal, and image
+# tokens of Gemma 3 attend in both directions.
+_WRONG_ON_CPU = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Lfm2ForCausalLM",
+    }
+)
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -137,11 +146,13 @@ def start(plan: Plan) -> vllm.LLMEngine:
         clear_frames(error)
         free_memory(plan)
         if isinstance(error, Exception):
-            raise _explain(error) from error
+            raise _explain(error, has_vision=plan.has_vision) from error
         raise
 
 
 def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
+    if plan.has_vision:
+        _check_torchvision()
     chosen = vllm.EngineArgs(**arguments)
     config = chosen.create_model_config()
     if plan.in_process and config.using_transformers_backend():
@@ -166,6 +177,22 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
         # they do not here (see ``_arguments``).
         chosen.enable_prefix_caching = False
     return vllm.LLMEngine.from_engine_args(chosen)
+
+
+def _check_torchvision() -> None:
+    """Raise ``RolloutError`` where vLLM could not import its classes of models with a tower."""
+    try:
+        importlib.import_module("torchvision")
+    # A build for another torch lacks operators, or libraries of CUDA.
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RolloutError(
+            "vLLM did not start: torchvision cannot be imported",
+            where=WHERE,
+            why=f"vLLM's classes of models with a vision tower need it; {type(error).__name__}: "
+            f"{error}",
+            remedy="install the build of torchvision that belongs to this torch (on a CPU: "
+            "`uv pip install --torch-backend cpu torchvision`), or rollout.name=local",
+        ) from error
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
@@ -472,7 +499,7 @@ def _check_fp8(plan: Plan) -> None:
         )
 
 
-def _explain(error: Exception) -> RolloutError:
+def _explain(error: Exception, *, has_vision: bool = False) -> RolloutError:
     text = str(error)
     if "CuMem allocator" in text:
         return RolloutError(
@@ -496,6 +523,14 @@ def _explain(error: Exception) -> RolloutError:
             # All of vLLM's architectures follow.
             why=text.partition("Supported architectures")[0].strip(),
             remedy="rollout.name=local for this model",
+        )
+    if has_vision and ("processor" in text.lower() or "tokenizer" in text.lower()):
+        return RolloutError(
+            "vLLM did not start: the model's processor of images cannot be read",
+            where=WHERE,
+            why=f"{type(error).__name__}: {text}",
+            remedy="copy preprocessor_config.json (and processor_config.json, where the model has "
+            "it) and the whole tokenizer into the model's folder",
         )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (

@@ -1,0 +1,212 @@
+"""Images of prompts in vLLM, compared with transformers and the engine.
+
+``ROLLOUT_TEST_TORCHVISION`` names a folder with torchvision, where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pictured_models import save_pictured_model
+from tiny_models import VOCABULARY
+from tiny_rollouts import NEAR
+from vllm_peers import DEVICE
+
+from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
+from engine_conformance.ranks import RankPool
+
+PLACE = os.environ.get("ROLLOUT_TEST_TORCHVISION")
+pytestmark = [
+    pytest.mark.distributed,
+    # The weights are engine-fsdp's on the CPU, and so is the server.
+    pytest.mark.skipif(DEVICE != "cpu", reason="compares vLLM's CPU build"),
+    pytest.mark.skipif(
+        PLACE is None and importlib.util.find_spec("torchvision") is None, reason="torchvision"
+    ),
+]
+FAMILIES = [
+    pytest.param("qwen2_5_vl", {"tie_word_embeddings": True}, id="qwen2_5_vl-tied"),
+    pytest.param("qwen2_vl", {}, marks=pytest.mark.turn, id="qwen2_vl"),
+    pytest.param("qwen2_5_vl", {}, marks=pytest.mark.nightly, id="qwen2_5_vl"),
+    pytest.param("qwen3_vl", {}, marks=pytest.mark.turn, id="qwen3_vl"),
+    pytest.param("internvl", {}, marks=pytest.mark.turn, id="internvl"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Return a rank that finds torchvision, which others do not."""
+    added = [] if PLACE is None else [PLACE]
+    sys.path[:0] = added
+    try:
+        with RankPool(1, device=DEVICE) as ranks:
+            yield ranks
+    finally:
+        for place in added:
+            sys.path.remove(place)
+
+
+def call(pool: RankPool, name: str, folder: Path, **arguments: Any) -> Any:
+    (found,) = pool.run(f"vision_peers:{name}", deadline=280, folder=str(folder), **arguments)
+    return found
+
+
+def make(folder: Path, family: str, **changes: Any) -> Path:
+    return save_pictured_model(folder, family, make_tokenizer(), served=True, **changes)
+
+
+def make_tokenizer() -> Any:
+    """Return a tokenizer of as many words as the models have tokens, but for those of images."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Gemma 3's placeholder is told from the line breaks around it.
+    breaks = ["\n" * count for count in range(1, 5)]
+    words = [*breaks, *(f"t{i}" for i in range(VOCABULARY - 4 - len(breaks)))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t1")
+
+
+def refuse(error: EngineError | None, kind: type[EngineError], *words: str) -> None:
+    assert isinstance(error, kind), error
+    assert error.remedy
+    assert all(word in str(error) for word in words), error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("pictured") / "model", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def found(pool: RankPool, folder: Path) -> dict[str, Any]:
+    return call(pool, "behaviour", folder)
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_log_probs_behind_images_are_transformers_and_the_engines_after_every_sync(
+    tmp_path: Path, pool: RankPool, family: str, changes: dict[str, Any]
+) -> None:
+    """One sync changes the tower and its projector alone, which features kept by vLLM outlive."""
+    apart = call(pool, "compare", make(tmp_path / "model", family, **changes))
+    assert apart["audited"]
+    assert apart["log_probs"] < NEAR
+    assert apart["engine"] < NEAR
+    assert apart["banned"] == 0
+
+
+def test_no_completion_has_a_token_of_an_image_or_a_video(found: dict[str, Any]) -> None:
+    """Nearly each token is as likely as any other at a temperature of 50."""
+    tokens = {token for one in found["flat"] for token in one.tokens}
+    assert not tokens & set(found["special"])
+    assert len(tokens) > 50
+    assert not {*found["greedy at images"][0].tokens} & set(found["special"])
+
+
+def test_a_prompt_without_images_is_completed_as_in_a_batch_of_text(found: dict[str, Any]) -> None:
+    among = [one.tokens for one in found["mixed"] if one.prompt_index in (1, 3)]
+    assert [one.tokens for one in found["text"]] == among
+
+
+def test_the_images_decide_about_the_completion_and_its_draw(found: dict[str, Any]) -> None:
+    first, second = found["pictures"][:2], found["pictures"][2:]
+    assert [one.log_probs for one in first] != [one.log_probs for one in second]
+    assert [one.tokens for one in found["second"]] == [one.tokens for one in second]
+
+
+def test_images_that_are_not_those_of_their_prompt_are_refused_and_it_goes_on(
+    found: dict[str, Any],
+) -> None:
+    refuse(found["errors"]["none"], RolloutError, "prompt 0 has 0 images of 0 features")
+    refuse(found["errors"]["few"], RolloutError, "expected images for 4 prompts")
+    refuse(found["errors"]["cut"], RolloutError, "prompt 0 has 2 images of 5 features")
+    assert [one.tokens for one in found["after"]] == [one.tokens for one in found["mixed"]]
+
+
+def test_other_ids_than_those_of_the_prompt_are_an_error_that_names_the_first(
+    found: dict[str, Any],
+) -> None:
+    refuse(found["other ids"], RolloutError, "at place 0 of a prompt", "rollout.name=local")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"truncation": False}, ConfigError, ("rollout.options.truncation", "vision tower")),
+        ({"lora": "adapter"}, ConfigError, ("rollout.lora", "expected merged")),
+    ],
+)
+def test_an_option_that_does_not_go_with_a_tower_is_refused(
+    pool: RankPool, folder: Path, arguments: Any, kind: type[EngineError], words: tuple[str, ...]
+) -> None:
+    if "lora" in arguments:
+        from engine_api.config import LoraConfig
+
+        arguments = {"lora": LoraConfig(rank=2)}
+    refuse(call(pool, "refused", folder, **arguments), kind, *words)
+
+
+def test_without_torchvision_the_remedy_is_to_install_it(pool: RankPool, folder: Path) -> None:
+    error = call(pool, "refused_without_torchvision", folder)
+    refuse(error, RolloutError, "torchvision", "--torch-backend cpu")
+
+
+def test_a_folder_without_a_processor_is_refused_with_the_files_to_copy(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    place = make(tmp_path / "model", "qwen2_5_vl")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (place / name).unlink(missing_ok=True)
+    refuse(call(pool, "refused", place), RolloutError, "preprocessor_config.json")
+
+
+def test_positions_that_vllm_would_not_interleave_are_refused(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    place = make(tmp_path / "model", "qwen3_vl")
+    config = json.loads((place / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]["mrope_interleaved"]
+    (place / "config.json").write_text(json.dumps(config))
+    refuse(call(pool, "refused", place), ConfigError, "mrope_interleaved", "engine.model.path")
+
+
+def test_a_family_whose_tower_no_test_has_compared_is_refused_by_name(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    from transformers import LlavaConfig
+
+    LlavaConfig().save_pretrained(tmp_path / "model")
+    error = call(pool, "refused", tmp_path / "model")
+    refuse(error, UnsupportedCapability, "llava", "no test has compared its tower")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        pytest.param(
+            "gemma3",
+            ("log-probs of Gemma3ForConditionalGeneration differ", "rollout.name=local"),
+            id="gemma3",
+        ),
+        # Its experts are transposed on their way into vLLM's.
+        pytest.param(
+            "qwen3_vl_moe",
+            ("mlp.experts.down_proj", "rollout.name=local"),
+            marks=pytest.mark.turn,
+            id="qwen3_vl_moe",
+        ),
+    ],
+)
+def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(
+    tmp_path: Path, pool: RankPool, family: str, words: tuple[str, ...]
+) -> None:
+    refuse(call(pool, "refused", make(tmp_path / "model", family)), RolloutError, *words)

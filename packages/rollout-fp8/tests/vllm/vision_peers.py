@@ -1,0 +1,121 @@
+"""Functions on images that the tests of vLLM call in ranks.
+
+vLLM's classes of models with a tower import torchvision, of which PyPI's build fails beside a torch
+for CPUs: it lacks operators that its own modules name at their import. Nothing here calls them, so
+they are declared without a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Kept: the operators are gone with it.
+_LIBRARY = torch.library.Library("torchvision", "DEF")
+
+
+def import_torchvision() -> None:
+    """Import torchvision, whichever build it is."""
+    try:
+        import torchvision  # noqa: F401 - vLLM imports it later
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision  # noqa: F401
+
+
+import_torchvision()
+
+from safetensors.torch import load_file  # noqa: E402
+from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+from vllm_peers import error_of  # noqa: E402
+
+from engine_api.errors import EngineError  # noqa: E402
+from engine_api.hf_vision import read_vision  # noqa: E402
+from engine_api.rollout import Completion, PromptImages, SamplingParams  # noqa: E402
+
+compare = compare_vllm_images
+FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
+SAMPLED = SamplingParams(n=2, max_new_tokens=6, seed=1)
+
+
+@contextmanager
+def served(folder: str, **arguments: Any) -> Iterator[Any]:
+    """Yield a rollout with the weights of its folder."""
+    rollout = start_vllm(folder, **arguments)
+    try:
+        rollout.update_weights(iter(load_file(f"{folder}/model.safetensors").items()), 1)
+        yield rollout
+    finally:
+        rollout.close()
+
+
+def negative(images: PromptImages) -> PromptImages:
+    """Return images with the opposite colors."""
+    return replace(images, media=replace(images.media, pixels=-images.media.pixels))
+
+
+def behaviour(folder: str) -> dict[str, Any]:
+    """Return what one rollout answers to several requests, by the name of the request."""
+    vision = read_vision(AutoConfig.from_pretrained(folder), "test")
+    assert vision is not None
+    prompts, images = draw_prompts(vision)
+    one, of_one = draw_prompt(vision, 5, [(4, 4)])
+    assert of_one is not None
+    twice = [of_one, negative(of_one)]
+    with served(folder) as rollout:
+        found: dict[str, Any] = {
+            "special": (vision.image_token, vision.video_token),
+            "flat": rollout.generate(prompts, FLAT, images=images),
+            "greedy at images": rollout.generate([one], replace(FLAT, n=1, temperature=0.0),
+                                                 images=[of_one]),
+            "mixed": rollout.generate(prompts, SAMPLED, images=images),
+            "text": rollout.generate([prompts[1], prompts[3]], SAMPLED),
+            "pictures": rollout.generate([one, one], SAMPLED, images=twice),
+            "second": rollout.generate([one], SAMPLED, images=twice[1:]),
+            "errors": {
+                "none": error_of(rollout.generate, prompts, SAMPLED),
+                "few": error_of(rollout.generate, prompts, SAMPLED, images=images[:1]),
+                "cut": error_of(
+                    rollout.generate, [prompts[0][:-3]], SAMPLED, images=[images[2]]
+                ),
+            },
+            "other ids": _generate_behind_other_ids(rollout, one, of_one),
+        }
+        found["after"] = rollout.generate(prompts, SAMPLED, images=images)
+    return found
+
+
+def _generate_behind_other_ids(
+    rollout: Any, prompt: list[int], images: PromptImages
+) -> EngineError | list[Completion] | None:
+    """Return the error where vLLM takes a prompt for another one."""
+    given = rollout._images.prompt
+
+    def changed(ids: list[int], *rest: Any) -> Any:
+        return given([ids[0] + 1, *ids[1:]], *rest)
+
+    with mock.patch.object(rollout._images, "prompt", changed):
+        return error_of(rollout.generate, [prompt], SAMPLED, images=[images])
+
+
+def refused(folder: str, **arguments: Any) -> EngineError | None:
+    """Return the error of making a rollout, or of its first sync."""
+
+    def make() -> None:
+        with served(folder, **arguments):
+            pass
+
+    return error_of(make)
+
+
+def refused_without_torchvision(folder: str) -> EngineError | None:
+    """Return the error where torchvision cannot be imported."""
+    with mock.patch.dict("sys.modules", {"torchvision": None}):
+        return refused(folder)
