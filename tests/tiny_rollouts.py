@@ -66,24 +66,24 @@ def compare_vllm(folder: str | Path) -> dict[str, Any]:
             part.close()
 
 
-def _start_pair(folder: Path) -> tuple[Any, Any, Any]:
+def _start_pair(folder: Path, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Return an engine, an exporter and a rollout of a folder's model, or close what was begun."""
     source = ModelSource(path=str(folder))
     config = EngineConfig(model=source, optimizer=OptimizerConfig(lr=0.0))
     with ExitStack() as begun:
-        engine: Any = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+        engine: Any = EngineRegistry.create(backend="fsdp2", device=device, config=config)
         begun.callback(engine.close)
         engine.initialize()
-        rollout: Any = start_vllm(folder)
+        rollout: Any = start_vllm(folder, device=device)
         begun.callback(rollout.close)
         exporter: Any = RolloutRegistry.create_exporter(
-            name="vllm", device="cpu", model=source, dtype="float32"
+            name="vllm", device=device, model=source, dtype="float32"
         )
         begun.pop_all()
     return engine, exporter, rollout
 
 
-def start_vllm(folder: str | Path, **arguments: Any) -> Any:
+def start_vllm(folder: str | Path, *, device: str = "cpu", **arguments: Any) -> Any:
     """Return vLLM's rollout of a folder's model in float32, in this process."""
     from vllm.model_executor.models import registry
 
@@ -91,22 +91,23 @@ def start_vllm(folder: str | Path, **arguments: Any) -> Any:
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
         return RolloutRegistry.create(
             name="vllm",
-            device="cpu",
+            device=device,
             model=ModelSource(path=str(folder)),
             pad_token_id=0,
             **{"dtype": "float32", **_SMALL, **arguments},
         )
 
 
-def compare_vllm_images(folder: str | Path) -> dict[str, Any]:
+def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str, Any]:
     """Return how vLLM in float32 differs behind images, after each of three syncs.
 
-    The weights are engine-fsdp's on this rank. The second sync changes those of the tower and its
-    projector alone, the third all. ``log_probs`` is the largest difference of a token's log-prob
-    from transformers in float64, ``engine`` that from the engine, both in nats. ``audited`` says
-    whether all syncs compared the served weights, and ``banned`` counts tokens of images.
+    The weights are engine-fsdp's on this rank, on the server's device. The second sync changes
+    those of the tower and its projector alone, the third all. ``log_probs`` is the largest
+    difference of a token's log-prob from transformers in float64, ``engine`` that from the engine,
+    both in nats. ``audited`` says whether all syncs compared the served weights, and ``banned``
+    counts tokens of images.
     """
-    engine, exporter, rollout = _start_pair(Path(folder))
+    engine, exporter, rollout = _start_pair(Path(folder), device)
     try:
         vision = read_vision(AutoConfig.from_pretrained(folder), "test")
         assert vision is not None
@@ -211,7 +212,7 @@ def _compare_pictured(
         media.append(Media.none(1) if own is None else own.media)
     batch = Batch.pack(rows)
     batch = batch.with_media(Media.concat(media))
-    scored = engine.infer_batch(batch, temperature=temperature).log_probs
+    scored = engine.infer_batch(batch, temperature=temperature).log_probs.cpu()
     parts = scored.split([len(row["input_ids"]) for row in rows])
     for one, told in zip(completions, parts, strict=True):
         given = torch.tensor(one.log_probs)
@@ -254,7 +255,8 @@ def _change_weights(engine: Any, changed: Callable[[str], bool] = lambda name: T
         if not changed(entry.name):
             continue
         local = entry.local.detach()
-        local.add_(0.05 * torch.randn(local.shape, generator=generator).to(local.dtype))
+        noise = torch.randn(local.shape, generator=generator)
+        local.add_(0.05 * noise.to(local.device, local.dtype))
         entry.publish()
 
 

@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("torchvision", "DEF")
 def import_torchvision() -> None:
     """Import torchvision, whichever build it is."""
     try:
-        import torchvision  # noqa: F401 - vLLM imports it later
+        import torchvision
     except RuntimeError:
         for name in ("nms", "qnms"):
             _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -34,21 +34,25 @@ import_torchvision()
 from safetensors.torch import load_file  # noqa: E402
 from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
-from vllm_peers import error_of  # noqa: E402
+from vllm_peers import DEVICE, error_of  # noqa: E402
 
 from engine_api.errors import EngineError  # noqa: E402
 from engine_api.hf_vision import read_vision  # noqa: E402
 from engine_api.rollout import Completion, PromptImages, SamplingParams  # noqa: E402
 
-compare = compare_vllm_images
 FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
 SAMPLED = SamplingParams(n=2, max_new_tokens=6, seed=1)
+
+
+def compare(folder: str) -> dict[str, Any]:
+    """Return how vLLM differs behind images (see ``compare_vllm_images``)."""
+    return compare_vllm_images(folder, device=DEVICE)
 
 
 @contextmanager
 def served(folder: str, **arguments: Any) -> Iterator[Any]:
     """Yield a rollout with the weights of its folder."""
-    rollout = start_vllm(folder, **arguments)
+    rollout = start_vllm(folder, device=DEVICE, **arguments)
     try:
         rollout.update_weights(iter(load_file(f"{folder}/model.safetensors").items()), 1)
         yield rollout
@@ -73,8 +77,9 @@ def behaviour(folder: str) -> dict[str, Any]:
         found: dict[str, Any] = {
             "special": (vision.image_token, vision.video_token),
             "flat": rollout.generate(prompts, FLAT, images=images),
-            "greedy at images": rollout.generate([one], replace(FLAT, n=1, temperature=0.0),
-                                                 images=[of_one]),
+            "greedy at images": rollout.generate(
+                [one], replace(FLAT, n=1, temperature=0.0), images=[of_one]
+            ),
             "mixed": rollout.generate(prompts, SAMPLED, images=images),
             "text": rollout.generate([prompts[1], prompts[3]], SAMPLED),
             "pictures": rollout.generate([one, one], SAMPLED, images=twice),
@@ -82,9 +87,7 @@ def behaviour(folder: str) -> dict[str, Any]:
             "errors": {
                 "none": error_of(rollout.generate, prompts, SAMPLED),
                 "few": error_of(rollout.generate, prompts, SAMPLED, images=images[:1]),
-                "cut": error_of(
-                    rollout.generate, [prompts[0][:-3]], SAMPLED, images=[images[2]]
-                ),
+                "cut": error_of(rollout.generate, [prompts[0][:-3]], SAMPLED, images=[images[2]]),
             },
             "other ids": _generate_behind_other_ids(rollout, one, of_one),
         }
@@ -106,7 +109,7 @@ def _generate_behind_other_ids(
 
 
 def refused(folder: str, **arguments: Any) -> EngineError | None:
-    """Return the error of making a rollout, or of its first sync."""
+    """Return the error of making a rollout."""
 
     def make() -> None:
         with served(folder, **arguments):

@@ -25,6 +25,18 @@ from engine_api.rollout import PromptImages
 
 # vLLM's name of the modality.
 _IMAGE = "image"
+# Reasons why a family is not served, although engines train it.
+_REFUSED = {
+    "qwen3_vl_moe": "vLLM transposes its experts while it loads them, which a weight sync does not "
+    "follow",
+    "qwen3_5": "no test has compared it: vLLM's linear attention for CPUs has no float32",
+    "qwen3_5_moe": "no test has compared it: vLLM's linear attention for CPUs has no float32",
+}
+# The same on a CPU alone.
+_REFUSED_ON_CPU = {
+    "gemma3": "its image tokens attend in both directions, and attention of vLLM's CPU build is "
+    "causal (0.32.0)"
+}
 # Key of the number of tiles of each image, by family.
 _TILES = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 
@@ -80,6 +92,19 @@ class ImageInputs:
         return MultiModalKwargsItems.from_hf_inputs(BatchFeature(data), fields)
 
 
+def require_family(family: str, device: str, where: str) -> None:
+    """Raise ``RolloutError`` with the reason for a family that vLLM does not serve rightly."""
+    on_cpu = _REFUSED_ON_CPU if device == "cpu" else {}
+    why = (_REFUSED | on_cpu).get(family)
+    if why is not None:
+        raise RolloutError(
+            f"no rollout of a {family} with vLLM{' on a CPU' if family in on_cpu else ''}",
+            where=where,
+            why=why,
+            remedy="rollout.name=local for this model",
+        )
+
+
 def digests(media: Media) -> list[str]:
     """Return the SHA-256 of each image as the model takes it."""
     found: list[str] = []
@@ -97,7 +122,9 @@ def require_prompt(prompt: Sequence[int], received: Sequence[int] | None, where:
     want = list(prompt)
     if got == want:
         return
-    at = next((i for i, pair in enumerate(zip(want, got, strict=False)) if pair[0] != pair[1]), None)
+    at = next(
+        (i for i, pair in enumerate(zip(want, got, strict=False)) if pair[0] != pair[1]), None
+    )
     if at is None:
         what = f"expected a prompt of {len(want)} tokens, got one of {len(got)}"
     else:
@@ -108,4 +135,3 @@ def require_prompt(prompt: Sequence[int], received: Sequence[int] | None, where:
         why="vLLM generated behind other ids than those that are trained on",
         remedy="this is a fault of vLLM or of rollout-fp8: use rollout.name=local, and report it",
     )
-

@@ -49,13 +49,13 @@ from vllm.distributed import get_tp_group  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
-from rollout_fp8.vllm.images import ImageInputs, digests  # noqa: E402
+from rollout_fp8.vllm.images import ImageInputs, digests, require_family  # noqa: E402
 from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Families whose positions in time, height and width take turns in the dimensions of a head.
-_INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_INTERLEAVED = ("qwen3_vl",)
 
 
 class VllmRollout:
@@ -121,7 +121,7 @@ class VllmRollout:
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
-        self._images = self._read_images(model, dtype, lora)
+        self._images = self._read_images(model, resolution.device, dtype, lora)
         self._expected = Expected.read(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
@@ -375,7 +375,7 @@ class VllmRollout:
         )
 
     def _read_images(
-        self, model: ModelSource, dtype: str, lora: LoraConfig | None
+        self, model: ModelSource, device: str, dtype: str, lora: LoraConfig | None
     ) -> ImageInputs | None:
         """Return the side of a model's images, or None for a model without a vision tower."""
         config = config_of(model)
@@ -383,6 +383,7 @@ class VllmRollout:
         if vision is None:
             return None
         family = str(config.model_type)
+        require_family(family, device, WHERE)
         sections = getattr(config.get_text_config(), "rope_parameters", None) or {}
         if family in _INTERLEAVED and not sections.get("mrope_interleaved"):
             raise ConfigError(

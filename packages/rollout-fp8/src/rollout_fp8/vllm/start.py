@@ -37,16 +37,8 @@ CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM's CPU build computes other log-probs than transformers with the same
-# weights (0.32.0, measured by `tools/zoo.py`). The attention of that build is causal, and image
-# tokens of Gemma 3 attend in both directions.
-_WRONG_ON_CPU = frozenset(
-    {
-        "Cohere2ForCausalLM",
-        "Cohere2MoeForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Lfm2ForCausalLM",
-    }
-)
+# weights (0.32.0, measured by `tools/zoo.py`).
+_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -96,9 +96,7 @@ class Expected:
             )
 
 
-def _aliases(
-    model: torch.nn.Module, pieces: Mapping[str, Sequence[Piece]]
-) -> dict[str, str]:
+def _aliases(model: torch.nn.Module, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
     """Return the second names of tied parameters, and the saved name of each."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
