@@ -133,6 +133,23 @@ def test_images_that_are_not_those_of_their_prompt_are_refused_and_it_goes_on(
     assert [one.tokens for one in found["after"]] == [one.tokens for one in found["mixed"]]
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5_vl",
+        *(pytest.param(one, marks=pytest.mark.turn) for one in ("qwen2_vl", "qwen3_vl")),
+    ],
+)
+def test_in_fp8_vllm_quantizes_the_language_model_and_leaves_the_tower(
+    tmp_path: Path, pool: RankPool, family: str
+) -> None:
+    """FP8 itself needs a GPU: the layers are those that vLLM's configuration names."""
+    layers = call(pool, "quantized_layers", make(tmp_path / "model", family))
+    tower = {quantized for name, quantized in layers.items() if name.startswith("visual.")}
+    rest = {quantized for name, quantized in layers.items() if not name.startswith("visual.")}
+    assert (tower, rest) == ({False}, {True})
+
+
 def test_other_ids_than_those_of_the_prompt_are_an_error_that_names_the_first(
     found: dict[str, Any],
 ) -> None:

@@ -34,11 +34,18 @@ import_torchvision()
 from safetensors.torch import load_file  # noqa: E402
 from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
+    is_layer_skipped,
+)
 from vllm_peers import DEVICE, error_of  # noqa: E402
 
+from engine_api.config import ModelSource  # noqa: E402
 from engine_api.errors import EngineError  # noqa: E402
 from engine_api.hf_vision import read_vision  # noqa: E402
 from engine_api.rollout import Completion, PromptImages, SamplingParams  # noqa: E402
+from rollout_fp8.vllm.rollout import _quantization_config  # noqa: E402
 
 FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
 SAMPLED = SamplingParams(n=2, max_new_tokens=6, seed=1)
@@ -106,6 +113,26 @@ def _generate_behind_other_ids(
 
     with mock.patch.object(rollout._images, "prompt", changed):
         return error_of(rollout.generate, [prompt], SAMPLED, images=[images])
+
+
+def quantized_layers(folder: str) -> dict[str, bool]:
+    """Return vLLM's linear layers, and whether its FP8 configuration quantizes each."""
+
+    def read(model: Any) -> dict[str, bool]:
+        config = Fp8Config.from_config(_quantization_config(ModelSource(path=folder)))
+        config.apply_vllm_mapper(model.hf_to_vllm_mapper)
+        return {
+            name: not is_layer_skipped(name, config.ignored_layers, model.packed_modules_mapping)
+            for name, module in model.named_modules()
+            if isinstance(module, LinearBase)
+        }
+
+    rollout = start_vllm(folder, device=DEVICE)
+    try:
+        (found,) = rollout._engine.apply_model(read)
+        return found
+    finally:
+        rollout.close()
 
 
 def refused(folder: str, **arguments: Any) -> EngineError | None:

@@ -598,8 +598,12 @@ def _gather_requests(asked: _Asked) -> tuple[list[_Asked], int]:
 
 
 def _quantization_config(source: ModelSource) -> dict[str, Any]:
+    config = config_of(source)
+    tower = getattr(config, "vision_config", None)
     return server_config(
-        architecture_of(source), config_of(source).get_text_config().num_hidden_layers
+        architecture_of(source),
+        config.get_text_config().num_hidden_layers,
+        int(getattr(tower, "depth", 0)),
     )
 
 
