@@ -156,6 +156,22 @@ def test_other_ids_than_those_of_the_prompt_are_an_error_that_names_the_first(
     refuse(found["other ids"], RolloutError, "at place 0 of a prompt", "rollout.name=local")
 
 
+@pytest.mark.turn
+@pytest.mark.skipif(DEVICE != "cpu", reason="the loop's engine is on the CPU here")
+def test_the_loop_trains_on_what_vllm_generates_behind_images(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    """The log-probs of the step are those of the rollout: the engine has the same pixels."""
+    rows = call(pool, "train", make(tmp_path / "model", "qwen2_5_vl"))
+    assert len(rows) == 2
+    for row in rows:
+        assert row["mismatch/rms"] < NEAR
+        # Three completions of three images.
+        assert row["train/images"] == 9
+        assert row["sync/audited"] == 1
+    assert rows[0]["train/grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [

@@ -7,9 +7,11 @@ they are declared without a kernel.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,7 @@ def import_torchvision() -> None:
 
 import_torchvision()
 
+from pictured_models import draw, write_rows  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
@@ -39,12 +42,17 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
     is_layer_skipped,
 )
+from vllm.model_executor.models import registry  # noqa: E402
 from vllm_peers import DEVICE, error_of  # noqa: E402
 
 from engine_api.config import ModelSource  # noqa: E402
 from engine_api.errors import EngineError  # noqa: E402
 from engine_api.hf_vision import read_vision  # noqa: E402
 from engine_api.rollout import Completion, PromptImages, SamplingParams  # noqa: E402
+from engine_trainer.config import RLConfig  # noqa: E402
+from engine_trainer.config.loading import load_config  # noqa: E402
+from engine_trainer.rl.loop import train_rl  # noqa: E402
+from engine_trainer.telemetry.logs import METRICS, read_metrics  # noqa: E402
 from rollout_fp8.vllm.rollout import _quantization_config  # noqa: E402
 
 FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
@@ -100,6 +108,54 @@ def behaviour(folder: str) -> dict[str, Any]:
         }
         found["after"] = rollout.generate(prompts, SAMPLED, images=images)
     return found
+
+
+def train(folder: str) -> list[dict[str, float]]:
+    """Return the metrics of two steps of RL on rows with one image, none and two."""
+    place = Path(folder).parent
+    draw(place, "a.png")
+    draw(place, "b.jpg", (40, 16))
+    (place / "reward.py").write_text(
+        "def reward(sample):\n    return sum(map(ord, sample.completion)) % 7 / 6\n"
+    )
+    shown = ({"images": ["b.jpg"]}, {"images": None}, {"images": ["a.png", "b.jpg"]})
+    texts = ("<image>t5", "t6", "<image>t7<image>")
+    rows = [
+        {"prompt": text, "answer": "1", **images} for text, images in zip(texts, shown, strict=True)
+    ]
+    engine: dict[str, Any] = {
+        "model": {"path": folder},
+        "backend": "fsdp2",
+        "device": "cpu",
+        "optimizer": {"lr": 0.01},
+        "memory": {"max_tokens": 256, "max_patches": 64},
+    }
+    tree: dict[str, Any] = {
+        "engine": engine,
+        "data": {"source": str(write_rows(place / "rows.jsonl", rows)), "shuffle": False},
+        "rollout": {
+            "name": "vllm",
+            "n": 3,
+            "max_new_tokens": 6,
+            "batch_size": 8,
+            "options": {"kv_cache_bytes": 1 << 27},
+        },
+        "reward": {"function": f"{place / 'reward.py'}:reward", "workers": 0, "timeout_s": None},
+        "algorithm": {"prompts_per_step": 3},
+        "run": {
+            "output_dir": str(place / "run"),
+            "steps": 2,
+            "progress": False,
+            "tensorboard": False,
+            "report": False,
+        },
+    }
+    file = place / "run.yaml"
+    # JSON is YAML.
+    file.write_text(json.dumps(tree))
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        outcome = train_rl(load_config(RLConfig, file, []))
+    return [row for row in read_metrics(outcome.folder / METRICS) if "train/loss" in row]
 
 
 def _generate_behind_other_ids(
