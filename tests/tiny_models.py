@@ -324,26 +324,50 @@ PICTURED_TYPES = tuple(_PICTURED)
 """Model types with a vision tower that have tiny models."""
 
 
+# Keys and sizes with which servers compute these models: towers as wide as kernels need, and keys
+# that published models have and transformers does not need.
+_SERVED_SECTIONS = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
+_SERVED_TOWER: dict[str, Any] = {"embed_dim": 64, "hidden_size": 64, "out_hidden_size": 128}
+_SERVED_TEXT: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
+
+
 def tiny_pictured_model(
-    model_type: str, text_changes: dict[str, Any] | None = None, **changes: Any
+    model_type: str,
+    text_changes: dict[str, Any] | None = None,
+    *,
+    served: bool = False,
+    **changes: Any,
 ) -> Any:
     """Return a vision-language model of a family with random weights.
 
-    ``text_changes`` are keys of its language model, ``changes`` those of the whole.
+    ``text_changes`` are keys of its language model, ``changes`` those of the whole. With ``served``
+    it has the sizes and keys that servers need.
     """
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     text_type, text, tower, whole = _PICTURED[model_type]
     own = text | (text_changes or {})
-    small = tiny_config(text_type, num_hidden_layers=2, **own).to_dict()
+    sizes: dict[str, Any] = {}
+    if served:
+        sizes = SERVED_SIZES
+        own |= _SERVED_TEXT.get(model_type, {})
+        tower = tower | {key: size for key, size in _SERVED_TOWER.items() if key in tower}
+        if model_type == "qwen2_vl":
+            # Its hidden size is the language model's.
+            tower |= {"hidden_size": 128}
+        if "rope_parameters" in own:
+            sections = _SERVED_SECTIONS if model_type.startswith("qwen3") else {}
+            sections = {"mrope_section": _SERVED_SECTIONS["mrope_section"]} | sections
+            own |= {"rope_parameters": own["rope_parameters"] | sections}
+    small = tiny_config(text_type, sizes=sizes, num_hidden_layers=2, **own).to_dict()
     config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **(whole | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+                parameter.add_((0.05 if served else 0.1) * torch.randn_like(parameter))
     return model
 
 
