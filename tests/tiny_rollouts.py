@@ -37,7 +37,7 @@ _ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "memory_saver": False
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
-    "minimax_m2": {"rotary_dim": 16},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "lfm2": {
         "block_auto_adjust_ff_dim": False,
         "block_dim": 128,

@@ -41,7 +41,7 @@ _WRONG_ON_CPU = frozenset(
     {
         "Cohere2ForCausalLM",
         "Cohere2MoeForCausalLM",
-        # Latent attention: the derived weights are right, and its kernel's results are not.
+        # Its weights are served rightly, the derived ones of latent attention included.
         "DeepseekV3ForCausalLM",
         "Lfm2ForCausalLM",
     }
