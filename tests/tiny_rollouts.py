@@ -130,7 +130,7 @@ def _change_weights(engine: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     for entry in engine.table:
         local = entry.local.detach()
-        local.add_(0.05 * torch.randn(local.shape, generator=generator).to(local.dtype))
+        local.add_(0.05 * torch.randn(local.shape, generator=generator).to(local))
         entry.publish()
 
 

@@ -97,8 +97,12 @@ class Receiver:
                 why=str(error),
                 remedy="use another tensor_parallel_size, or rollout.name=local",
             ) from error
-        # Unpacked copies are made for each audit.
-        self._live = None if self._packed else self._checksums.bind(views)
+        # Unpacked copies, and those in the dtype of the wire, are made for each audit.
+        copied = any(
+            self._read(region.parameter).dtype != plan.tensors[region.name].dtype
+            for region in self._readable
+        )
+        self._live = None if self._packed or copied else self._checksums.bind(views)
 
     @property
     def boxes(self) -> Boxes:
@@ -140,10 +144,11 @@ class Receiver:
         They are queued on the current stream.
         """
         sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
+        if not self._packed:
+            self._check_places()
         if self._live is None:
             self._checksums.run(self._views(), sums)
         else:
-            self._check_places()
             self._live.run(sums)
         return sums
 
@@ -173,7 +178,7 @@ class Receiver:
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
         """Return the tensor at a region, in the dtype in which it came.
 
-        Packed servers keep some tensors in a wider dtype (biases, for AMX kernels).
+        Servers keep some tensors in a wider dtype (biases, routers, decays).
         """
         part = region.view(parameter)
         dtype = self._plan.tensors[region.name].dtype
