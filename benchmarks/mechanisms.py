@@ -276,23 +276,28 @@ BASELINE = "qwen3"
 
 def make_config(name: str, *, tiny: bool, active: int | None = None) -> Any:
     """Return a model's configuration, with ``active`` active parameters if that is given."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     chosen = MODELS[name]
     keys = COMMON | dict(chosen.sizes)
     if tiny:
         keys |= TINY | dict(chosen.tiny)
     if active is None:
-        return CONFIG_MAPPING[chosen.model_type](**keys)
+        return _configure(chosen.model_type, keys)
     # The count grows by the same number with each unit.
     low, high = (
-        count_active(CONFIG_MAPPING[chosen.model_type](**(keys | {chosen.free: size})))
+        count_active(_configure(chosen.model_type, keys | {chosen.free: size}))
         for size in (64, 1088)
     )
     step = 16 if tiny else 64
     size = 64 + (active - low) * 1024 / (high - low)
     keys[chosen.free] = max(step, round(size / step) * step)
-    return CONFIG_MAPPING[chosen.model_type](**keys)
+    return _configure(chosen.model_type, keys)
+
+
+def _configure(model_type: str, keys: Mapping[str, Any]) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    made: Any = CONFIG_MAPPING[model_type]
+    return made(**keys)
 
 
 def count_active(config: Any) -> int:
@@ -358,7 +363,8 @@ def compute_plainly(
     from transformers import AutoModelForCausalLM
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval().to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
+    model = model.eval().to(device)
     total = sum(len(ids) - 1 for ids in rows)
     found: list[Tensor] = []
     for ids in rows:
@@ -381,16 +387,23 @@ def compute_plainly(
 def compute_oracle(name: str, folder: Path, *, device: str, tiny: bool) -> None:
     """Write the model, what float64 has for it, and how far off transformers in bf16 is."""
     make_model(name, folder, device=device, tiny=tiny)
-    gc.collect()
+    _free(device)
     rows = _own_documents(folder, tiny=tiny)
     exact, gradients = compute_plainly(folder, rows, device=device, dtype=torch.float64)
-    gc.collect()
+    _free(device)
     plain, rounded = compute_plainly(folder, rows, device=device, dtype=torch.bfloat16)
     found = {f"plain_{key}": value for key, value in apart(plain, exact).items()}
     found["plain_gradient"], found["plain_worst"], _ = gradients_apart(rounded, gradients)
     save_file({"log_probs": exact}, folder / "expected.safetensors_")
     save_file(gradients, folder / "gradients.safetensors_")
     (folder / "plain.json").write_text(json.dumps(found))
+
+
+def _free(device: str) -> None:
+    """Return the memory of models that are gone, which other processes need."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def apart(got: Tensor, exact: Tensor) -> dict[str, float]:
@@ -419,7 +432,7 @@ def gradients_apart(
         relative = math.inf if math.isnan(relative) else relative
         if relative > worst[0]:
             worst = (relative, name)
-    return total**0.5 / norm, *worst
+    return total**0.5 / norm, worst[0], worst[1]
 
 
 def build(folder: Path, options: argparse.Namespace, *, tokens: int, compiled: bool) -> Any:
@@ -463,6 +476,8 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         found["gradient"], found["worst"], found["worst_weight"] = gradients_apart(grads, wanted)
     finally:
         engine.close()
+    # They are twice as large as the model.
+    (folder / "gradients.safetensors_").unlink()
     return {
         "model": name,
         "mechanism": MODELS[name].mechanism,
@@ -497,9 +512,8 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     on_gpu = options.device == "cuda"
     # Shapes of an earlier model of this process must not count as recompilations of this one.
     torch._dynamo.reset()  # noqa: SLF001
-    gc.collect()
+    _free(options.device)
     if on_gpu:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     engine = build(folder, options, tokens=tokens, compiled=options.compile)

@@ -584,7 +584,7 @@ def _measure_into(model_type: str, results: str, device: str, quantization: str)
 def _measure_alone(model_type: str, device: str, quantization: str) -> dict[str, Any]:
     """Return the result of a type from a process of its own, which has a deadline."""
     # A copy of this process has vLLM imported, and none of its threads. CUDA allows no copies.
-    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
         results = Path(scratch, "result.json")
         process = context.Process(

@@ -198,8 +198,8 @@ def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
     )
 
 
-# Biases by which routers select experts. Servers keep them in float32, as transformers does, because
-# 16 bits are coarser than the differences between the biases of a trained model.
+# Biases by which routers select experts. Servers keep them in float32, as transformers does,
+# because 16 bits are coarser than the differences between the biases of a trained model.
 _ROUTER_BIAS = ".e_score_correction_bias"
 
 
