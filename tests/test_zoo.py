@@ -38,8 +38,8 @@ def test_rollouts_on_a_gpu_have_a_column_of_each_precision_with_versions_and_dat
         },
     }
     introduction, rows = zoo._vllm_on_gpu(record)
-    assert "bf16: NVIDIA H200, vLLM 0.26.0, transformers 5.17.0" in introduction
-    assert "2026-11-27; FP8: NVIDIA H200" in introduction
+    assert "bf16: as seen on one NVIDIA H200, vLLM 0.26.0, transformers 5.17.0" in introduction
+    assert "2026-11-27;\nFP8: as seen on one NVIDIA H200" in introduction
     assert "| `qwen3_moe` | right, 4e-03 (3e-03), not every tensor audited |" in rows
     assert "| right, 4e-03 (3e-03) |" in rows
     assert "| `afmoe` | refused: vLLM did not start: no such class |" in rows

@@ -47,9 +47,11 @@ PAGE = ROOT / "docs" / "models.md"
 # as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
-# Largest mean difference of log-probs on a GPU in nats, by quantization. In bf16 it is several
-# times that of transformers in bf16, and weights of another sync are off by ten times this.
-NEAR_MEAN = {"none": 0.03, "fp8": 0.15}
+# Mean difference of log-probs on a GPU in nats, by quantization, that is allowed in addition to three
+# times that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts). Weights of
+# another sync are off by 0.4 to 1.8.
+NEAR_MEAN = {"none": 0.01, "fp8": 0.15}
+TIMES = 3
 LAYOUTS = ("one rank", "two ranks")
 FSDP = "fsdp2"
 MEGATRON = "megatron"
@@ -553,7 +555,7 @@ def measure_rollout(
     if device == "cpu":
         near = found["log_probs"] < NEAR and found["greedy"] < NEAR
     else:
-        near = found["mean"] < NEAR_MEAN[quantization]
+        near = found["mean"] < TIMES * found["plain"] + NEAR_MEAN[quantization]
     return {"status": "right" if near else "wrong", **found}
 
 
@@ -860,11 +862,13 @@ def _vllm(record: dict[str, Any]) -> list[str]:
 SEEN_INTRODUCTION = """\
 ### On a GPU
 
-The same on one GPU, as seen: {measured}. There vLLM computes in bf16, and in FP8 where the table
-of layers has the family, from weights that are synced twice
-(`python tools/zoo.py measure --rollout vllm --device cuda`). The figures are the mean difference of
-the greedy tokens' log-probs from float64, in nats, and in brackets that of transformers in bf16.
-*Right* means less than {near}.
+{measured}.
+
+There vLLM computes in bf16, and in FP8 where the table of layers has the family, from weights that
+are synced twice (`python tools/zoo.py measure --rollout vllm --device cuda`). The figures are the
+mean difference of the greedy tokens' log-probs from float64, in nats, and in brackets that of
+transformers in bf16.
+*Right* means less than {times} times the latter and {near}.
 """
 
 
@@ -874,8 +878,8 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     by_precision = {"none": "bf16", "fp8": "FP8"}
-    measured = "; ".join(
-        f"{by_precision[one]}: {said['gpu']}, vLLM {said['vllm']}, transformers "
+    measured = ";\n".join(
+        f"{by_precision[one]}: as seen on one {said['gpu']}, vLLM {said['vllm']}, transformers "
         f"{said['transformers']}, torch {said['torch']}, {said['date']}"
         for one, said in record[SEEN].items()
     )
@@ -884,7 +888,7 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
         (f"`{name}`", *(_seen(row[one]) if one in row else "" for one in QUANTIZATIONS))
         for name, row in rows.items()
     ]
-    introduction = SEEN_INTRODUCTION.format(measured=measured, near=near)
+    introduction = SEEN_INTRODUCTION.format(measured=measured, times=TIMES, near=near)
     return [introduction, table(("model type", *by_precision.values()), cells)]
 
 
