@@ -47,9 +47,9 @@ PAGE = ROOT / "docs" / "models.md"
 # as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
-# Mean difference of log-probs on a GPU in nats, by quantization, that is allowed in addition to three
-# times that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts). Weights of
-# another sync are off by 0.4 to 1.8.
+# Mean difference of log-probs on a GPU in nats, by quantization, that is allowed in addition to
+# three times that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts).
+# Weights of another sync are off by 0.4 to 1.8.
 NEAR_MEAN = {"none": 0.01, "fp8": 0.15}
 TIMES = 3
 LAYOUTS = ("one rank", "two ranks")
