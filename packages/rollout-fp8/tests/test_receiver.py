@@ -240,8 +240,8 @@ def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
     with pytest.raises(RolloutError, match="no weight is sent for derived"):
         Receiver(*arguments)
     receiver = Receiver(*arguments, derived=["derived"])
-    with pytest.raises(RolloutError, match="does not derive its weights anew after a sync"):
+    with pytest.raises(RolloutError, match="does not derive its weights again after a sync"):
         receiver.sync(stream, Phases(CPU))
     model.derive = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(RolloutError, match="does not derive its weights anew after loading"):
+    with pytest.raises(RolloutError, match="does not derive its weights again after loading"):
         Receiver(*arguments, derived=["derived"])

@@ -48,7 +48,7 @@ class Receiver:
             then goes through ``load``.
         derived: names of the parameters that the server computes from loaded ones, and that no
             tensor is sent for.
-        derive: computes them anew, in their memory, after a sync has copied into place.
+        derive: computes them again, in their memory, after a sync has copied into place.
 
     Raises:
         RolloutError: names that the model does not have or that are missing, other shapes or
@@ -315,7 +315,7 @@ class Receiver:
         kept = [name for name, digest in now.items() if digest == former[name]]
         if kept:
             raise RolloutError(
-                f"the server does not derive its weights anew after {after}",
+                f"the server does not derive its weights again after {after}",
                 where=WHERE,
                 why=f"{len(kept)} parameters that it computes from others are what they were, "
                 f"{kept[0]} among them",

@@ -266,7 +266,11 @@ def derived_weights(model: Any) -> list[str]:
 
 
 def derive_weights(model: Any, dtype: torch.dtype) -> None:
-    """Compute the derived parameters anew, in their memory (see ``derived_weights``)."""
+    """Compute the derived parameters again, in their memory, where CUDA graphs read them.
+
+    vLLM's own reload ends in this call (0.26.0 and 0.32.0, ``_finalize_attention_layer``).
+    Upstream: no thread known; see ``derived_weights``.
+    """
     for layer in model.modules():
         if isinstance(layer, MLAAttention):
             layer.process_weights_after_loading(dtype)
