@@ -10,10 +10,11 @@ entry of ``MODELS``. All have as many active parameters as the first one, a Qwen
 - ``train_batch`` of engine-fsdp is timed on other documents, after all comparisons and one model
   after another.
 
-The output is one JSON line each and a table. ``log_probs`` and ``mean`` are the largest and the
-mean difference of a token's log-prob in nats, ``gradient`` is the norm of the difference of all
-gradients over the gradient's norm, and ``plain_*`` the same of transformers in bf16. Routers and
-indexers choose differently where scores in bf16 nearly tie, in both. On a CPU, in two minutes:
+The output is one JSON line each, which ``DIR/rows.jsonl`` gets at once, and a table. ``log_probs``
+and ``mean`` are the largest and the mean difference of a token's log-prob in nats, ``gradient`` is
+the norm of the difference of all gradients over the gradient's norm, and ``plain_*`` the same of
+transformers in bf16. Routers and indexers choose differently where scores in bf16 nearly tie, in
+both. On a CPU, in two minutes:
 
 ``python -m benchmarks.mechanisms --device cpu --tiny --steps 1 --warmup 1``
 """
@@ -628,6 +629,14 @@ def run_named(options: argparse.Namespace, names: Sequence[str]) -> None:
             function = compare if options.step == "agreement" else measure
             row = function(name, folder, options)
             (folder / f"{options.step}.json").write_text(json.dumps(row))
+            # At once: the command may be ended before its last model.
+            _record(row, options)
+
+
+def _record(row: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Add a row to the file of results."""
+    with (options.output / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def table(agreement: Mapping[str, Any], speed: Mapping[str, Any]) -> Iterator[str]:
@@ -689,12 +698,12 @@ def main() -> int:
         speed = _rows_of(root, names, "speed")
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    rows = [*agreement.values(), *speed.values()]
-    rows += [{"model": name, "failed": why} for name, why in failures.items()]
-    with (options.output / "rows.jsonl").open("w") as file:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-            print(json.dumps(row), file=file)
+    for name, why in failures.items():
+        row = {"model": name, "failed": why}
+        _record(row, options)
+        print(json.dumps(row), flush=True)
+    for row in [*agreement.values(), *speed.values()]:
+        print(json.dumps(row), flush=True)
     lines = list(table(agreement, speed))
     (options.output / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
