@@ -320,6 +320,20 @@ STEPS = {
     },
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
+    "mechanisms": Step(
+        command=("-m", "benchmarks.mechanisms", "--output", "runs/mechanisms"), seconds=590
+    ),
+    "router-replay": Step(
+        command=(
+            "-m",
+            "benchmarks.router_replay",
+            "--shape",
+            "qwen3-30b-a3b",
+            "--layers",
+            "8",
+        ),
+        seconds=400,
+    ),
     "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),

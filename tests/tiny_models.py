@@ -145,6 +145,23 @@ SERVED_SIZES: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "dropout", "residual_dropout"), 0.0),
 }
 
+# Widths of heads, states and experts in kernels for GPUs, and blocks of 128 in FP8.
+_WIDE_ON_GPU = """
+expert_ffn_hidden_size index_head_dim linear_key_head_dim linear_value_head_dim
+moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim
+shared_expert_intermediate_size shared_intermediate_size v_head_dim
+"""
+_NARROW_ON_GPU = """
+attention_head_dim global_head_dim head_dim kv_channels mamba_d_head mamba_d_state mamba_head_dim
+ssm_state_size state_size
+"""
+SERVED_ON_GPU_SIZES: dict[str, Any] = {
+    **SERVED_SIZES,
+    **dict.fromkeys(_WIDE_ON_GPU.split(), 128),
+    **dict.fromkeys(_NARROW_ON_GPU.split(), 64),
+    "qk_head_dim": 192,
+}
+
 # Families leave these sizes open, and derive them from other sizes or not at all.
 _ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
@@ -377,15 +394,15 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in DOCUMENTS]
 
 
-def oracle(folder: str) -> Any:
-    """Return the model of a folder in float64, as transformers computes it.
+def oracle(folder: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return the model of a folder in float64, or another dtype, as transformers computes it.
 
     Attention and experts are in plain PyTorch.
     """
     from transformers import AutoModelForCausalLM
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval()
 
 
 def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -394,5 +411,7 @@ def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     The document is alone in its batch.
     """
     with torch.no_grad():
-        scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    # Scores of rounded logits are not rounded again.
+    scores = logits.double().log_softmax(-1)
     return torch.cat([scores.new_zeros(1), scores[:-1].gather(-1, ids[1:, None])[:, 0]])

@@ -38,7 +38,15 @@ CPU_CACHE_BYTES = GIB
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM's CPU build computes other log-probs than transformers with the same
 # weights (0.32.0, measured by `tools/zoo.py`).
-_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
+_WRONG_ON_CPU = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        # Its weights are served rightly, the derived ones of latent attention included.
+        "DeepseekV3ForCausalLM",
+        "Lfm2ForCausalLM",
+    }
+)
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
