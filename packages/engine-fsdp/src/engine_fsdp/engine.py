@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.batch import Batch
@@ -93,14 +95,16 @@ class FSDPEngine(DTensorEngine):
         inside = {module for part in tower for module in part.modules()}
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
-        shard_model(
-            self.module,
-            blocks,
-            config,
-            layout,
-            self.options.prefetch_blocks,
-            tower=[block for block in every if block in inside],
-        )
+        copies = self._will_keep_copies(lm)
+        if not copies:
+            shard_model(
+                self.module,
+                blocks,
+                config,
+                layout,
+                self.options.prefetch_blocks,
+                tower=[block for block in every if block in inside],
+            )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
         if files is not None:
@@ -113,6 +117,8 @@ class FSDPEngine(DTensorEngine):
             std = initial_std(lm.config)
             together(self.comm, lambda: fill(self.table, files, config.seed, std))
         lora.initialize(self.table, config.seed)
+        if copies:
+            self._keep_copies(blocks)
         if self.options.verify_model:
             verify_model(
                 self,
@@ -121,6 +127,8 @@ class FSDPEngine(DTensorEngine):
                 reshard=self._reshard,
                 shared=3 if config.memory.share_prefixes else 0,
             )
+        else:
+            _gather_once(block for block in every if block in inside)
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
@@ -147,7 +155,7 @@ class FSDPEngine(DTensorEngine):
         lm: Any = self.module.lm
         # torch keeps a block's compiled call under this name and has no public one.
         compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001
-        return {
+        return super()._choices() | {
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
             "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",
@@ -223,6 +231,17 @@ class FSDPEngine(DTensorEngine):
         self._blocks.clear()
         self._positions_of = None
         super()._release()
+
+
+def _gather_once(tower: Iterable[nn.Module]) -> None:
+    """Gather the blocks of a tower and free them, as the check at the start does with its image.
+
+    FSDP asks every block for a gradient to accumulate, and fails for one that it never gathered.
+    """
+    for block in tower:
+        if isinstance(block, FSDPModule):
+            block.unshard()
+            block.reshard()
 
 
 class FSDPEngineWithLMHead(FSDPEngine):
