@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.batch import Batch
@@ -127,8 +125,6 @@ class FSDPEngine(DTensorEngine):
                 reshard=self._reshard,
                 shared=3 if config.memory.share_prefixes else 0,
             )
-        else:
-            _gather_once(block for block in every if block in inside)
         if config.memory.compile:
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
@@ -231,17 +227,6 @@ class FSDPEngine(DTensorEngine):
         self._blocks.clear()
         self._positions_of = None
         super()._release()
-
-
-def _gather_once(tower: Iterable[nn.Module]) -> None:
-    """Gather the blocks of a tower and free them, as the check at the start does with its image.
-
-    FSDP asks every block for a gradient to accumulate, and fails for one that it never gathered.
-    """
-    for block in tower:
-        if isinstance(block, FSDPModule):
-            block.unshard()
-            block.reshard()
 
 
 class FSDPEngineWithLMHead(FSDPEngine):

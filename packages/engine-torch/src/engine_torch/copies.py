@@ -71,7 +71,7 @@ def refresh_copies(table: Iterable[ShardedParam]) -> None:
     copied = [entry for entry in table if entry.copy is not None]
     if copied:
         copies = [entry.copy.detach() for entry in copied if entry.copy is not None]
-        torch._foreach_copy_(copies, [entry.param.detach() for entry in copied])  # noqa: SLF001 - no public name
+        torch._foreach_copy_(copies, [entry.param.detach() for entry in copied])
 
 
 def clear_gradients(table: Iterable[ShardedParam]) -> None:

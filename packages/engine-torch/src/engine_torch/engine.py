@@ -34,7 +34,7 @@ from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
 from engine_torch.attention import choose_kernel, choose_kernel_of_trees
 from engine_torch.copies import clear_gradients, keep_copies, move_masters, refresh_copies
-from engine_torch.fsdp_modules import reset_after_failure
+from engine_torch.fsdp_modules import LateGradients, reset_after_failure
 from engine_torch.inputs import PackedInputs
 from engine_torch.model import DTYPES, Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
@@ -71,6 +71,7 @@ class DTensorEngine(BaseEngine):
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options: Any = build_options(config.options, self.options_class)
+        self._late: LateGradients | None = None
 
     # --- hooks that a derived engine provides --------------------------------------------------
 
@@ -114,6 +115,8 @@ class DTensorEngine(BaseEngine):
             if config.memory.share_prefixes:
                 self.kernel = choose_kernel_of_trees(config, self.kernel)
             self._build_model()
+            if self.config.optimizer is not None and isinstance(self.module, FSDPModule):
+                self._late = LateGradients(self.module)
             params = [entry.param for entry in trainable(self.table)]
             self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
         # Ctrl-C included: no groups are kept for an engine that was not built.
@@ -199,6 +202,8 @@ class DTensorEngine(BaseEngine):
             yield
         finally:
             self.module.eval()
+            if self._late is not None:
+                self._late.is_late = not last
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
@@ -240,6 +245,8 @@ class DTensorEngine(BaseEngine):
 
     def _abort(self) -> None:
         reset_after_failure(self.module)
+        if self._late is not None:
+            self._late.is_late = False
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -338,6 +345,7 @@ class DTensorEngine(BaseEngine):
     def _release(self) -> None:
         self._close_groups()
         self.optimizer = None
+        self._late = None
         self.table.clear()
         del self.module
         device_of(self.device_type).empty_cache()
