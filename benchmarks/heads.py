@@ -109,7 +109,7 @@ def _wait(device: torch.device) -> None:
 
 
 def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
-    """Return the largest difference in nats of log-probs, and as a share of its largest of a gradient."""
+    """Return the largest difference of log-probs in nats, and of a gradient by its largest."""
     apart = [float((found[0].float() - wanted[0]).abs().max())]
     for one, other in zip(found[1:], wanted[1:], strict=False):
         apart.append(float((one.float() - other).abs().max() / other.abs().max()))
