@@ -70,8 +70,10 @@ def refresh_copies(table: Iterable[ShardedParam]) -> None:
     """Give the copies the values of their masters, all of them in a few launches."""
     copied = [entry for entry in table if entry.copy is not None]
     if copied:
-        copies = [entry.copy.detach() for entry in copied if entry.copy is not None]
-        torch._foreach_copy_(copies, [entry.param.detach() for entry in copied])
+        # torch has no public name for a copy of many tensors at once.
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        live = [entry.live.detach() for entry in copied]
+        copy(live, [entry.param.detach() for entry in copied])
 
 
 def clear_gradients(table: Iterable[ShardedParam]) -> None:
