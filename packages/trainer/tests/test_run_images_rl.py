@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from pictured_models import draw, save_pictured_model, write_rows
+from rank_runs import run_on_two_ranks
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import RolloutRegistry
@@ -235,6 +236,18 @@ def test_prompts_with_broken_pixels_are_left_out_of_their_step_and_counted(tmp_p
     assert "b.jpg) cannot be decoded" in caplog.text
     table = pq.read_table(outcome.folder / "rollouts" / "step-000001.parquet")
     assert {tuple(names) for names in table["images"].to_pylist()} == {(), ("a.png",)}
+
+
+@pytest.mark.distributed
+@pytest.mark.turn
+def test_a_rank_whose_prompts_are_all_left_out_goes_on_with_the_others(tmp_path, place):
+    """Of two ranks the first generates for the first and third row, whose pixels are broken."""
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    configure(tmp_path / "place", tmp_path / "run")
+    run_on_two_ranks(tmp_path, [["rl", str(tmp_path / "run.yaml"), DROP]])
+    rows = [row for row in read_metrics(tmp_path / "run" / METRICS) if "train/loss" in row]
+    assert [(row["train/bad_images"], row["rollout/groups"]) for row in rows] == [(2, 2), (2, 2)]
 
 
 def test_a_step_whose_prompts_all_have_broken_pixels_is_an_error(tmp_path, place):
