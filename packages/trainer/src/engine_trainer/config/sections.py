@@ -406,7 +406,7 @@ class DataSection:
 
     An image whose header is right is decoded where its step begins. There, ``drop`` leaves the
     document of ``sft`` or the prompt of ``rl`` out of its step (``train/bad_images``), and a
-    problem out of a measurement of accuracy (``eval/bad_images``).
+    held-out row out of its measurement (``eval/bad_images``).
     """
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])

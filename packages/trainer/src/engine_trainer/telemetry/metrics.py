@@ -244,8 +244,8 @@ MEANINGS: Mapping[str, str] = {
     "eval/timeouts": "Calls of reward functions that took too long in the evaluation.",
     "eval/failures": "Calls of reward functions that failed in the evaluation.",
     "eval/problems": "Number of held-out problems that were measured.",
-    "eval/bad_images": "Held-out problems that were not measured because an image of theirs could "
-    "not be decoded.",
+    "eval/bad_images": "Held-out rows that were not measured because an image of theirs could not "
+    "be decoded.",
     "eval/mean@*": "Mean accuracy over this many samples a problem.",
     "eval/best@*": "Probability that one of this many samples of a problem is correct (pass@k), "
     "without bias.",
