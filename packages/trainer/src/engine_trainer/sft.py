@@ -278,8 +278,8 @@ def _accuracy(
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     """Return ``loss`` and ``perplexity`` of a dataset, the same on all ranks.
 
-    The loss is the mean negative log-likelihood of the learned tokens, in nats. ``bad_images`` is the
-    number of documents that were left out for images that cannot be decoded, if there are any.
+    The loss is the mean negative log-likelihood of the learned tokens, in nats. ``bad_images`` is
+    the number of documents that were left out for images that cannot be decoded, if there are any.
     """
     nll = tokens = 0.0
     documents = 0
