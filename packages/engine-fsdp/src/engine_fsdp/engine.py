@@ -163,8 +163,8 @@ class FSDPEngine(DTensorEngine):
             self._compile()
         elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
             log.warning(
-                "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 is "
-                "a kernel of its own: set memory.compile: true"
+                "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 "
+                "is a kernel of its own: set memory.compile: true"
             )
 
     def _quantize(self, lm: Any) -> bool:
