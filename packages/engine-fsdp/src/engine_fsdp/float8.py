@@ -17,6 +17,9 @@ __all__ = ["gathers_float8", "quantize_blocks", "refuse_model"]
 
 _IN_BFLOAT16 = "compute in bfloat16"
 
+# Ends of transformers' names of classes that hold the weights of experts or choose among them.
+_EXPERTS = ("Experts", "Router", "MoE", "SparseMoeBlock")
+
 
 def gathers_float8(config: EngineConfig, recipe: str, *, plain: bool) -> bool:
     """Return whether ``fully_shard`` gathers weights in FP8.
@@ -50,6 +53,8 @@ def refuse_model(lm: nn.Module, blocks: Sequence[nn.Module], config: EngineConfi
             remedy=f"{_IN_BFLOAT16}, or train all weights",
         )
     inside = {module for block in blocks for module in block.modules()}
+    if any(type(module).__name__.endswith(_EXPERTS) for module in inside):
+        refuse_experts()
     if mixers := [name for name, module in find_mixers(lm).items() if module in inside]:
         raise ConfigError(
             "precision.compute",
@@ -63,8 +68,6 @@ def refuse_model(lm: nn.Module, blocks: Sequence[nn.Module], config: EngineConfi
         if type(module) is nn.Linear:
             check_sides(name, module.in_features, module.out_features)
         elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            if type(module).__name__.endswith(("Experts", "Router", "Gate")):
-                refuse_experts()
             raise ConfigError(
                 "precision.compute",
                 f"expected bfloat16 for {name}, a {type(module).__name__}, got float8",
