@@ -391,7 +391,7 @@ def test_experts_are_refused(model_type: str) -> None:
 
 
 def test_layers_that_carry_a_state_are_refused_by_name() -> None:
-    assert "conv" in refuse(tiny_model("qwen3_5_text")).what
+    assert "model.layers.0.linear_attn" in refuse(tiny_model("qwen3_5_text")).what
 
 
 def test_products_of_other_classes_are_refused_by_name() -> None:
