@@ -59,7 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_checkpoint(tmp_path_factory.mktemp("float8") / "model", TinyModel()))
 
 
-def make(folder: Path, compute: str = "float8", recipe: str = "rowwise", **config: Any) -> Any:
+def make(
+    folder: Path,
+    compute: str = "float8",
+    recipe: str = "rowwise",
+    device: str = "cpu",
+    **config: Any,
+) -> Any:
     options = {"float8_recipe": recipe, "float8_emulate": True}
     settings: dict[str, Any] = {
         "optimizer": OptimizerConfig(lr=1e-2),
@@ -68,7 +74,7 @@ def make(folder: Path, compute: str = "float8", recipe: str = "rowwise", **confi
     }
     engine = EngineRegistry.create(
         backend="fsdp2",
-        device="cpu",
+        device=device,
         config=EngineConfig(model=ModelSource(path=str(folder)), **(settings | config)),
     )
     engine.initialize()
@@ -238,11 +244,13 @@ def test_a_step_of_the_optimizer_changes_the_scales_that_weights_are_gathered_wi
 
 
 @needs_torchao
-def test_an_engine_that_has_been_away_computes_the_same(folder: Path) -> None:
+def test_weights_that_have_moved_are_gathered_with_their_own_scales(folder: Path) -> None:
     engine = make(folder, recipe="tensorwise")
+    engine.train_batch(make_batch(), sft_loss)
     want = log_probs(engine)
+    # What a move between devices does with each parameter.
+    engine.module._apply(torch.clone)
     engine.to("cpu")
-    engine._expire_scales()
     assert torch.equal(log_probs(engine), want)
     engine.close()
 
@@ -329,6 +337,31 @@ def test_without_compilation_a_warning_says_that_float8_is_slow(
     with caplog.at_level(logging.WARNING, "engine_fsdp"):
         make(folder, options={"verify_model": False}).close()
     assert "set memory.compile: true" in caplog.text
+
+
+@needs_torchao
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_on_a_gpu_are_near_those_in_float32(
+    folder: Path,
+    measured: dict[str, tuple[Tensor, dict[str, Tensor]]],
+    recipe: str,
+    compiled: bool,
+) -> None:
+    options = {"float8_recipe": recipe}
+    engine = make(folder, device="cuda", options=options, memory=Memory(compile=compiled), **PLAIN)
+    found = log_probs(engine)
+    engine.to("cpu")
+    engine.to("cuda")
+    assert torch.equal(log_probs(engine), found)
+    steps = gradients(engine)
+    engine.close()
+    want, exact = measured["float32"]
+    assert apart(found.cpu(), want) < NEAR
+    for name, gradient in exact.items():
+        assert float((steps[name].cpu() - gradient).norm() / gradient.norm()) < NEAR_GRADIENT, name
 
 
 @needs_torchao

@@ -222,19 +222,15 @@ class FSDPEngine(DTensorEngine):
             "memory.logit_chunk": self.module.logit_chunk,
         }
 
-    @property
-    def _multiple(self) -> int:
-        """Number of tokens of which a rank's micro-batch with its padding is a multiple."""
-        multiple = self.config.memory.pad_to_multiple
-        return round_up(multiple) if self._float8 else multiple
-
     def _limit_documents(self, hf_config: Any) -> None:
         self.document_limit = document_limit(hf_config)
         limit = self.document_limit
         if limit is None:
             return
         # Padding becomes a document of its own.
-        padding = self._multiple * self.layout.ulysses
+        padding = self.config.memory.pad_to_multiple * self.layout.ulysses
+        if self._float8:
+            padding = round_up(self.config.memory.pad_to_multiple) * self.layout.ulysses
         if padding > limit.tokens:
             raise ConfigError(
                 "memory.pad_to_multiple",
@@ -271,8 +267,11 @@ class FSDPEngine(DTensorEngine):
 
     def pack(self, batch: Batch, **given: Any) -> PackedInputs:
         """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
-        multiple = self._multiple
-        if self.config.memory.share_prefixes:
+        memory = self.config.memory
+        multiple = memory.pad_to_multiple
+        if self._float8:
+            multiple = round_up(multiple)
+        if memory.share_prefixes:
             return pack_tree(
                 batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )
@@ -293,20 +292,20 @@ class FSDPEngine(DTensorEngine):
     # --- changes of the weights ----------------------------------------------------------------
 
     def _apply_optimizer(self, lr: float) -> None:
-        super()._apply_optimizer(lr)
         self._expire_scales()
+        super()._apply_optimizer(lr)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        super()._install_state(tensors)
         self._expire_scales()
+        super()._install_state(tensors)
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Move the model, the optimizer state or both (see ``Engine.to``)."""
-        super().to(device, model=model, optimizer=optimizer, grad=grad)
         # A moved weight has lost its scale.
         self._expire_scales()
+        super().to(device, model=model, optimizer=optimizer, grad=grad)
 
     def _expire_scales(self) -> None:
         if self._scales is not None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import list_mode_options
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
@@ -150,6 +149,9 @@ def compile_blocks(blocks: Iterable[nn.Module], recipe: str, mode: str = "defaul
     of other numbers than those that are cast (pytorch/pytorch#150859); torchtitan sets the same
     for the whole process.
     """
+    # Importing the compiler takes seconds.
+    from torch._inductor import list_mode_options
+
     options = dict(list_mode_options(mode))
     if recipe == "rowwise":
         options["emulate_precision_casts"] = True
