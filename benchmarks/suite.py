@@ -331,7 +331,7 @@ STEPS = {
         for recipe in ("rowwise", "tensorwise")
     },
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
-    "float8-8b-2": mfu("fsdp2", "8b", 500, *WORK, *IN_FLOAT8, gpus=2),
+    "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
     "mechanisms": Step(
