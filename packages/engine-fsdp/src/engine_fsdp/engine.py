@@ -126,8 +126,9 @@ class FSDPEngine(DTensorEngine):
         inside = {module for part in tower for module in part.modules()}
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
-        copies = self._will_keep_copies(lm)
-        gathered = self._float8 and self._quantize(lm, alone=copies)
+        gathered = self._float8 and self._quantize(lm)
+        # FP8 weights are made of the masters, as on several ranks.
+        copies = not gathered and self._will_keep_copies(lm)
         if not copies:
             shard_model(
                 self.module,
@@ -137,12 +138,8 @@ class FSDPEngine(DTensorEngine):
                 self.options.prefetch_blocks,
                 tower=[block for block in every if block in inside],
             )
-        home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
-        if files is not None:
-            self._materialize(lm, home)
-        elif not isinstance(self.module, FSDPModule):
-            self.module.to(home)
+        self._take_memory(lm, drawn=files is None)
         self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
         if files is not None:
             # A file may be damaged on one machine only.
@@ -154,15 +151,7 @@ class FSDPEngine(DTensorEngine):
         if gathered:
             self._scales = GatherScales(self.module)
         if self.options.verify_model:
-            # In FP8 a difference of rounding would hide a wrong computation.
-            with in_bfloat16(self.module) if self._float8 else nullcontext():
-                verify_model(
-                    self,
-                    [5, 8],
-                    name=self.classes.engine,
-                    reshard=self._reshard,
-                    shared=3 if config.memory.share_prefixes else 0,
-                )
+            self._verify_model()
         if config.memory.compile:
             self._compile()
         elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
@@ -171,14 +160,22 @@ class FSDPEngine(DTensorEngine):
                 "is a kernel of its own: set memory.compile: true"
             )
 
-    def _quantize(self, lm: Any, *, alone: bool) -> bool:
-        """Let the blocks compute in FP8, and return whether their weights are gathered in it.
+    def _verify_model(self) -> None:
+        # In FP8 a difference of rounding would hide a wrong computation.
+        with in_bfloat16(self.module) if self._float8 else nullcontext():
+            verify_model(
+                self,
+                [5, 8],
+                name=self.classes.engine,
+                reshard=self._reshard,
+                shared=3 if self.config.memory.share_prefixes else 0,
+            )
 
-        ``alone`` is true for a rank that computes with copies, and gathers nothing.
-        """
+    def _quantize(self, lm: Any) -> bool:
+        """Let the blocks compute in FP8, and return whether their weights are gathered in it."""
         options = self.options
         refuse_model(lm, self._blocks, self.config)
-        plain = alone or is_plain(self.config, self.topology.world_size)
+        plain = is_plain(self.config, self.topology.world_size)
         gather = gathers_float8(self.config, options.float8_recipe, plain=plain)
         quantize_blocks(
             self._blocks,
@@ -257,7 +254,14 @@ class FSDPEngine(DTensorEngine):
                 limit.kind,
             )
 
-    def _materialize(self, lm: Any, home: torch.device) -> None:
+    def _take_memory(self, lm: Any, *, drawn: bool) -> None:
+        """Give the module its memory. Weights that were drawn have theirs on the CPU."""
+        home = torch.device("cpu") if self.config.memory.offload_params else self.device
+        if drawn:
+            # FSDP has moved its shards already.
+            if not isinstance(self.module, FSDPModule):
+                self.module.to(home)
+            return
         self.module.to_empty(device=home)
         # to_empty gave each module a parameter of its own, also where two share one.
         lm.tie_weights()

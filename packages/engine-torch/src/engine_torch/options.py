@@ -28,11 +28,10 @@ class DTensorOptions:
     cast_each_pass: bool | None = None
     """True casts the weights anew for each pass where one rank computes in another dtype than that
     of the masters. False keeps a copy of them in that dtype, which is faster and takes 2 bytes a
-    weight, and computes the same numbers (but for the rounding of scales with ``float8_recipe:
-    tensorwise``).
+    weight, and computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
-    ranks and offloaded weights cast in each pass.
+    ranks, offloaded weights and FP8 weights (``float8_recipe: tensorwise``) cast in each pass.
     """
 
     timeout_s: int = 600
