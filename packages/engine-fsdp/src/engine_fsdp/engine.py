@@ -139,7 +139,7 @@ class FSDPEngine(DTensorEngine):
                 tower=[block for block in every if block in inside],
             )
         files = built.files
-        self._take_memory(lm, drawn=files is None)
+        self._materialize(lm, drawn=files is None)
         self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
         if files is not None:
             # A file may be damaged on one machine only.
@@ -254,7 +254,7 @@ class FSDPEngine(DTensorEngine):
                 limit.kind,
             )
 
-    def _take_memory(self, lm: Any, *, drawn: bool) -> None:
+    def _materialize(self, lm: Any, *, drawn: bool) -> None:
         """Give the module its memory. Weights that were drawn have theirs on the CPU."""
         home = torch.device("cpu") if self.config.memory.offload_params else self.device
         if drawn:
