@@ -112,6 +112,24 @@ class VllmOptions(Options):
     of all sequences in one kernel.
     """
 
+    speculative: Literal["none", "ngram"] = "none"
+    """Method of speculative decoding (``method`` of vLLM's ``speculative_config``).
+
+    ``ngram`` proposes the tokens that followed the last tokens where these came before in the
+    sequence, and needs no draft weights. The served model checks them in one forward pass, and
+    tokens and log-probs follow its own distribution. It needs ``truncation: false`` and
+    ``deterministic: false``.
+    """
+
+    num_speculative_tokens: int | None = None
+    """Largest number of tokens that are proposed for one forward pass. Null is 4."""
+
+    prompt_lookup_max: int | None = None
+    """Largest number of last tokens that ``ngram`` looks for. Null is 4."""
+
+    prompt_lookup_min: int | None = None
+    """Smallest number of last tokens that ``ngram`` looks for. Null is 2."""
+
 
 def _check(name: str, value: Any, hint: Any) -> None:
     def refuse(what: str, remedy: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+import importlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,8 @@ from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
@@ -371,3 +374,43 @@ def own_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads = kept
+
+
+# --- speculative decoding ---
+
+
+def repair_kernel_scan() -> None:
+    """Let the CPU build start where numba is loaded, which ``ngram`` looks up tokens with.
+
+    Each start looks for Triton kernels in the attributes of all modules' values, and fails at
+    llvmlite's library, whose ``__dict__`` is a foreign function: no engine would start in a process
+    after the first one with ``ngram`` (0.32.0, ``dispatcher._rebind_kernels``). Upstream: no thread
+    known.
+    """
+    if current_platform.is_cpu():
+        dispatcher: Any = importlib.import_module("vllm.triton_utils.dispatcher")
+        dispatcher.vars = _attributes
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    found: Any = vars(value)
+    return found if isinstance(found, Mapping) else {}
+
+
+def repair_expansion() -> None:
+    """Replace the CPU build's expansion of temperatures to the proposed tokens of each sequence.
+
+    Its kernel writes into a converted copy, and the sampler divides logits by memory that no one
+    has written: tokens then follow no distribution, and log-probs are wrong or NaN (0.32.0,
+    ``cpu_triton_utils._expand_kernel_impl``). Greedy draws do not come here. Upstream: no thread
+    known.
+    """
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return values.repeat_interleave(counts, output_size=num_tokens)

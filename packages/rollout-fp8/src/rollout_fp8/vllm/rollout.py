@@ -38,7 +38,7 @@ from rollout_fp8.options import QUANTIZATIONS, VllmOptions
 from rollout_fp8.seeds import seeds
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
-from rollout_fp8.vllm import environment
+from rollout_fp8.vllm import environment, speculation
 from rollout_fp8.wire.expected import Expected
 
 # Before vLLM is imported.
@@ -118,6 +118,7 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
+        speculation.check(self.options, routed_experts=routed_experts)
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
@@ -464,7 +465,13 @@ class VllmRollout:
             for row in rows:
                 self._check(row)
             adapter = self._adapter.request if self._adapter else None
-            job = Job(self._stepper, self.weight_version, adapter, self._routing)
+            job = Job(
+                self._stepper,
+                self.weight_version,
+                adapter,
+                self._routing,
+                counted=self.options.speculative != "none",
+            )
             for rank, row in enumerate(rows):
                 self._fill(job, row, streamed=streamed, kept=rank == own_index)
             self._stepper.enter(job)
@@ -499,7 +506,8 @@ class VllmRollout:
                     asked.sampling,
                     seed=own,
                     stop=stop,
-                    streamed=streamed,
+                    # One output for each forward pass, by which the passes are counted.
+                    streamed=streamed or self.options.speculative != "none",
                     normalized=self.options.truncation,
                 )
                 job.add(index, prompt, params, inputs=inputs, kept=kept)

@@ -28,7 +28,7 @@ from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.vllm import cache, environment, private
+from rollout_fp8.vllm import cache, environment, private, speculation
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
@@ -121,6 +121,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 # This frees the memory that frames of a failed start have released since.
                 free_memory(plan)
             _join_group(plan)
+            private.repair_kernel_scan()
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
                 private.unlink_shared_memory(dist.get_rank() // size * size, size)
@@ -373,6 +374,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
         **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
+        **speculation.arguments(options),
     }
 
 

@@ -55,6 +55,8 @@ class SyncExtension:
         a head of its own.
         """
         worker: Any = self
+        if worker.device.type == "cpu":
+            private.repair_expansion()
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
             # Both: a plan that cannot be learnt leaves none.
             self._rollout_fp8 = None
