@@ -31,6 +31,12 @@ class Options:
     scales: Literal["fp32", "pow2"] = "fp32"
     """Kind of the scales of FP8 blocks. ``pow2`` rounds them up to powers of two."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Kind of numbers in the cache of keys and values (``kv_cache_dtype`` of the servers).
+
+    ``auto`` is the rollout's dtype. ``fp8`` is e4m3, which takes half of the memory of 16 bits.
+    """
+
     audit: bool = True
     """True compares the served weights with the exported ones after every sync."""
 

@@ -19,9 +19,11 @@ from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.sample import rejection_sampler
 
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
@@ -277,6 +279,20 @@ def derive_weights(model: Any, dtype: torch.dtype) -> None:
     for layer in model.modules():
         if isinstance(layer, MLAAttention):
             layer.process_weights_after_loading(dtype)
+
+
+def attention_layers(model: Any) -> dict[str, Any]:
+    """Return the layers of a model that have a cache of keys and values, by name.
+
+    Their scales and their ``impl`` have no public call (0.26.0 and 0.32.0). Since 0.32 vLLM
+    computes no scales itself; in 0.26 it does once, at the first forward pass, and keeps them over
+    all syncs. Upstream: no thread on scales after a sync known.
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
+    }
 
 
 # --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call
