@@ -20,7 +20,7 @@ METADATA = SimpleNamespace(num_actual_tokens=3)
 class _Impl:
     """Computation of a layer, which returns its queries."""
 
-    def forward(  # noqa: PLR0913 - the arguments are vLLM's
+    def forward(
         self,
         layer: Any,
         query: Tensor,

@@ -121,6 +121,4 @@ def test_options_that_speculation_excludes_are_refused_by_name(model: str) -> No
         call(peers.refused, model=model, **NGRAM | {"prompt_lookup_min": 3}), "prompt_lookup_max"
     )
     refused(call(peers.refused, model=model, **NGRAM, routed_experts=True), "routed_experts")
-    refused(
-        call(peers.refused, model=model, **NGRAM, tensor_parallel_size=2), "executor=workers"
-    )
+    refused(call(peers.refused, model=model, **NGRAM, tensor_parallel_size=2), "executor=workers")

@@ -143,7 +143,7 @@ class CacheScales:
 def _watch(layer: Any, seen: _Seen) -> None:
     forward = layer.impl.forward
 
-    def watched(  # noqa: PLR0913 - the arguments are vLLM's
+    def watched(
         owner: Any,
         query: Tensor,
         key: Tensor,

@@ -16,6 +16,10 @@ from rollout_fp8.options import VllmOptions
 _TOKENS = 4
 _LONGEST = 4
 _SHORTEST = 2
+_UNREPEATABLE = (
+    "a completion's generator draws once for each proposed token, and how many are proposed at "
+    "once depends on the room that other completions leave"
+)
 
 
 def check(options: VllmOptions, *, routed_experts: bool) -> None:
@@ -41,8 +45,7 @@ def check(options: VllmOptions, *, routed_experts: bool) -> None:
             "rollout.options.deterministic",
             options.deterministic,
             "expected false with speculative decoding, got true",
-            "a completion's generator draws once for each proposed token, and how many are "
-            "proposed depends on the room that the other completions leave",
+            _UNREPEATABLE,
             "rollout.options.deterministic=false",
         ),
         (
@@ -55,9 +58,8 @@ def check(options: VllmOptions, *, routed_experts: bool) -> None:
         (
             "rollout.options.tensor_parallel_size",
             options.executor == "in_process" and options.tensor_parallel_size > 1,
-            "expected 1 with speculative decoding in this process, got "
-            f"{options.tensor_parallel_size}",
-            "no run has shown that the ranks' samplers then draw alike",
+            f"expected 1 with speculative decoding, got {options.tensor_parallel_size}",
+            "no run has shown that ranks that serve one replica then draw alike",
             "rollout.options.executor=workers",
         ),
         (
