@@ -121,7 +121,7 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
-        speculation.check(self.options, routed_experts=routed_experts)
+        speculation.check(self.options, routed_experts=routed_experts, adapter=lora is not None)
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)

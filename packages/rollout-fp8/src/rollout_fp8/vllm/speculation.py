@@ -22,7 +22,7 @@ _UNREPEATABLE = (
 )
 
 
-def check(options: VllmOptions, *, routed_experts: bool) -> None:
+def check(options: VllmOptions, *, routed_experts: bool, adapter: bool) -> None:
     """Raise ``ConfigError`` for options that have no effect or exclude speculative decoding."""
     if options.speculative == "none":
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
@@ -54,6 +54,13 @@ def check(options: VllmOptions, *, routed_experts: bool) -> None:
             "expected off with speculative decoding, got replay",
             "no run has shown that vLLM leaves out the experts of rejected tokens",
             "rollout.routed_experts=off, or rollout.options.speculative=none",
+        ),
+        (
+            "rollout.lora",
+            adapter,
+            "expected merged with speculative decoding, got adapter",
+            "no run has compared the two together",
+            "rollout.lora=merged, or rollout.options.speculative=none",
         ),
         (
             "rollout.options.tensor_parallel_size",
