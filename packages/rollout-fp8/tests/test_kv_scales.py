@@ -1,57 +1,49 @@
-"""Scales of an FP8 cache, on stand-ins for vLLM's layers."""
+"""Scales of an FP8 cache and its refusals, on stand-ins for layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.fp8 import kv_scales
 from rollout_fp8.fp8.kv_scales import KINDS, NEUTRAL, CacheScales, fixed_tokens, scale_of
 from rollout_fp8.vllm import cache
 
-METADATA = SimpleNamespace(num_actual_tokens=3)
 
+class _Layer:
+    """Layer that runs on given queries, keys and values."""
 
-class _Impl:
-    """Computation of a layer, which returns its queries."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Any,
-        attn_metadata: Any,
-        output: Any = None,
-    ) -> Tensor:
-        del layer, key, value, kv_cache, attn_metadata, output
-        return query
-
-
-class _Layer(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        for kind in KINDS:
-            self.register_buffer(f"_{kind}_scale", torch.tensor(1.0))
-        self._k_scale_cpu = torch.tensor(1.0)
-        self.impl = _Impl()
+        self.scales = dict.fromkeys(KINDS, 1.0)
+        self._note: Callable[[str, Tensor], None] | None = None
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any = METADATA) -> Tensor:
-        return self.impl.forward(self, query, key, value, None, metadata)
+    def observe(self, note: Callable[[str, Tensor], None]) -> None:
+        self._note = note
+
+    def forget(self) -> None:
+        self._note = None
+
+    def set_scale(self, kind: str, scale: float) -> None:
+        self.scales[kind] = scale
+
+    @property
+    def observed(self) -> bool:
+        return self._note is not None
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if self._note is not None:
+            for kind, numbers in zip(KINDS, (query, key, value), strict=True):
+                self._note(kind, numbers)
 
 
 def rows(*largest: float) -> Tensor:
     return torch.tensor([[[number, -0.5]] for number in largest])
-
-
-def scales_of(layer: _Layer) -> list[float]:
-    return [float(getattr(layer, f"_{kind}_scale")) for kind in KINDS]
 
 
 def test_a_scale_is_a_power_of_two_that_leaves_room_for_larger_numbers() -> None:
@@ -70,31 +62,17 @@ def test_the_tokens_are_the_same_at_every_sync_and_fit_the_model() -> None:
     assert len(fixed_tokens(1000, 64)) == 63
 
 
-def test_scales_follow_the_largest_numbers_of_the_pass_without_its_padding() -> None:
+def test_scales_follow_the_largest_numbers_of_all_passes() -> None:
     layer = _Layer()
     scales = CacheScales({"layer": layer})
     scales.observe()
-    assert scales_of(layer) == [NEUTRAL] * 3
-    padded = rows(1.0, 2.0, -3.0, 999.0)
-    assert layer.run(padded, padded * 10, padded * 100) is padded
-    # vLLM measures its memory.
-    layer.run(padded * 1e6, padded * 1e6, padded * 1e6, None)
+    assert set(layer.scales.values()) == {NEUTRAL}
+    for numbers in (rows(1.0, -3.0), rows(2.0)):
+        layer.run(numbers, numbers * 10, numbers * 100)
     found = scales.compute(3)
     assert found == {f"layer.{kind}": scale_of(3.0 * 10**i) for i, kind in enumerate(KINDS)}
-    assert scales_of(layer) == list(found.values())
-    assert layer._k_scale_float == float(layer._k_scale_cpu) == found["layer.k"]
-    assert dict(scales.served()) == found
-    assert "forward" not in vars(layer.impl)
-
-
-def test_quantized_queries_count_with_their_scale() -> None:
-    layer = _Layer()
-    scales = CacheScales({"layer": layer})
-    scales.observe()
-    queries = rows(1.0, 2.0, 1000.0)
-    quantized = (queries / NEUTRAL).to(torch.float8_e4m3fn)
-    layer.run(quantized, queries, queries)
-    assert scales.compute(3)["layer.q"] == scale_of(1000.0)
+    assert list(layer.scales.values()) == list(found.values())
+    assert not layer.observed
 
 
 def test_the_scales_depend_on_no_earlier_ones() -> None:
@@ -118,7 +96,7 @@ def test_a_layer_that_computed_other_tokens_is_refused_by_name() -> None:
     with pytest.raises(RolloutError, match="expected 3 tokens in unseen, got 0") as caught:
         scales.compute(3)
     assert "kv_cache_dtype=auto" in caught.value.remedy
-    assert "forward" not in vars(seen.impl)
+    assert not seen.observed
 
 
 def test_numbers_that_are_not_finite_are_refused_by_name() -> None:

@@ -9,9 +9,9 @@ numbers that are larger than those of the fixed tokens; larger ones still are cu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,31 +51,44 @@ def scale_of(largest: float) -> float:
     return 2.0 ** math.ceil(math.log2(largest * HEADROOM / LARGEST))
 
 
+class CacheLayer(Protocol):
+    """An attention layer of a server, with a scale for its queries, keys and values each."""
+
+    def observe(self, note: Callable[[str, Tensor], None]) -> None:
+        """Call ``note`` in each forward pass with the numbers of each of ``KINDS``, by token."""
+        ...
+
+    def forget(self) -> None:
+        """Stop calling ``note`` (idempotent)."""
+        ...
+
+    def set_scale(self, kind: str, scale: float) -> None:
+        """Change a scale in the memory that the kernels read."""
+        ...
+
+
 @dataclass
 class _Seen:
-    """Largest magnitudes of one layer so far, and the number of its tokens."""
+    """Largest magnitudes of one layer so far, and its number of tokens, by kind."""
 
     largest: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    tokens: int = 0
+    tokens: dict[str, int] = field(default_factory=dict[str, int])
 
-    def add(self, kind: str, numbers: Tensor) -> None:
+    def note(self, kind: str, numbers: Tensor) -> None:
         found = numbers.detach().float().abs().amax()
         before = self.largest.get(kind)
         self.largest[kind] = found if before is None else torch.maximum(before, found)
+        self.tokens[kind] = self.tokens.get(kind, 0) + len(numbers)
 
 
 class CacheScales:
-    """Scales of a model's attention layers, which have vLLM's attributes.
-
-    A layer has the buffers ``_q_scale``, ``_k_scale`` and ``_v_scale``, the same numbers on the
-    host (``_k_scale_float``, and ``_k_scale_cpu`` where the version has it), and an ``impl`` that
-    computes it.
+    """Scales of the attention layers of one worker's model.
 
     Args:
         layers: the layers with a cache, by name.
     """
 
-    def __init__(self, layers: Mapping[str, Any]) -> None:
+    def __init__(self, layers: Mapping[str, CacheLayer]) -> None:
         self._layers = dict(layers)
         self._seen: dict[str, _Seen] = {}
 
@@ -84,9 +97,9 @@ class CacheScales:
         self.forget()
         for name, layer in self._layers.items():
             for kind in KINDS:
-                _set(layer, kind, NEUTRAL)
+                layer.set_scale(kind, NEUTRAL)
             self._seen[name] = _Seen()
-            _watch(layer, self._seen[name])
+            layer.observe(self._seen[name].note)
 
     def compute(self, tokens: int) -> dict[str, float]:
         """Set the scales from the passes since ``observe``, which had ``tokens`` tokens.
@@ -99,78 +112,38 @@ class CacheScales:
         """
         seen = self._seen
         self.forget()
-        scales: dict[str, float] = {}
-        for name in self._layers:
-            found = seen.get(name, _Seen())
-            if found.tokens != tokens:
-                raise RolloutError(
-                    f"expected {tokens} tokens in {name}, got {found.tokens}",
-                    where=WHERE,
-                    why="scales are computed from a pass on fixed tokens, which the layer was not "
-                    "or only partly seen in",
-                    remedy="rollout.options.enforce_eager=true, or "
-                    "rollout.options.kv_cache_dtype=auto",
-                )
-            for kind, value in found.largest.items():
-                largest = float(value)
-                if not math.isfinite(largest):
-                    raise RolloutError(
-                        f"expected finite numbers in {name}, got {largest} in {kind}",
-                        where=WHERE,
-                        why="the served model computes numbers that are not finite",
-                        remedy="check the run's losses and gradient norms before this sync",
-                    )
-                scales[f"{name}.{kind}"] = scale_of(largest)
-        for name, layer in self._layers.items():
-            for kind in KINDS:
-                _set(layer, kind, scales[f"{name}.{kind}"])
-        return scales
+        scales = {
+            (name, kind): _scale(name, kind, seen.get(name, _Seen()), tokens)
+            for name in self._layers
+            for kind in KINDS
+        }
+        for (name, kind), scale in scales.items():
+            self._layers[name].set_scale(kind, scale)
+        return {f"{name}.{kind}": scale for (name, kind), scale in scales.items()}
 
     def forget(self) -> None:
         """Stop noting numbers (idempotent)."""
         for layer in self._layers.values():
-            # The method of its class again.
-            vars(layer.impl).pop("forward", None)
+            layer.forget()
         self._seen = {}
 
-    def served(self) -> Iterator[tuple[str, float]]:
-        """Yield the scales in use by layer and kind, as the kernels read them."""
-        for name, layer in self._layers.items():
-            for kind in KINDS:
-                yield f"{name}.{kind}", float(getattr(layer, f"_{kind}_scale"))
 
-
-def _watch(layer: Any, seen: _Seen) -> None:
-    forward = layer.impl.forward
-
-    def watched(
-        owner: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        # None: vLLM measures its memory. Rows behind the tokens are padding.
-        if attn_metadata is not None:
-            number = int(attn_metadata.num_actual_tokens)
-            quantized = query.dtype == torch.float8_e4m3fn
-            queries = query[:number].float()
-            seen.add("q", queries * owner._q_scale if quantized else queries)  # noqa: SLF001
-            seen.add("k", key[:number])
-            seen.add("v", value[:number])
-            seen.tokens += number
-        return forward(owner, query, key, value, kv_cache, attn_metadata, *rest, **named)
-
-    layer.impl.forward = watched
-
-
-def _set(layer: Any, kind: str, scale: float) -> None:
-    # In place: CUDA graphs read the buffers, and other kernels numbers on the host.
-    getattr(layer, f"_{kind}_scale").fill_(scale)
-    setattr(layer, f"_{kind}_scale_float", scale)
-    on_host = getattr(layer, f"_{kind}_scale_cpu", None)
-    if on_host is not None:
-        on_host.fill_(scale)
+def _scale(name: str, kind: str, seen: _Seen, tokens: int) -> float:
+    found = seen.tokens.get(kind, 0)
+    if found != tokens:
+        raise RolloutError(
+            f"expected {tokens} tokens in {name}, got {found}",
+            where=WHERE,
+            why="scales are computed from a pass on fixed tokens, in which the layer was not seen, "
+            "or only partly",
+            remedy="rollout.options.enforce_eager=true, or rollout.options.kv_cache_dtype=auto",
+        )
+    largest = float(seen.largest[kind])
+    if not math.isfinite(largest):
+        raise RolloutError(
+            f"expected finite numbers in {name}, got {largest} in {kind}",
+            where=WHERE,
+            why="the served model computes numbers that are not finite",
+            remedy="check the run's losses and gradient norms before this sync",
+        )
+    return scale_of(largest)

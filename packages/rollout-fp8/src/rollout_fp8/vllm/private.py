@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -282,17 +282,70 @@ def derive_weights(model: Any, dtype: torch.dtype) -> None:
 
 
 def attention_layers(model: Any) -> dict[str, Any]:
-    """Return the layers of a model that have a cache of keys and values, by name.
+    """Return vLLM's layers of a model that have a cache of keys and values, by name.
 
-    Their scales and their ``impl`` have no public call (0.26.0 and 0.32.0). Since 0.32 vLLM
-    computes no scales itself; in 0.26 it does once, at the first forward pass, and keeps them over
-    all syncs. Upstream: no thread on scales after a sync known.
+    Upstream: no thread known (0.26.0 and 0.32.0).
     """
     return {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
     }
+
+
+class CachedAttention:
+    """Layer of vLLM's whose cache is FP8, as a ``CacheLayer``.
+
+    vLLM computes no scales since 0.32, and 0.26 does once, at the first forward pass, and keeps
+    them over all syncs. Its kernels read scales from buffers, also in CUDA graphs, and those for
+    CPUs read numbers on the host at each call. The computation is ``impl``, which the operator that
+    splits compiled graphs looks up at each call. Upstream: no thread on scales after a sync known
+    (0.26.0 and 0.32.0).
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def observe(self, note: Callable[[str, Tensor], None]) -> None:
+        """See ``CacheLayer.observe``."""
+        layer = self._layer
+        forward = layer.impl.forward
+
+        def observed(
+            owner: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            *rest: Any,
+            **named: Any,
+        ) -> Any:
+            # None: vLLM measures its memory. Rows behind the tokens are padding.
+            if attn_metadata is not None:
+                number = attn_metadata.num_actual_tokens
+                queries = query[:number].float()
+                # Quantized before the operator, where the kernels take FP8 queries.
+                quantized = query.dtype == torch.float8_e4m3fn
+                note("q", queries * layer._q_scale if quantized else queries)  # noqa: SLF001
+                note("k", key[:number])
+                note("v", value[:number])
+            return forward(owner, query, key, value, kv_cache, attn_metadata, *rest, **named)
+
+        layer.impl.forward = observed
+
+    def forget(self) -> None:
+        """See ``CacheLayer.forget``."""
+        # The method of its class again.
+        vars(self._layer.impl).pop("forward", None)
+
+    def set_scale(self, kind: str, scale: float) -> None:
+        """See ``CacheLayer.set_scale``."""
+        getattr(self._layer, f"_{kind}_scale").fill_(scale)
+        setattr(self._layer, f"_{kind}_scale_float", scale)
+        on_host = getattr(self._layer, f"_{kind}_scale_cpu", None)
+        if on_host is not None:
+            on_host.fill_(scale)
 
 
 # --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call

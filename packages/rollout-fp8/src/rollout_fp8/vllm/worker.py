@@ -109,7 +109,9 @@ class SyncExtension:
             layers = private.attention_layers(worker.get_model())
             if refusals := cache.refusals(layers):
                 return refusals
-            self._rollout_fp8_scales = CacheScales(layers)
+            self._rollout_fp8_scales = CacheScales(
+                {name: private.CachedAttention(layer) for name, layer in layers.items()}
+            )
         self._rollout_fp8_scales.observe()
         return []
 
