@@ -102,3 +102,16 @@ def test_a_model_without_keys_and_values_is_refused_by_name(model: str, root: Pa
     assert "kv_cache_dtype=auto" in error.remedy
     error = call(peers.refused, model=model, kv_cache_dtype="fp4")
     assert "fp8" in error.remedy
+
+
+def test_a_compiled_model_has_the_same_scales(model: str) -> None:
+    asked: dict[str, Any] = {
+        "model": model,
+        "batches": [[peers.LONG_PROMPT]],
+        "sampling": peers.GREEDY,
+        "kv_cache_dtype": "fp8",
+    }
+    ((eager,),) = call(peers.drawn, **asked)
+    ((compiled,),) = call(peers.drawn, **asked, enforce_eager=False)
+    assert compiled.tokens == eager.tokens
+    assert compiled.log_probs == pytest.approx(eager.log_probs, abs=1e-2)
