@@ -194,8 +194,15 @@ def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> 
     return steps
 
 
-def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
-    """Return a step of benchmarks/rollout_throughput.py, FP8 over bf16."""
+def throughput(
+    server: str,
+    shape: str,
+    seconds: int,
+    *arguments: str,
+    pair: str = "quantization",
+    environment: dict[str, str] | None = None,
+) -> Step:
+    """Return a step of benchmarks/rollout_throughput.py with a pair of settings."""
     return Step(
         command=(
             "-m",
@@ -204,10 +211,12 @@ def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
             server,
             "--shape",
             shape,
-            "--both",
+            "--pair",
+            pair,
             *arguments,
         ),
         seconds=seconds,
+        environment=environment or {},
     )
 
 
@@ -369,6 +378,46 @@ STEPS = {
     ),
     "fp8-training-fsdp2": fp8_training("fsdp2-bf16", "fsdp2-rowwise-fp8", "fsdp2-tensorwise-fp8"),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
+    # 512 sequences of up to 8,192 tokens.
+    "throughput-8b-cache": throughput(
+        "vllm",
+        "qwen3-8b",
+        590,
+        "--context",
+        "8192",
+        "--new",
+        "512",
+        "--memory",
+        "0.85",
+        "--warmup",
+        "0",
+        "--repeats",
+        "1",
+        "--judged",
+        "4",
+        "--rollout",
+        json.dumps({"max_model_len": 8448}),
+        pair="cache",
+        # Without kernels that a start compiles for minutes.
+        environment={"VLLM_USE_DEEP_GEMM": "0"},
+    ),
+    # Greedy completions of random weights repeat themselves: nearly all proposals are accepted.
+    "throughput-8b-ngram": throughput(
+        "vllm",
+        "qwen3-8b",
+        590,
+        "--sequences",
+        "16",
+        "--temperature",
+        "0",
+        "--new",
+        "512",
+        "--judged",
+        "4",
+        "--rollout",
+        json.dumps({"max_model_len": 1024}),
+        pair="ngram",
+    ),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(
         command=(

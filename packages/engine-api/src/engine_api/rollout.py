@@ -85,6 +85,8 @@ class Completion:
             of ``tokens`` by decoder layer the experts that served the token as an input, -1 where
             they are not known, as at the last token; None where the rollout does not record them
             (since contract 1.4).
+        passes: number of forward passes that generated the tokens, fewer than tokens with
+            speculative decoding; 0 where the rollout does not count them (since contract 1.4).
     """
 
     prompt_index: int
@@ -93,6 +95,7 @@ class Completion:
     weight_versions: list[int]
     finish_reason: FinishReason
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    passes: int = field(default=0, repr=False, compare=False)
 
 
 @register

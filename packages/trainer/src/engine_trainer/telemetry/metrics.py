@@ -169,6 +169,9 @@ MEANINGS: Mapping[str, str] = {
     "synchronous step waits for.",
     "rollout/truncated": "Share of completions that were cut off before they ended by themselves.",
     "rollout/tokens": "Tokens that the model generated in the step.",
+    "rollout/accepted_length": "Mean number of tokens that a forward pass of the rollout adds to a "
+    "completion, with speculative decoding (`rollout.options.speculative`): 1 is no gain, and "
+    "generation is faster by at most this factor.",
     "rollout/replayed": "Share of tokens of prompts and completions whose experts the engine takes "
     "from the rollout (`rollout.routed_experts`).",
     "rollout/groups": "Problems that the step learns from.",
