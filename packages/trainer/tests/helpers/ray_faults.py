@@ -17,6 +17,8 @@ from pathlib import Path
 
 from engine_trainer.placement.ray.actor import Worker
 from engine_trainer.placement.ray.channel import Channel, WholeWire
+from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
+from engine_trainer.placement.ray.streams import StreamWire
 from engine_trainer.placement.replica import Replica
 from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rewards import register
@@ -90,6 +92,10 @@ PHASES = {
     "generate_and_score": (Replica, "generate_and_score"),
     "send": (Channel, "send"),
     "receive": (WholeWire, "receive"),
+    "connect": (StreamWire, "receive"),
+    "write": (StreamWire, "_write"),
+    "read": (StreamWire, "_read"),
+    "advance": (PartialRollouts, "advance"),
 }
 if NAME:
     for _method, (_cls, _name) in PHASES.items():

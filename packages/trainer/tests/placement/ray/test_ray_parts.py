@@ -35,7 +35,7 @@ pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer.placement.ray import calls, channel, cluster
+from engine_trainer.placement.ray import buckets, calls, channel, cluster
 from engine_trainer.placement.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.placement.ray.meter import Meter
 from engine_trainer.placement.ray.workers import EngineWorker
@@ -78,7 +78,7 @@ def carried(
 
 @pytest.mark.parametrize("bucket", [1, 50, 1 << 20])
 def test_weights_arrive_bit_for_bit_in_order_whatever_the_buckets(monkeypatch, bucket):
-    monkeypatch.setattr(channel, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
     outcomes, got = carried(iter(TENSORS.items()))
     assert outcomes == [None] * 3
     for received in got:
