@@ -29,6 +29,11 @@ def sevens():
     return lambda sample: sample.completion.count("7") / 4
 
 
+@register("deadly")
+def deadly():
+    return lambda sample: os.kill(os.getpid(), signal.SIGKILL)
+
+
 @register("broken")
 def broken():
     return lambda sample: {}["key"]

@@ -65,7 +65,7 @@ class ElasticRollouts(SeparateRollouts):
     Args:
         replicas: all of them without weights.
         batch_size: completions that fill a replica.
-        attempts: replicas that a group may cost before the run ends.
+        attempts: largest number of replicas that may be lost with the same group.
     """
 
     elastic = True
@@ -215,7 +215,7 @@ class ElasticRollouts(SeparateRollouts):
         raise ReplicasLost(
             f"the same group was lost with {attempts} replicas",
             where="ray.elastic",
-            why="generating it, or scoring it, probably ends the process",
+            why=f"generating it, or scoring it, probably ends the process: {self._replicas.last}",
             remedy="see the workers' logs in Ray's session folder (out of memory?); "
             "ray.restarts bounds the number",
         )

@@ -123,7 +123,8 @@ class OnRay:
             self._policy,
             timers,
             batch_size=spec.section.batch_size,
-            attempts=self.section.restarts,
+            # Where no replica is replaced, another one still takes the work of a lost one.
+            attempts=self.section.restarts + 1,
         )
         return self._elastic
 

@@ -103,6 +103,9 @@ class Replicas:
 
     Args:
         pool: its actors are replaced with the processes.
+
+    Attributes:
+        last: the newest error by which a process was lost.
     """
 
     def __init__(self, pool: Pool, starter: Starter, section: RaySection) -> None:
@@ -114,7 +117,7 @@ class Replicas:
         self._places = [
             _Place(member=self._member(rank), state=State.BUILT) for rank in range(len(pool))
         ]
-        self._last: EngineError | None = None
+        self.last: EngineError | None = None
         self._failed: BaseException | None = None
         self._lost = 0
         self._rejoined: list[float] = []
@@ -169,14 +172,14 @@ class Replicas:
                 raise self._failed
             if any(place.state is not State.GIVEN_UP for place in self._places):
                 return
-            assert self._last is not None, "a place is given up after a loss"
+            assert self.last is not None, "a place is given up after a loss"
             raise ReplicasLost(
                 "no replica is left, and none could be started in place of the lost ones",
                 where="ray.elastic",
-                why=f"the last one: {self._last}",
+                why=f"the last one: {self.last}",
                 remedy="remove the cause, then start the run again: it continues from its last "
                 "checkpoint. If starting takes longer than ray.start_timeout_s, raise that",
-            ) from self._last
+            ) from self.last
 
     def wait(self, seconds: float) -> None:
         """Wait until a place's state changes, at most ``seconds``."""
@@ -278,7 +281,7 @@ class Replicas:
         if self._closed.is_set():
             return
         cluster.kill([place.member.actor])
-        self._last = error
+        self.last = error
         now = time.monotonic()
         if place.lost_at is None:
             place.lost_at = now
