@@ -324,12 +324,12 @@ class FullyAsync:
     def _tokens_left(self, replica: int) -> int:
         """Return the largest number of tokens that each completion's place of a replica has left.
 
-        It is a sum over the groups. A completion of one more turn than expected counts as a slice.
+        It is a sum over the groups. A conversation may have more turns, and counts as one token.
         """
         limit = self._config.rollout.max_new_tokens
         size = self._config.overlap.slice_tokens
         slices = self._under_way.get(replica, {}).values()
-        return sum(max(limit - done * size, min(size, limit)) for done in slices)
+        return sum(max(limit - done * size, 1) for done in slices)
 
     def _begin(self, replica: int, count: int) -> list[tuple[int, Prompt]]:
         """Draw ``count`` groups for a replica: those to draw again, then new ones."""
