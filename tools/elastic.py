@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class Killer(threading.Thread):
             )
         self.engines |= set(self._workers("EngineWorker"))
 
-    def _until(self, holds: Any) -> bool:
+    def _until(self, holds: Callable[[], bool]) -> bool:
         end = time.monotonic() + PATIENCE_S
         while not holds():
             if time.monotonic() > end:
@@ -167,7 +167,14 @@ def configuration(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "rollout": rollout,
         "algorithm": {"prompts_per_step": 16, "correction": {"weight": "token"}},
         "launcher": "ray",
-        "ray": {"engines": 1, "rollouts": options.replicas, "elastic": True, "restarts": 3},
+        "ray": {
+            "engines": 1,
+            "rollouts": options.replicas,
+            "elastic": True,
+            # Workers of a machine with few cores take turns.
+            "cpus_per_worker": min(1.0, (os.cpu_count() or 1) / (1 + options.replicas)),
+            "start_timeout_s": 300.0,
+        },
         "run": {
             "output_dir": str(root / "out"),
             "steps": 1_000_000,
@@ -213,8 +220,13 @@ def measure(options: argparse.Namespace, root: Path) -> int:
     mark = os.environ[MARK] = uuid.uuid4().hex
     killer = Killer(options.kills, mark, root / "out" / "metrics.jsonl", options.seed)
     killer.start()
-    # The run ends as by Ctrl-C, after the step that follows the last kill.
-    threading.Thread(target=lambda: (killer.join(), interrupt()), daemon=True).start()
+
+    def end() -> None:
+        killer.join()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # The run ends as by Ctrl-C, after the step of the last kill.
+    threading.Thread(target=end, daemon=True).start()
     status = main(["rl", str(file), *options.settings])
     print(f"\n{options.replicas} replicas ({options.rollout}, {options.device}, {options.shape})\n")
     print("| kill | step | noticed after (s) | served again after (s) |")
@@ -231,14 +243,8 @@ def measure(options: argparse.Namespace, root: Path) -> int:
     return 1 if problems else 0
 
 
-def interrupt() -> None:
-    """End the run as Ctrl-C does."""
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measure in a temporary folder, and return the exit status."""
-    del arguments
     with tempfile.TemporaryDirectory() as folder:
         return measure(parse(), Path(folder))
 
