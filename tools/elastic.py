@@ -55,7 +55,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 class Kill:
     """One kill, with the seconds from it."""
 
-    step: int
+    steps: int
+    """Steps that ended from the kill until the successor served."""
     noticed_s: float
     serving_s: float
 
@@ -112,6 +113,7 @@ class Killer(threading.Thread):
                 return
             noticed = len(self.told.lost)
             served = len(self.told.served)
+            step = self._step()
             begin = time.monotonic()
             os.kill(self._random.choice(victims), signal.SIGKILL)
             if not self._until(lambda served=served: len(self.told.served) > served):
@@ -119,7 +121,7 @@ class Killer(threading.Thread):
                 return
             self.kills.append(
                 Kill(
-                    step=self._step(),
+                    steps=self._step() - step,
                     noticed_s=self.told.lost[noticed] - begin,
                     serving_s=self.told.served[served] - begin,
                 )
@@ -229,10 +231,10 @@ def measure(options: argparse.Namespace, root: Path) -> int:
     threading.Thread(target=end, daemon=True).start()
     status = main(["rl", str(file), *options.settings])
     print(f"\n{options.replicas} replicas ({options.rollout}, {options.device}, {options.shape})\n")
-    print("| kill | step | noticed after (s) | served again after (s) |")
+    print("| kill | noticed after (s) | served again after (s) | steps meanwhile |")
     print("|---|---|---|---|")
     for number, kill in enumerate(killer.kills, 1):
-        print(f"| {number} | {kill.step} | {kill.noticed_s:.1f} | {kill.serving_s:.1f} |")
+        print(f"| {number} | {kill.noticed_s:.1f} | {kill.serving_s:.1f} | {kill.steps} |")
     problems = [killer.problem] if killer.problem else []
     if len(killer.engines) != 1:
         problems.append(f"expected one process of the engine, saw {sorted(killer.engines)}")

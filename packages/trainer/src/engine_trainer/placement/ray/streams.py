@@ -90,7 +90,7 @@ class StreamWire:
             self._accept(receivers, watch)
             for header, buffer in pack(export, torch.device("cpu")):
                 self._write(receivers, LENGTHS.pack(len(header), len(buffer)) + header, watch)
-                self._write(receivers, memoryview(buffer.numpy()), watch)
+                self._write(receivers, buffer.numpy().data, watch)
                 sent += len(buffer)
             self._write(receivers, END, watch)
         finally:
@@ -217,7 +217,7 @@ class StreamWire:
 
     def _read(self, connection: socket.socket, buffer: torch.Tensor) -> None:
         """Fill a buffer."""
-        left: Any = memoryview(buffer.numpy())
+        left: Any = buffer.numpy().data
         while left:
             try:
                 count = connection.recv_into(left)
