@@ -153,8 +153,16 @@ def test_a_replica_killed_twice_and_its_neighbour_too_are_all_replaced(
 def test_the_only_replica_is_replaced_and_the_result_is_the_same(sums_model, tmp_path, plan):
     train_on_ray(on_ray(sums_model, tmp_path / "alone", ray={"engines": 2, "rollouts": 1}))
     out = tmp_path / "out"
-    section = {"engines": 2, "rollouts": 1}
-    run(sums_model, out, plan, [fault("rollout-0", "generate_and_score", nth=2)], ray=section)
+    run(
+        sums_model,
+        out,
+        plan,
+        [fault("rollout-0", "generate_and_score", nth=2)],
+        ray={"engines": 2, "rollouts": 1},
+        run={"profile_steps": [1, 2]},
+    )
+    traces = {path.name for path in (out / "profile" / "step-000001").iterdir()}
+    assert traces == {"engine-0.json.gz", "engine-1.json.gz", "rollout-0.json.gz"}
     assert result_of(out) == result_of(tmp_path / "alone")
     (seconds,) = [r["replicas/rejoin_s"] for r in replicas_of(out) if "replicas/rejoin_s" in r]
     assert seconds > 0

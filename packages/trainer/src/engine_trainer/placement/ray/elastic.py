@@ -175,9 +175,14 @@ class ElasticRollouts(SeparateRollouts):
 
     def _prepare(self, members: Sequence[Member]) -> bool:
         """Prepare replicas for ``advance``, and return whether all of them are still there."""
-        if self._continuing is None or not members:
-            return True
-        calls = [member.start("continuing", *self._continuing) for member in members]
+        return self._continuing is None or self._call(members, "continuing", *self._continuing)
+
+    def _call(self, members: Sequence[Member], method: str, *arguments: Any) -> bool:
+        """Make the same call on replicas, and return whether all of them are still there.
+
+        Lost ones are replaced. Raises the errors of the others.
+        """
+        calls = [member.start(method, *arguments) for member in members]
         found = settle(calls, self.pool.timeout_s, SYNC_GRACE_S)
         if self._note_lost(members, found):
             return False
@@ -292,9 +297,7 @@ class ElasticRollouts(SeparateRollouts):
 
     def profile(self, folder: Path | None) -> None:
         """Begin or end traces of the replicas that serve (see ``Launcher.profile``)."""
-        members = self._replicas.members(State.SERVING)
-        calls = [member.start("profile", folder) for member in members]
-        self._note_lost(members, settle(calls, self.pool.timeout_s, SYNC_GRACE_S))
+        self._call(self._replicas.members(State.SERVING), "profile", folder)
 
     def figures(self) -> dict[str, float]:
         """Return ``replicas/…`` (see ``Launcher.figures``)."""
@@ -307,5 +310,4 @@ class ElasticRollouts(SeparateRollouts):
     def close(self) -> None:
         """Close the replicas that serve (see ``RolloutGroup``)."""
         self.stop()
-        members = self._replicas.members(State.SERVING)
-        settle([m.start("close_rollout") for m in members], self.pool.timeout_s, SYNC_GRACE_S)
+        self._call(self._replicas.members(State.SERVING), "close_rollout")
