@@ -83,16 +83,18 @@ class Killer(threading.Thread):
 
     Args:
         count: number of kills.
+        sign: the signal that kills.
         mark: value of ``MARK`` in the run's workers.
     """
 
-    def __init__(self, count: int, mark: str, rows: Path, seed: int) -> None:
+    def __init__(self, count: int, sign: int, mark: str, rows: Path, seed: int) -> None:
         super().__init__(name="kill replicas", daemon=True)
         self.kills: list[Kill] = []
         self.engines: set[int] = set()
         self.problem = ""
         self.told = Told()
         self._count = count
+        self._sign = sign
         self._mark = f"{MARK}={mark}".encode()
         self._rows = rows
         self._random = random.Random(seed)
@@ -115,7 +117,7 @@ class Killer(threading.Thread):
             served = len(self.told.served)
             step = self._step()
             begin = time.monotonic()
-            os.kill(self._random.choice(victims), signal.SIGKILL)
+            os.kill(self._random.choice(victims), self._sign)
             if not self._until(lambda served=served: len(self.told.served) > served):
                 self.problem = "no replica joined in the place of the killed one"
                 return
@@ -201,6 +203,9 @@ def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="elastic.py", description=__doc__)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument(
+        "--signal", choices=["KILL", "STOP"], default="KILL", help="STOP: lost at ray.timeout_s"
+    )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rollout", default="local")
     parser.add_argument("--device", default="cpu")
@@ -220,7 +225,8 @@ def measure(options: argparse.Namespace, root: Path) -> int:
     file = root / "rl.yaml"
     file.write_text(yaml.safe_dump(configuration(options, root)))
     mark = os.environ[MARK] = uuid.uuid4().hex
-    killer = Killer(options.kills, mark, root / "out" / "metrics.jsonl", options.seed)
+    sign = signal.Signals[f"SIG{options.signal}"]
+    killer = Killer(options.kills, sign, mark, root / "out" / "metrics.jsonl", options.seed)
     killer.start()
 
     def end() -> None:
