@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,8 +79,9 @@ def meanwhile(look: Callable[[], None]) -> Iterator[None]:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.05):
+        while not done.is_set():
             look()
+            time.sleep(0.05)
 
     thread = threading.Thread(target=watch)
     thread.start()
