@@ -296,8 +296,8 @@ class ElasticRollouts(SeparateRollouts):
     # --- the rest ---------------------------------------------------------------------------------
 
     def profile(self, folder: Path | None) -> None:
-        """Begin or end traces of the replicas that serve (see ``Launcher.profile``)."""
-        self._call(self._replicas.members(State.SERVING), "profile", folder)
+        """Begin or end traces of the replicas that are there (see ``Launcher.profile``)."""
+        self._call(self._replicas.members(State.SERVING, State.BUILT), "profile", folder)
 
     def figures(self) -> dict[str, float]:
         """Return ``replicas/…`` (see ``Launcher.figures``)."""
@@ -308,6 +308,6 @@ class ElasticRollouts(SeparateRollouts):
         self._replicas.close()
 
     def close(self) -> None:
-        """Close the replicas that serve (see ``RolloutGroup``)."""
+        """Close the replicas that are there (see ``RolloutGroup``)."""
         self.stop()
-        self._call(self._replicas.members(State.SERVING), "close_rollout")
+        self._call(self._replicas.members(State.SERVING, State.BUILT), "close_rollout")
