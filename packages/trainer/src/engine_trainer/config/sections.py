@@ -881,6 +881,15 @@ class RaySection:
     more loss ends the run.
     """
 
+    elastic: bool = False
+    """True replaces a lost replica of ``rollouts`` while the run goes on. The other replicas take
+    its prompts, and a new one joins with the current weights. False starts all workers again from
+    the last checkpoint, as a lost worker of the engines always does.
+
+    After more than ``restarts`` losses of the same replica without work in between, it is not
+    replaced any more. A run without any replica ends.
+    """
+
     imports: Sequence[str] = field(default_factory=list[str])
     """Modules that each worker imports first, which register engines, rollouts or rewards in their
     process.
