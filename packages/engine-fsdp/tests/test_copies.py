@@ -5,6 +5,8 @@ The numbers are those of ``fully_shard``, bit for bit.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,3 +229,14 @@ def test_a_gradient_that_an_error_interrupts_is_dropped(
         torch.equal(before[key], value) for key, value in state_of(engine).items() if key in before
     )
     engine.close()
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_closed_engine_keeps_no_weight(folder_of: Callable[[str], Path], *, cast: bool) -> None:
+    """Hooks of gradients once kept a cycle that the garbage collector does not see."""
+    engine = make(folder_of("qwen3"), cast=cast)
+    engine.train_batch(Batch.pack(texts()), sft_loss)
+    live = [weakref.ref(entry.param) for entry in engine.table]
+    engine.close()
+    gc.collect()
+    assert [reference for reference in live if reference() is not None] == []

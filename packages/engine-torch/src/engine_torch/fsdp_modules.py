@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -40,13 +41,16 @@ class LateGradients:
                 module.unshard()
                 for param in _list_params(module):
                     if param.unsharded_param.requires_grad:
-                        hook = partial(self._accumulate, param)
+                        # A tensor's hooks are out of the garbage collector's sight: a cycle through
+                        # them would keep the weights for ever.
+                        hook = partial(self._accumulate, weakref.ref(param))
                         param.unsharded_param.register_post_accumulate_grad_hook(hook)
                 module.reshard()
 
-    def _accumulate(self, param: Any, unsharded: Tensor) -> None:
+    def _accumulate(self, reference: weakref.ref[Any], unsharded: Tensor) -> None:
+        param = reference()
         gradient = unsharded.grad
-        if not self.is_late or param.unsharded_accumulated_grad is not None:
+        if not self.is_late or param is None or param.unsharded_accumulated_grad is not None:
             return
         if gradient is not None and param.reduce_dtype is not None:
             param.unsharded_accumulated_grad = gradient.to(param.reduce_dtype)
