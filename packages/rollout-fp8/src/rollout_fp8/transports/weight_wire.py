@@ -64,7 +64,7 @@ class Wire:
 
 
 class WireSender:
-    """See ``engine_api.rollout.WatchedSender``."""
+    """The engine's end of the wire, an ``engine_api.rollout.WatchedSender``."""
 
     def __init__(self, sender: Sender, key: bytes) -> None:
         self._sender = sender
@@ -80,7 +80,7 @@ class WireSender:
         return self.send_watched(export, no_watch)
 
     def send_watched(self, export: WeightExport, watch: Watch) -> int:
-        """See ``WatchedSender.send_watched``."""
+        """Carry an export as ``send`` does, and call ``watch`` while it waits."""
         if not isinstance(export, EngineStream):
             raise RolloutError(
                 f"cannot carry a {type(export).__name__} to other processes",

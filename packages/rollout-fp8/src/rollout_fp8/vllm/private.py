@@ -307,7 +307,7 @@ class CachedAttention:
         self._layer = layer
 
     def observe(self, note: Callable[[str, Tensor], None]) -> None:
-        """See ``CacheLayer.observe``."""
+        """Call ``note`` in each forward pass (see ``CacheLayer.observe``)."""
         layer = self._layer
         forward = layer.impl.forward
 
@@ -335,12 +335,12 @@ class CachedAttention:
         layer.impl.forward = observed
 
     def forget(self) -> None:
-        """See ``CacheLayer.forget``."""
+        """Stop calling ``note`` (idempotent)."""
         # The method of its class again.
         vars(self._layer.impl).pop("forward", None)
 
     def set_scale(self, kind: str, scale: float) -> None:
-        """See ``CacheLayer.set_scale``."""
+        """Change a scale in the memory that the kernels read."""
         getattr(self._layer, f"_{kind}_scale").fill_(scale)
         setattr(self._layer, f"_{kind}_scale_float", scale)
         on_host = getattr(self._layer, f"_{kind}_scale_cpu", None)

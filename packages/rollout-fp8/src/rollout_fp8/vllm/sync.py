@@ -153,11 +153,11 @@ class OtherProcesses(SentWorkers):
         return [decode(boxes) for boxes in encoded]
 
     def observe_cache(self) -> list[str]:
-        """See ``InProcess.observe_cache``."""
+        """Note the numbers of the next passes for ``scale_cache``, and return refusals."""
         return list(chain(*self._call("rollout_fp8_observe_cache")))
 
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
-        """See ``InProcess.scale_cache``."""
+        """Set the scales of the FP8 cache on all workers, and return them by worker."""
         return self._call("rollout_fp8_scale_cache", args=(tokens,))
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:

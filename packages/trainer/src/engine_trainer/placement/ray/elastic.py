@@ -192,15 +192,15 @@ class ElasticRollouts(SeparateRollouts):
         return True
 
     def serving(self) -> list[int]:
-        """See ``SeparateRollouts``."""
+        """Return the replicas that have weights and may be given work."""
         return [member.key for member in self._replicas.members(State.SERVING)]
 
     def start(self, replica: int, method: str, *arguments: Any) -> Call:
-        """See ``SeparateRollouts``."""
+        """Start a call of one replica."""
         return self._members[replica].start(method, *arguments)
 
     def reply(self, replica: int, call: Call) -> Reply | None:
-        """See ``SeparateRollouts``."""
+        """Return the reply of a call that is done, or None if the replica is lost and replaced."""
         try:
             (reply,) = self.pool.finish([call])
         except WorkerLost as error:
@@ -210,7 +210,7 @@ class ElasticRollouts(SeparateRollouts):
         return reply
 
     def lose(self, replica: int, error: WorkerLost) -> None:
-        """See ``SeparateRollouts``."""
+        """Replace a replica that does not respond."""
         self._replicas.lose(replica, error)
 
     def check_attempts(self, attempts: int) -> None:

@@ -75,7 +75,7 @@ class StreamWire:
 
     @property
     def address(self) -> str:
-        """See ``WeightSender.address``."""
+        """The address of the next ``send``, with its key."""
         return f"{self._place}:{self._count}:{self._key.hex()}"
 
     def send(self, export: WeightExport) -> int:
