@@ -46,7 +46,7 @@ class ServerProcess:
         gpus: number of GPUs that it may see, from this process's current one on.
         timeout_s: deadline for the server to announce its address.
         python: interpreter of the server, which may be of another environment that has this package
-            in the same version.
+            in the same version. None: this process's.
 
     Raises:
         EngineError: the rollout's constructor raised it in the server.
@@ -61,12 +61,12 @@ class ServerProcess:
         *,
         gpus: int,
         timeout_s: float,
-        python: str = sys.executable,
+        python: str | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-server-")
         announce = Path(self._folder.name) / "announce.json"
         command = [
-            python,
+            python or sys.executable,
             "-m",
             "rollout_fp8.remote.server",
             "--name",
