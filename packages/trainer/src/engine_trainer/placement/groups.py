@@ -24,7 +24,7 @@ from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, T
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import EngineSection, RolloutSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
+from engine_trainer.placement.replica import RolloutSpec, Scored
 from engine_trainer.telemetry.logs import Timers
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ class RolloutGroup(Protocol):
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """Generate ``sampling.n`` completions per prompt and score them.
 
-        The result has one list per replica.
+        The result has one list per replica, with None for a prompt that is left out for an image.
         """
         ...
 

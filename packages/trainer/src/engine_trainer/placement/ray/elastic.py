@@ -30,7 +30,7 @@ from engine_trainer.placement.ray.calls import (
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.ray.replicas import Member, Replicas, ReplicasLost, State
 from engine_trainer.placement.ray.rollouts import POLL_S, SeparateRollouts, note_phases
-from engine_trainer.placement.replica import ScoredCompletion
+from engine_trainer.placement.replica import Scored
 from engine_trainer.telemetry.logs import Timers
 
 SYNC_GRACE_S = 60.0
@@ -229,7 +229,7 @@ class ElasticRollouts(SeparateRollouts):
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """Generate and score, and give the work of lost replicas to others (``RolloutGroup``).
 
         Each list is divided into units that fill a replica. The division depends on the prompts
@@ -242,7 +242,7 @@ class ElasticRollouts(SeparateRollouts):
             if indices
         )
         running: dict[int, _Running] = {}
-        found: list[dict[int, list[ScoredCompletion]]] = [{} for _ in prompts]
+        found: list[dict[int, Scored]] = [{} for _ in prompts]
         phases: dict[int, dict[str, float]] = {}
         while waiting or running:
             self._require_progress()

@@ -10,7 +10,7 @@ from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.placement.ray.calls import Call, Pool, Reply, WorkerLost
 from engine_trainer.placement.ray.engines import RayEngines
-from engine_trainer.placement.replica import ScoredCompletion
+from engine_trainer.placement.replica import Scored
 from engine_trainer.telemetry.logs import Timers
 
 POLL_S = 0.05
@@ -51,7 +51,7 @@ class ColocatedRollouts:
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """See ``RolloutGroup``."""
         calls = [
             self._pool.start(rank, "generate_and_score", list(own), sampling)
@@ -141,7 +141,7 @@ class SeparateRollouts:
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """See ``RolloutGroup``."""
         calls = [
             self.pool.start(rank, "generate_and_score", list(own), sampling)
