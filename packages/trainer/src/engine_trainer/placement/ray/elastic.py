@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine_api.errors import EngineError
+from engine_api.errors import EngineError, PeerError, RankFailure
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import by_replica
@@ -22,6 +22,7 @@ from engine_trainer.placement.ray.calls import (
     Call,
     Reply,
     WorkerLost,
+    WorkerSilent,
     choose,
     ready,
     settle,
@@ -34,7 +35,10 @@ from engine_trainer.placement.replica import Scored
 from engine_trainer.telemetry.logs import Timers
 
 SYNC_GRACE_S = 60.0
-"""Seconds that the others have to end a sync that has failed. Then they are lost, too."""
+"""Seconds that the other replicas have to end a sync that the engine has ended with an error.
+
+Then they are lost, too.
+"""
 
 
 @dataclass(kw_only=True)
@@ -136,18 +140,22 @@ class ElasticRollouts(SeparateRollouts):
         ]
         sending = engines.start_all("send", [call.ref for call in receiving])
         # The wire's deadline comes first and tells the silent replica from those that wait for it.
-        found = settle([*receiving, *sending], 2 * engines.timeout_s, SYNC_GRACE_S)
-        engine_lost = [one for one in found[len(members) :] if isinstance(one, WorkerLost)]
-        if engine_lost:
-            raise engine_lost[0]
+        # The engine may block until then where a replica dies while the wire forms its group.
+        found = settle(
+            [*receiving, *sending],
+            2 * engines.timeout_s,
+            receivers=receiving,
+            grace_s=SYNC_GRACE_S,
+        )
+        _require_engines(found, found[len(members) :])
         if self._note_lost(members, found):
             self._wired = None
             return None
-        errors = [one for one in found if isinstance(one, EngineError)]
+        errors = [outcome for outcome in found if isinstance(outcome, EngineError)]
         if errors:
             self._wired = None
             raise choose(errors)
-        replies = [one for one in found if isinstance(one, Reply)]
+        replies = [outcome for outcome in found if isinstance(outcome, Reply)]
         for call, reply in zip([*receiving, *sending], replies, strict=True):
             self.pool.meter.note(call.worker, call.method, reply.seconds)
         if not self._prepare([m for m in members if m in self._replicas.members(State.BUILT)]):
@@ -183,10 +191,10 @@ class ElasticRollouts(SeparateRollouts):
         Lost ones are replaced. Raises the errors of the others.
         """
         calls = [member.start(method, *arguments) for member in members]
-        found = settle(calls, self.pool.timeout_s, SYNC_GRACE_S)
+        found = settle(calls, self.pool.timeout_s)
         if self._note_lost(members, found):
             return False
-        errors = [one for one in found if isinstance(one, EngineError)]
+        errors = [outcome for outcome in found if isinstance(outcome, EngineError)]
         if errors:
             raise choose(errors)
         return True
@@ -311,3 +319,26 @@ class ElasticRollouts(SeparateRollouts):
         """Close the replicas that are there (see ``RolloutGroup``)."""
         self.stop()
         self._call(self._replicas.members(State.SERVING, State.BUILT), "close_rollout")
+
+
+def _require_engines(
+    found: Sequence[Reply | EngineError], engines: Sequence[Reply | EngineError]
+) -> None:
+    """Raise the error that explains why a worker of the engine is lost, if one is.
+
+    Args:
+        found: the outcomes of all calls of a sync.
+        engines: those of the engine's workers.
+    """
+    lost = [outcome for outcome in engines if isinstance(outcome, WorkerLost)]
+    if not lost:
+        return
+    died = [error for error in lost if not isinstance(error, WorkerSilent)]
+    # A worker may be silent because another process failed: that one's own error is the cause.
+    own = [
+        outcome
+        for outcome in found
+        if isinstance(outcome, EngineError)
+        and not isinstance(outcome, WorkerLost | PeerError | RankFailure)
+    ]
+    raise choose(died or own or lost)
