@@ -158,10 +158,14 @@ class RolloutGroup(Protocol):
         """Bring the policy's current weights to every replica, and return a result for each."""
         ...
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Bring the weights to replicas that have started since the last sync, where some may.
 
         Called by the process and thread that drives the engines, while they do nothing else.
+
+        Args:
+            if_none_serves: brings the weights only where no replica serves. The completions of a
+                step then keep one version as long as any replica is left.
         """
         ...
 

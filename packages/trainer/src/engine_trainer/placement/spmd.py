@@ -181,7 +181,7 @@ class SpmdRollouts:
         """
         return together(self.policy.comm, self._sync)
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def wake_up(self, *, weights: bool) -> None:

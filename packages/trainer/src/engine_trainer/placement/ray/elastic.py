@@ -107,12 +107,14 @@ class ElasticRollouts(SeparateRollouts):
                 return results
             self._wait_for_some()
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Bring the weights to replicas that were started since the last sync (``RolloutGroup``).
 
         Raises ``ReplicasLost`` if no replica is left.
         """
         self._replicas.require_some()
+        if if_none_serves and self._replicas.members(State.SERVING):
+            return
         members = self._replicas.members(State.BUILT)
         if members:
             self._bring(members)

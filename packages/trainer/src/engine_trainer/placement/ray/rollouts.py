@@ -38,7 +38,7 @@ class ColocatedRollouts:
         results: list[SyncResult] = self._pool.call_all("sync")[0]
         return results
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def wake_up(self, *, weights: bool) -> None:
@@ -98,7 +98,7 @@ class SeparateRollouts:
         wire_bytes: int = values[self.size]
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def serving(self) -> list[int]:
