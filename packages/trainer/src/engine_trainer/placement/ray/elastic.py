@@ -88,9 +88,8 @@ class ElasticRollouts(SeparateRollouts):
         self._batch_size = batch_size
         self._attempts = attempts
         self._driver = threading.get_ident()
-        self._members = {member.key: member for member in replicas.members(State.BUILT)}
-        # Keys of the processes that the engine's end of the wire serves; None: none any more.
-        self._wired: list[int] | None = list(self._members)
+        # Keys of the processes that the engine's end of the wire serves; None after a failed sync.
+        self._wired: list[int] | None = [member.key for member in replicas.members(State.BUILT)]
         self._continuing: tuple[SamplingParams, int] | None = None
 
     # --- weights ----------------------------------------------------------------------------------
@@ -131,7 +130,6 @@ class ElasticRollouts(SeparateRollouts):
         """
         engines = self._policy.pool
         keys = [member.key for member in members]
-        self._members |= {member.key: member for member in members}
         if keys != self._wired:
             engines.finish([engines.start(0, "serve_wire", len(members))])
             self._wired = keys
@@ -207,7 +205,7 @@ class ElasticRollouts(SeparateRollouts):
 
     def start(self, replica: int, method: str, *arguments: Any) -> Call:
         """See ``SeparateRollouts``."""
-        return self._members[replica].start(method, *arguments)
+        return self._replicas.member(replica).start(method, *arguments)
 
     def reply(self, replica: int, call: Call) -> Reply | None:
         """See ``SeparateRollouts``."""
@@ -269,14 +267,15 @@ class ElasticRollouts(SeparateRollouts):
                 self._replicas.wait(POLL_S)
                 continue
             for replica, late in self._ended(running):
-                one = running.pop(replica)
-                reply = None if late else self.reply(replica, one.call)
+                ended = running.pop(replica)
+                unit = ended.unit
+                reply = None if late else self.reply(replica, ended.call)
                 if reply is None:
-                    one.unit.attempts += 1
-                    self.check_attempts(one.unit.attempts)
-                    waiting.appendleft(one.unit)
+                    unit.attempts += 1
+                    self.check_attempts(unit.attempts)
+                    waiting.appendleft(unit)
                     continue
-                found[one.unit.share] |= dict(zip(one.unit.indices, reply.value, strict=True))
+                found[unit.share] |= dict(zip(unit.indices, reply.value, strict=True))
                 spent = phases.setdefault(replica, {})
                 for name, seconds in reply.phases.items():
                     spent[name] = spent.get(name, 0.0) + seconds
@@ -295,12 +294,12 @@ class ElasticRollouts(SeparateRollouts):
 
         The latter are marked and replaced.
         """
-        done = ready([one.call for one in running.values()], POLL_S)
+        done = ready([begun.call for begun in running.values()], POLL_S)
         now = time.monotonic()
-        late = [r for r, one in running.items() if one.call not in done and now > one.until]
+        late = [r for r, begun in running.items() if begun.call not in done and now > begun.until]
         for replica in late:
             self.lose(replica, silent([running[replica].call], self.pool.timeout_s))
-        ended = [(replica, False) for replica, one in running.items() if one.call in done]
+        ended = [(replica, False) for replica, begun in running.items() if begun.call in done]
         return [*ended, *((replica, True) for replica in late)]
 
     # --- the rest ---------------------------------------------------------------------------------
