@@ -6,9 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from elastic import Kill, Killer, find_problems
-
-KILL = Kill(steps=1, noticed_s=0.1, serving_s=10.0)
+from layout import ROOT
 
 
 @pytest.mark.parametrize(
@@ -21,9 +19,12 @@ KILL = Kill(steps=1, noticed_s=0.1, serving_s=10.0)
     ],
 )
 def test_a_run_that_failed_is_a_problem_like_a_kill_without_a_successor(
-    status, kills, engines, said
+    monkeypatch, status, kills, engines, said
 ):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from elastic import Kill, Killer, find_problems
+
     killer = Killer(2, signal.SIGKILL, "mark", Path("metrics.jsonl"), seed=0)
-    killer.kills = [KILL] * kills
+    killer.kills = [Kill(steps=1, noticed_s=0.1, serving_s=10.0)] * kills
     killer.engines = engines
     assert find_problems(killer, 2, status) == said
