@@ -3,8 +3,9 @@
 ``python tools/elastic.py`` trains a small random model on a Ray cluster of this machine
 (``ray.elastic: true``), kills the process of a replica by SIGKILL again and again, each time when
 all of them serve, and prints a row for each kill: the seconds until the run has noticed it, and
-until its successor has the current weights. The engines' processes must be the same all the time,
-and the run must end by itself. It ends with 0 where all of this held.
+until its successor has the current weights. After the last kill the run is ended as by Ctrl-C. The
+status is 0 if the engines' processes were the same all the time, each killed replica had a
+successor, and the run did not fail.
 
 On a machine with GPUs: ``python tools/elastic.py --rollout vllm --shape 0.6b --device cuda``. It
 takes a GPU for each replica and one for the engine. Other settings are those of the configuration,
@@ -241,14 +242,26 @@ def measure(options: argparse.Namespace, root: Path) -> int:
     print("|---|---|---|---|")
     for number, kill in enumerate(killer.kills, 1):
         print(f"| {number} | {kill.noticed_s:.1f} | {kill.serving_s:.1f} | {kill.steps} |")
+    problems = find_problems(killer, options.kills, status)
+    print("\n" + ("; ".join(problems) or f"engine's process {killer.engines} all the time"))
+    return 1 if problems else 0
+
+
+def find_problems(killer: Killer, kills: int, status: int) -> list[str]:
+    """Return the requirements that a run with its kills did not meet.
+
+    Args:
+        kills: expected number of kills.
+        status: the run's exit status.
+    """
     problems = [killer.problem] if killer.problem else []
     if len(killer.engines) != 1:
         problems.append(f"expected one process of the engine, saw {sorted(killer.engines)}")
-    if len(killer.kills) != options.kills:
-        problems.append(f"expected {options.kills} kills with a successor")
-    print("\n" + ("; ".join(problems) or f"engine's process {killer.engines} all the time"))
-    print(f"the run ended with {status}")
-    return 1 if problems else 0
+    if len(killer.kills) != kills:
+        problems.append(f"expected {kills} kills with a successor, got {len(killer.kills)}")
+    if status != 0:
+        problems.append(f"expected the run to end with status 0, got {status}")
+    return problems
 
 
 def main() -> int:

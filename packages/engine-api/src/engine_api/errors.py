@@ -19,6 +19,7 @@
     │  ├─ CheckpointMismatch    complete, but of a different model or a newer contract
     │  └─ CheckpointWriteError  could not be written (disk full, permission)
     ├─ RolloutError             generation or a weight sync failed
+    │  └─ PeerError             the other end of a weight sync failed, closed or is silent
     └─ RankFailure              another rank failed, this rank stops with it
 
 Every error says what is wrong, where, why, and what to do. The four parts are fields, so that a
@@ -188,6 +189,13 @@ class CheckpointWriteError(CheckpointError):
 
 class RolloutError(EngineError):
     """Generation or a weight sync failed."""
+
+
+class PeerError(RolloutError):
+    """The other end of a weight sync failed, closed or is silent.
+
+    Where that end has an error of its own, that one explains this one.
+    """
 
 
 class RankFailure(EngineError):

@@ -302,9 +302,10 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
         )
     loss = math.fsum(n for n, _, _ in rows) / learned
     bad_images = len(dataset) - sum(count for _, _, count in rows)
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))} | (
-        {"bad_images": float(bad_images)} if bad_images else {}
-    )
+    figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    if bad_images:
+        figures["bad_images"] = float(bad_images)
+    return figures
 
 
 def _refuse_tower(section: EngineSection) -> None:

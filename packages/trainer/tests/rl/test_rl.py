@@ -18,7 +18,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl.experience import Experience, collect_experience, round_seed, shaped_rewards
 from engine_trainer.rl.loop import train_rl
-from engine_trainer.sampling.sampler import Group, ScoredCompletion
+from engine_trainer.sampling.sampler import Group, Sampled, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers, read_metrics
 from engine_trainer.telemetry.metrics import HEADLINES, explain
 
@@ -333,7 +333,7 @@ class Script:
         self.timers.add("generate", 0.25)
         taken = self.groups[: len(prompts)]
         self.groups = self.groups[len(prompts) :]
-        return taken
+        return Sampled(groups=taken)
 
 
 class Identity(list):

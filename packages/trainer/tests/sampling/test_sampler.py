@@ -12,10 +12,11 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.plugin import EnginePlugin
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
-from engine_api.rollout import SamplingParams, SyncResult
+from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_trainer.config.sections import EngineSection, RewardSection, RolloutSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import by_replica
+from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
 from engine_trainer.placement.replica import Replica, RolloutSpec, served_adapter
 from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rollouts.sampling import uniforms
@@ -321,13 +322,45 @@ def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are
         failures=NONE,
         tokenizer=FakeTokenizer(),
     )
-    groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5)
+    groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5).groups
     drawn = [g.completions for g in groups]
     alone = uniforms(
         [p.tokens for p in PROMPTS], SamplingParams(n=1, max_new_tokens=4, seed=5)
     ).tolist()
     assert drawn == alone
     assert len({tuple(numbers) for numbers in drawn}) == len(PROMPTS)
+
+
+class ShortRollout(FakeRollout):
+    """A rollout that forgets one completion of its last prompt."""
+
+    def generate(self, prompts, sampling):
+        self.calls.append(("generate", len(prompts)))
+        indices = [i for i in range(len(prompts)) for _ in range(sampling.n)]
+        return [
+            Completion(
+                prompt_index=i,
+                tokens=[1],
+                log_probs=[0.0],
+                weight_versions=[7],
+                finish_reason="stop",
+            )
+            for i in indices[:-1]
+        ]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_rollout_that_forgets_a_completion_is_an_error_and_no_bad_image(n):
+    said = f"expected {n} completions of prompt 1 of the call, got {n - 1}"
+    with pytest.raises(RolloutError, match=said):
+        sampler(ShortRollout()).sample([prompt(1), prompt(2)], n=n, temperature=1.0, seed=5)
+
+
+def test_slices_need_every_completion_too():
+    replica = Replica(ShortRollout(), FakeScorer(), FakeTokenizer(), Timers())
+    slices = PartialRollouts(replica, SamplingParams(n=2, max_new_tokens=4), slice_tokens=2)
+    with pytest.raises(RolloutError, match="expected 2 completions of prompt 1"):
+        slices.advance([(7, prompt(1)), (8, prompt(2))], seed=0)
 
 
 def test_prompts_that_differ_go_to_the_replicas_by_turns():

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from engine_api.codec import CodecError, decode, encode
-from engine_api.errors import RolloutError
+from engine_api.errors import PeerError
 
 WHERE = "weight sync"
 KEY = "ROLLOUT_FP8_KEY"
@@ -39,10 +39,6 @@ POLL_S = 0.1
 GRACE_S = 1.0
 
 Watch = Callable[[], None]
-
-
-class PeerError(RolloutError):
-    """Failure, closing or silence of a channel's other side."""
 
 
 def secret(purpose: str) -> bytes:

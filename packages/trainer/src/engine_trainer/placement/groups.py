@@ -24,7 +24,7 @@ from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, T
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import EngineSection, RolloutSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
+from engine_trainer.placement.replica import RolloutSpec, Scored
 from engine_trainer.telemetry.logs import Timers
 
 if TYPE_CHECKING:
@@ -158,10 +158,14 @@ class RolloutGroup(Protocol):
         """Bring the policy's current weights to every replica, and return a result for each."""
         ...
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Bring the weights to replicas that have started since the last sync, where some may.
 
         Called by the process and thread that drives the engines, while they do nothing else.
+
+        Args:
+            if_none_serves: brings the weights only where no replica serves. The completions of a
+                step then keep one version as long as any replica is left.
         """
         ...
 
@@ -178,10 +182,10 @@ class RolloutGroup(Protocol):
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """Generate ``sampling.n`` completions per prompt and score them.
 
-        The result has one list per replica.
+        The result has one list per replica, with None for a prompt that is left out for an image.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +16,7 @@ from engine_api.errors import (
     ConfigError,
     PluginError,
     PluginUnavailable,
+    RolloutError,
     UnsupportedCapability,
 )
 from engine_api.plugin import EnginePlugin, is_older
@@ -104,6 +106,10 @@ class Group:
 
     prompt: Prompt
     completions: list[ScoredCompletion]
+
+
+Scored = list[ScoredCompletion] | None
+"""The completions of one prompt, or None where it was left out for an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +242,7 @@ class Replica:
     """A rollout and the rewards of its completions.
 
     With an agent it generates whole conversations. With ``drop_bad_images`` a prompt with an image
-    that cannot be decoded has no completions.
+    that cannot be decoded is left out.
     """
 
     def __init__(
@@ -277,36 +283,45 @@ class Replica:
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
-    ) -> list[list[ScoredCompletion]]:
+    ) -> list[Scored]:
         """Generate ``sampling.n`` completions per prompt and score them.
+
+        A prompt that is left out for an image has None.
 
         Raises ``RolloutError``, ``RewardError``, ``AgentError``.
         """
         if self.agent is not None:
-            return self._converse(self.agent, prompts, sampling)
+            return [*self._converse(self.agent, prompts, sampling)]
         with self.timers.phase("generate"):
-            completions = self._generate(prompts, sampling)
+            left, completions = self._generate(prompts, sampling)
         with self.timers.phase("reward"):
             scored = self.score([prompts[c.prompt_index] for c in completions], completions)
-        by_prompt: list[list[ScoredCompletion]] = [[] for _ in prompts]
+        by_prompt: dict[int, list[ScoredCompletion]] = {index: [] for index in left}
         for completion, scored_completion in zip(completions, scored, strict=True):
             by_prompt[completion.prompt_index].append(scored_completion)
-        return by_prompt
+        return [by_prompt.get(index) for index in range(len(prompts))]
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> tuple[list[int], list[Completion]]:
         """Generate, with the images of the prompts where any has some.
+
+        The first value has the indices of the prompts that are not left out.
 
         Raises ``ImageError`` for an image that cannot be decoded, unless its prompt is left out.
         """
         left, images = make_prompt_images(prompts, drop=self._drop_bad_images)
         tokens = [prompts[index].tokens for index in left]
         if images is None:
-            return self.rollout.generate(tokens, sampling)
-        # Rows with images are refused before a rollout without the capability is built.
-        rollout = cast("VisionRollout", self.rollout)
-        # Without any prompt, too: replicas may share a server that all of them call.
-        found = rollout.generate(tokens, sampling, images=images)
-        return [replace(c, prompt_index=left[c.prompt_index]) for c in found]
+            found = self.rollout.generate(tokens, sampling)
+        else:
+            # Rows with images are refused before a rollout without the capability is built.
+            rollout = cast("VisionRollout", self.rollout)
+            # Without any prompt, too: replicas may share a server that all of them call.
+            found = rollout.generate(tokens, sampling, images=images)
+        found = [replace(c, prompt_index=left[c.prompt_index]) for c in found]
+        require_completions(found, left, sampling.n)
+        return left, found
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -369,6 +384,19 @@ class Replica:
             self.rollout.close()
         finally:
             self.scorer.close()
+
+
+def require_completions(found: Sequence[Completion], indices: Sequence[int], n: int) -> None:
+    """Raise ``RolloutError`` unless each of the prompts ``indices`` has ``n`` completions."""
+    counts = Counter(completion.prompt_index for completion in found)
+    for index in indices:
+        if counts[index] != n:
+            raise RolloutError(
+                f"expected {n} completions of prompt {index} of the call, got {counts[index]}",
+                where="rollout.generate",
+                why="a rollout completes every prompt n times, also with an empty completion",
+                remedy="correct the rollout; engine-conformance has cases for its generate",
+            )
 
 
 def sample_of(prompt: Prompt, completion: ScoredCompletion | Trajectory) -> Sample:

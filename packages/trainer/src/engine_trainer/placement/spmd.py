@@ -37,7 +37,7 @@ from engine_trainer.placement.rendezvous import connect_ranks
 from engine_trainer.placement.replica import (
     Replica,
     RolloutSpec,
-    ScoredCompletion,
+    Scored,
     create_exporter,
     why_unusable,
 )
@@ -181,7 +181,7 @@ class SpmdRollouts:
         """
         return together(self.policy.comm, self._sync)
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def wake_up(self, *, weights: bool) -> None:
@@ -197,7 +197,7 @@ class SpmdRollouts:
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """Generate and score (see ``RolloutGroup``).
 
         Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.

@@ -70,17 +70,20 @@ def collect_experience(
     while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
         indices = order.take(position, wanted - len(kept))
         position += len(indices)
-        new = sampler.sample(
+        sampled = sampler.sample(
             [data[i] for i in indices],
             n=config.rollout.n,
             temperature=config.rollout.temperature,
             seed=round_seed(config.run.seed, step, rounds),
         )
-        chosen = dynamic.enabled and new
-        keep = informative(totals(new)).tolist() if chosen else [True] * len(new)
+        new = sampled.groups
         generated += new
-        bad_images += len(indices) - len(new)
-        kept += [group for group, useful in zip(new, keep, strict=True) if useful]
+        bad_images += len(sampled.left_out)
+        if dynamic.enabled and new:
+            useful = informative(totals(new)).tolist()
+            kept += [group for group, keep in zip(new, useful, strict=True) if keep]
+        else:
+            kept += new
         rounds += 1
     require_groups(generated, "this step")
     metrics = completion_figures(generated, sampler.timers.take_spent("generate")) | {

@@ -3,7 +3,7 @@
 A step takes the groups that are complete. Prompts are drawn in the run's order. A group goes as a
 whole to the replica with the least work left. The state of each step names the prompts that were
 drawn and not trained on; a resumed run draws them again, so that no prompt is lost. In an elastic
-run, so do the other replicas with the groups of one that is lost.
+run the groups of a lost replica are begun again by the others.
 """
 
 from __future__ import annotations
@@ -247,11 +247,11 @@ class FullyAsync:
         left = min(s.until for s in slices) - time.monotonic()
         done = ready([s.call for s in slices], max(0.0, min(left, POLL_S) if idle else left))
         now = time.monotonic()
-        for replica, one in list(running.items()):
-            if one.call in done:
+        for replica, begun in list(running.items()):
+            if begun.call in done:
                 self._note(replica, rollouts.reply(replica, running.pop(replica).call))
-            elif now >= one.until:
-                rollouts.lose(replica, silent([one.call], rollouts.pool.timeout_s))
+            elif now >= begun.until:
+                rollouts.lose(replica, silent([begun.call], rollouts.pool.timeout_s))
                 running.pop(replica)
                 self._note(replica, None)
 
@@ -322,9 +322,10 @@ class FullyAsync:
         return {replica: self._begin(replica, count) for replica, count in counts.items()}
 
     def _tokens_left(self, replica: int) -> int:
-        """Return the largest number of tokens that each completion's place of a replica has left.
+        """Return the tokens that a replica may still generate, with one completion for each group.
 
-        It is a sum over the groups. A conversation may have more turns, and counts as one token.
+        All groups have equally many completions, so that their number does not matter for a
+        comparison. A group beyond its limit (a conversation with more turns) counts as one token.
         """
         limit = self._config.rollout.max_new_tokens
         size = self._config.overlap.slice_tokens

@@ -63,7 +63,8 @@ class OneStepOff:
 
     It generates with the weights that the current step began with. It is as reproducible as
     ``Synchronous``; but a resumed run generates its first step with newer weights than an
-    uninterrupted run does.
+    uninterrupted run does. So does, in an elastic run, a replica that joins while no other one
+    serves; all others join at the next sync.
     """
 
     def __init__(
@@ -114,12 +115,13 @@ class OneStepOff:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _await(self, generation: Future[Experience]) -> None:
-        """Wait for a generation, and bring the weights to replicas that start meanwhile.
+        """Wait for a generation, and bring the weights to a new replica where none is left.
 
-        The thread that generates must not call the engine, and may wait for such a replica.
+        The thread that generates must not call the engine, and waits for such a replica. Other new
+        ones wait for the next sync, because the weights are newer than those of this generation.
         """
         while not wait([generation], timeout=LOOK_S).done:
-            self._sampler.rollouts.admit()
+            self._sampler.rollouts.admit(if_none_serves=True)
 
     def _begin(self, step: int) -> Future[Experience]:
         """Sync the current weights, then generate in the background.

@@ -69,12 +69,13 @@ class Evaluator:
             return figures
 
     def _measure(self, heldout: Heldout, step: int) -> Metrics:
-        groups = self.sampler.sample(
+        sampled = self.sampler.sample(
             heldout.problems.prompts,
             n=heldout.samples,
             temperature=heldout.temperature,
             seed=self.run.config.run.seed,
         )
+        groups = sampled.groups
         require_groups(groups, f"the held-out set {heldout.name}".rstrip())
         self.sampler.failures.count(groups)
         path = self.run.folder / self.folder / heldout.name / f"step-{step:06d}.jsonl"
@@ -82,8 +83,10 @@ class Evaluator:
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)
         name = f"eval/{heldout.name}" if heldout.name else "eval"
         self.run.log.show_samples(name, step, samples_of(groups, self.run.config.run.show_samples))
-        bad_images = len(heldout.problems) - len(groups)
-        return summary(groups) | ({"bad_images": float(bad_images)} if bad_images else {})
+        figures = summary(groups)
+        if sampled.left_out:
+            figures["bad_images"] = float(len(sampled.left_out))
+        return figures
 
 
 def evaluate_model(config: RLConfig) -> Metrics:

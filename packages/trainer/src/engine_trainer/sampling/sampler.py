@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from engine_api.comm import Comm
 from engine_api.rollout import SamplingParams, SyncResult
@@ -11,12 +12,24 @@ from engine_trainer.config.sections import AgentSection, RewardSection, RolloutS
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.errors import DataError
 from engine_trainer.placement.groups import EngineGroup, RolloutGroup, by_replica
-from engine_trainer.placement.replica import Group, RolloutSpec, ScoredCompletion
+from engine_trainer.placement.replica import Group, RolloutSpec, Scored, ScoredCompletion
 from engine_trainer.run.run import Run
 from engine_trainer.sampling.failure_budget import Failures
 from engine_trainer.telemetry.logs import Timers
 
-__all__ = ["Group", "Sampler", "ScoredCompletion"]
+__all__ = ["Group", "Sampled", "Sampler", "ScoredCompletion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The groups of the prompts of one call, in their order.
+
+    Attributes:
+        left_out: indices of the prompts without a group (``data.on_bad_image: drop``).
+    """
+
+    groups: list[Group]
+    left_out: list[int] = field(default_factory=list[int])
 
 
 class Sampler:
@@ -113,7 +126,7 @@ class Sampler:
 
     def sample(
         self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int
-    ) -> list[Group]:
+    ) -> Sampled:
         """Generate ``n`` completions per prompt and score them, in the order of ``prompts``.
 
         A prompt with an image that cannot be decoded is left out with ``data.on_bad_image: drop``,
@@ -127,14 +140,18 @@ class Sampler:
         found = self.rollouts.generate_and_score(
             local, self.sampling(n=n, temperature=temperature, seed=seed)
         )
-        completions: dict[int, list[ScoredCompletion]] = {}
+        by_index: dict[int, Scored] = {}
         for own, rows in zip(indices, found, strict=True):
-            completions |= dict(zip(own, rows, strict=True))
-        return [
-            Group(prompt=prompt, completions=completions[i])
-            for i, prompt in enumerate(prompts)
-            if completions[i]
-        ]
+            by_index |= dict(zip(own, rows, strict=True))
+        groups: list[Group] = []
+        left_out: list[int] = []
+        for i, prompt in enumerate(prompts):
+            completions = by_index[i]
+            if completions is None:
+                left_out.append(i)
+            else:
+                groups.append(Group(prompt=prompt, completions=completions))
+        return Sampled(groups=groups, left_out=left_out)
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
         """Return sampling parameters with the configuration's values for the rest."""

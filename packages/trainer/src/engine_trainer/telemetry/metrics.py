@@ -280,7 +280,8 @@ MEANINGS: Mapping[str, str] = {
     "time/reference": "Seconds of the reference model's log-probs since the row before.",
     "time/*": "Seconds of this phase since the row before.",
     "replicas/serving": "Replicas of the rollout that serve (``ray.elastic``).",
-    "replicas/lost": "Replicas that were lost since the row before (``ray.elastic``).",
+    "replicas/lost": "Processes of replicas that were lost since the row before, with those that "
+    "failed to start (``ray.elastic``).",
     "replicas/rejoin_s": "Seconds from the loss of a replica to the moment in which its successor "
     "serves, the longest since the row before (``ray.elastic``).",
     "worker/idle": "Share of the time in which workers had nothing to do, a mean over workers.",

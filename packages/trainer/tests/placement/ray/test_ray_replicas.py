@@ -131,12 +131,36 @@ def test_losses_count_from_the_last_call_that_succeeded(places):
 
 
 def test_where_none_is_left_and_none_starts_in_time_the_cause_is_said(places):
-    one = places({"setup": ...}, {"setup": ...}, start_timeout_s=0.2)
+    one = places(*[{"setup": ...}] * 999, start_timeout_s=0.2)
     lose_all(one)
     one.require_some()
-    wait_for(one, State.GIVEN_UP, 2)
     with pytest.raises(ReplicasLost, match=r"(?s)no replica is left.*no response within 0.2 s"):
-        one.require_some()
+        until(lambda: one.require_some() is not None)
+
+
+def test_a_start_that_is_late_while_others_start_too_is_tried_again(places):
+    one = places({"setup": ...}, {"setup": ...}, start_timeout_s=0.2)
+    with one.changed:
+        lose_all(one)
+        one._places[1].until = float("inf")
+    wait_for(one, State.BUILT, 1)
+    one.require_some()
+    assert not one.members(State.GIVEN_UP)
+
+
+def test_each_process_that_is_lost_counts_and_one_without_room_does_not(places):
+    broken = WorkerFailed("no memory", where="rollout-0")
+    one = places({"make_rollout": broken}, {"setup": ...}, start_timeout_s=0.2)
+    one.lose(one.members(State.SERVING)[0].key, DIED)
+    wait_for(one, State.BUILT, 1)
+    assert one.figures()["replicas/lost"] == 2
+
+
+def test_a_call_may_be_started_of_a_process_that_has_just_been_lost(places):
+    one = places()
+    member = one.members(State.SERVING)[0]
+    one.lose(member.key, DIED)
+    assert one.member(member.key) is member
 
 
 def test_a_start_without_room_goes_on_while_others_serve(places):

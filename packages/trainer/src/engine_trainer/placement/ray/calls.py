@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from engine_api.errors import EngineError, RankFailure, RolloutError
+from engine_api.errors import EngineError, PeerError, RankFailure
 from engine_trainer.placement.ray.meter import Meter
 
 SHOWN = 400
@@ -28,6 +28,10 @@ class WorkerLost(EngineError):
 
     A restart from the last checkpoint may help.
     """
+
+
+class WorkerSilent(WorkerLost):
+    """A worker has not responded in time. It may run on."""
 
 
 class WorkerFailed(EngineError):
@@ -158,17 +162,31 @@ def finish(
     return [replies[call.ref] for call in calls]
 
 
-def settle(calls: Sequence[Call], timeout_s: float, grace_s: float) -> list[Reply | EngineError]:
+def settle(
+    calls: Sequence[Call],
+    timeout_s: float,
+    *,
+    receivers: Sequence[Call] = (),
+    grace_s: float = 0.0,
+) -> list[Reply | EngineError]:
     """Return every call's reply or error, in order, where some may fail without ending the run.
 
-    Calls that do not respond within ``timeout_s``, or within ``grace_s`` after the first failure,
-    are ``WorkerLost``.
+    Calls that do not respond in time are ``WorkerSilent``.
+
+    Args:
+        receivers: those of ``calls`` that have only ``grace_s`` more once a call has failed and all
+            calls but these have ended.
     """
     left = {call.ref: call for call in calls}
+    graced = {call.ref for call in receivers}
     found: dict[Any, Reply | EngineError] = {}
     end = time.monotonic() + timeout_s
     failed = False
+    in_grace = False
     while left:
+        if failed and not in_grace and graced.issuperset(left):
+            in_grace = True
+            end = min(end, time.monotonic() + grace_s)
         done, _ = ray.wait(list(left), timeout=max(0.0, end - time.monotonic()))
         if not done:
             break
@@ -178,25 +196,24 @@ def settle(calls: Sequence[Call], timeout_s: float, grace_s: float) -> list[Repl
                 found[ref] = ray.get(ref)
             except RayError as error:
                 found[ref] = _translate(call, error)
-                if not failed:
-                    end = min(end, time.monotonic() + grace_s)
                 failed = True
     for ref, call in left.items():
-        found[ref] = silent([call], grace_s if failed else timeout_s)
+        found[ref] = _abandoned(call, grace_s) if in_grace else silent([call], timeout_s)
     return [found[call.ref] for call in calls]
 
 
 def choose(errors: Sequence[EngineError]) -> EngineError:
     """Return the error that explains the others.
 
-    A death comes first, then an error of its own, then one that a neighbour caused.
+    A lost worker comes first, then an error of its own, then one that another process caused.
     """
 
     def rank(error: EngineError) -> int:
         order = [
             isinstance(error, WorkerLost),
-            not isinstance(error, WorkerFailed | RankFailure),
+            not isinstance(error, WorkerFailed | PeerError | RankFailure),
             isinstance(error, WorkerFailed),
+            isinstance(error, PeerError),
         ]
         return order.index(True) if any(order) else len(order)
 
@@ -204,9 +221,9 @@ def choose(errors: Sequence[EngineError]) -> EngineError:
 
 
 def require_running(refs: Sequence[Any]) -> None:
-    """Raise ``RolloutError`` if a process has ended in the middle of one of its calls.
+    """Raise ``PeerError`` if a call has failed, or its process has ended.
 
-    A call that raised is none of these: its process tells the others by itself.
+    A process that raises before it has connected tells no one by itself.
     """
     if not refs:
         return
@@ -214,10 +231,15 @@ def require_running(refs: Sequence[Any]) -> None:
     for ref in done:
         try:
             ray.get(ref)
-        except RayTaskError:
-            continue
+        except RayTaskError as error:
+            raise PeerError(
+                "a replica failed",
+                where="weight sync",
+                why=textwrap.shorten(str(error.cause), SHOWN),
+                remedy="see that replica's error",
+            ) from error
         except RayError as error:
-            raise RolloutError(
+            raise PeerError(
                 "a replica's process has ended",
                 where="weight sync",
                 why=textwrap.shorten(str(error), SHOWN),
@@ -294,11 +316,21 @@ def _names(calls: Sequence[Call]) -> str:
 
 def silent(
     calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
-) -> WorkerLost:
+) -> WorkerSilent:
     """Return the error of calls that did not respond in time."""
-    return WorkerLost(
+    return WorkerSilent(
         f"no response within {timeout_s:g} s",
         where=_names(calls),
         why="it hangs, or its work takes longer",
         remedy=f"raise {setting} if the work takes longer",
+    )
+
+
+def _abandoned(call: Call, grace_s: float) -> WorkerSilent:
+    """Return the error of a call that did not end after the others had failed."""
+    return WorkerSilent(
+        f"no response within {grace_s:g} s after the failure of another process",
+        where=_names([call]),
+        why="it hangs, or was stopped",
+        remedy="see the worker's log in Ray's session folder",
     )

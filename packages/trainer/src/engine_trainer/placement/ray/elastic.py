@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine_api.errors import EngineError
+from engine_api.errors import EngineError, PeerError, RankFailure
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import by_replica
@@ -22,6 +22,7 @@ from engine_trainer.placement.ray.calls import (
     Call,
     Reply,
     WorkerLost,
+    WorkerSilent,
     choose,
     ready,
     settle,
@@ -30,11 +31,14 @@ from engine_trainer.placement.ray.calls import (
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.ray.replicas import Member, Replicas, ReplicasLost, State
 from engine_trainer.placement.ray.rollouts import POLL_S, SeparateRollouts, note_phases
-from engine_trainer.placement.replica import ScoredCompletion
+from engine_trainer.placement.replica import Scored
 from engine_trainer.telemetry.logs import Timers
 
 SYNC_GRACE_S = 60.0
-"""Seconds that the others have to end a sync that has failed. Then they are lost, too."""
+"""Seconds that the other replicas have to end a sync that the engine has ended with an error.
+
+Then they are lost, too.
+"""
 
 
 @dataclass(kw_only=True)
@@ -84,9 +88,8 @@ class ElasticRollouts(SeparateRollouts):
         self._batch_size = batch_size
         self._attempts = attempts
         self._driver = threading.get_ident()
-        self._members = {member.key: member for member in replicas.members(State.BUILT)}
-        # Keys of the processes that the engine's end of the wire serves; None: none any more.
-        self._wired: list[int] | None = list(self._members)
+        # Keys of the processes that the engine's end of the wire serves; None after a failed sync.
+        self._wired: list[int] | None = [member.key for member in replicas.members(State.BUILT)]
         self._continuing: tuple[SamplingParams, int] | None = None
 
     # --- weights ----------------------------------------------------------------------------------
@@ -103,12 +106,14 @@ class ElasticRollouts(SeparateRollouts):
                 return results
             self._wait_for_some()
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Bring the weights to replicas that were started since the last sync (``RolloutGroup``).
 
         Raises ``ReplicasLost`` if no replica is left.
         """
         self._replicas.require_some()
+        if if_none_serves and self._replicas.members(State.SERVING):
+            return
         members = self._replicas.members(State.BUILT)
         if members:
             self._bring(members)
@@ -125,7 +130,6 @@ class ElasticRollouts(SeparateRollouts):
         """
         engines = self._policy.pool
         keys = [member.key for member in members]
-        self._members |= {member.key: member for member in members}
         if keys != self._wired:
             engines.finish([engines.start(0, "serve_wire", len(members))])
             self._wired = keys
@@ -136,18 +140,22 @@ class ElasticRollouts(SeparateRollouts):
         ]
         sending = engines.start_all("send", [call.ref for call in receiving])
         # The wire's deadline comes first and tells the silent replica from those that wait for it.
-        found = settle([*receiving, *sending], 2 * engines.timeout_s, SYNC_GRACE_S)
-        engine_lost = [one for one in found[len(members) :] if isinstance(one, WorkerLost)]
-        if engine_lost:
-            raise engine_lost[0]
+        # The engine may block until then where a replica dies while the wire forms its group.
+        found = settle(
+            [*receiving, *sending],
+            2 * engines.timeout_s,
+            receivers=receiving,
+            grace_s=SYNC_GRACE_S,
+        )
+        _require_engines(found, found[len(members) :])
         if self._note_lost(members, found):
             self._wired = None
             return None
-        errors = [one for one in found if isinstance(one, EngineError)]
+        errors = [outcome for outcome in found if isinstance(outcome, EngineError)]
         if errors:
             self._wired = None
             raise choose(errors)
-        replies = [one for one in found if isinstance(one, Reply)]
+        replies = [outcome for outcome in found if isinstance(outcome, Reply)]
         for call, reply in zip([*receiving, *sending], replies, strict=True):
             self.pool.meter.note(call.worker, call.method, reply.seconds)
         if not self._prepare([m for m in members if m in self._replicas.members(State.BUILT)]):
@@ -183,10 +191,10 @@ class ElasticRollouts(SeparateRollouts):
         Lost ones are replaced. Raises the errors of the others.
         """
         calls = [member.start(method, *arguments) for member in members]
-        found = settle(calls, self.pool.timeout_s, SYNC_GRACE_S)
+        found = settle(calls, self.pool.timeout_s)
         if self._note_lost(members, found):
             return False
-        errors = [one for one in found if isinstance(one, EngineError)]
+        errors = [outcome for outcome in found if isinstance(outcome, EngineError)]
         if errors:
             raise choose(errors)
         return True
@@ -197,7 +205,7 @@ class ElasticRollouts(SeparateRollouts):
 
     def start(self, replica: int, method: str, *arguments: Any) -> Call:
         """Start a call of one replica."""
-        return self._members[replica].start(method, *arguments)
+        return self._replicas.member(replica).start(method, *arguments)
 
     def reply(self, replica: int, call: Call) -> Reply | None:
         """Return the reply of a call that is done, or None if the replica is lost and replaced."""
@@ -229,7 +237,7 @@ class ElasticRollouts(SeparateRollouts):
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """Generate and score, and give the work of lost replicas to others (``RolloutGroup``).
 
         Each list is divided into units that fill a replica. The division depends on the prompts
@@ -242,7 +250,7 @@ class ElasticRollouts(SeparateRollouts):
             if indices
         )
         running: dict[int, _Running] = {}
-        found: list[dict[int, list[ScoredCompletion]]] = [{} for _ in prompts]
+        found: list[dict[int, Scored]] = [{} for _ in prompts]
         phases: dict[int, dict[str, float]] = {}
         while waiting or running:
             self._require_progress()
@@ -259,14 +267,15 @@ class ElasticRollouts(SeparateRollouts):
                 self._replicas.wait(POLL_S)
                 continue
             for replica, late in self._ended(running):
-                one = running.pop(replica)
-                reply = None if late else self.reply(replica, one.call)
+                ended = running.pop(replica)
+                unit = ended.unit
+                reply = None if late else self.reply(replica, ended.call)
                 if reply is None:
-                    one.unit.attempts += 1
-                    self.check_attempts(one.unit.attempts)
-                    waiting.appendleft(one.unit)
+                    unit.attempts += 1
+                    self.check_attempts(unit.attempts)
+                    waiting.appendleft(unit)
                     continue
-                found[one.unit.share] |= dict(zip(one.unit.indices, reply.value, strict=True))
+                found[unit.share] |= dict(zip(unit.indices, reply.value, strict=True))
                 spent = phases.setdefault(replica, {})
                 for name, seconds in reply.phases.items():
                     spent[name] = spent.get(name, 0.0) + seconds
@@ -285,12 +294,12 @@ class ElasticRollouts(SeparateRollouts):
 
         The latter are marked and replaced.
         """
-        done = ready([one.call for one in running.values()], POLL_S)
+        done = ready([begun.call for begun in running.values()], POLL_S)
         now = time.monotonic()
-        late = [r for r, one in running.items() if one.call not in done and now > one.until]
+        late = [r for r, begun in running.items() if begun.call not in done and now > begun.until]
         for replica in late:
             self.lose(replica, silent([running[replica].call], self.pool.timeout_s))
-        ended = [(replica, False) for replica, one in running.items() if one.call in done]
+        ended = [(replica, False) for replica, begun in running.items() if begun.call in done]
         return [*ended, *((replica, True) for replica in late)]
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -311,3 +320,26 @@ class ElasticRollouts(SeparateRollouts):
         """Close the replicas that are there (see ``RolloutGroup``)."""
         self.stop()
         self._call(self._replicas.members(State.SERVING, State.BUILT), "close_rollout")
+
+
+def _require_engines(
+    found: Sequence[Reply | EngineError], engines: Sequence[Reply | EngineError]
+) -> None:
+    """Raise the error that explains why a worker of the engine is lost, if one is.
+
+    Args:
+        found: the outcomes of all calls of a sync.
+        engines: those of the engine's workers.
+    """
+    lost = [outcome for outcome in engines if isinstance(outcome, WorkerLost)]
+    if not lost:
+        return
+    died = [error for error in lost if not isinstance(error, WorkerSilent)]
+    # A worker may be silent because another process failed: that one's own error is the cause.
+    own = [
+        outcome
+        for outcome in found
+        if isinstance(outcome, EngineError)
+        and not isinstance(outcome, WorkerLost | PeerError | RankFailure)
+    ]
+    raise choose(died or own or lost)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.agent.generators import ABORTS, empty_slices_error
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Replica, ScoredCompletion
+from engine_trainer.placement.replica import Replica, ScoredCompletion, require_completions
 from engine_trainer.utils.experts import join_experts
 
 
@@ -82,6 +82,7 @@ class PartialRollouts:
             [t.prompt.tokens for t in tasks],
             replace(self._sampling, max_new_tokens=limit, seed=seed),
         )
+        require_completions(found, range(len(tasks)), self._sampling.n)
         for completion in found:
             tasks[completion.prompt_index].completions.append(self._cut(completion))
 
@@ -105,6 +106,7 @@ class PartialRollouts:
             found = self._replica.rollout.generate(
                 prefixes, replace(self._sampling, n=1, max_new_tokens=limit, seed=seed)
             )
+            require_completions(found, range(len(tasks)), 1)
             for completion in found:
                 task, i = tasks[completion.prompt_index]
                 task.empty += not completion.tokens

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 from engine_api.errors import EngineError
@@ -53,11 +53,13 @@ class Starter:
 class State(Enum):
     """The state of a replica's place."""
 
-    STARTING = "its process starts"
-    BUILDING = "its rollout is built"
-    BUILT = "it has no weights yet"
-    SERVING = "it serves"
-    GIVEN_UP = "it was lost too often"
+    STARTING = auto()
+    BUILDING = auto()
+    BUILT = auto()
+    """Its rollout is built, but has no weights yet."""
+    SERVING = auto()
+    GIVEN_UP = auto()
+    """It was lost too often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,10 @@ class _Place:
     """Processes lost here since the last call that succeeded."""
     lost_at: float | None = None
     """The time at which it was lost, until it serves again."""
+    overdue: bool = False
+    """True if no process has started within its deadline since the last one that has."""
+    before: Member | None = None
+    """The process that had the place before."""
 
 
 class Replicas:
@@ -129,6 +135,12 @@ class Replicas:
         """Return the processes whose places are in one of ``states``, by rank."""
         with self.changed:
             return [place.member for place in self._places if place.state in states]
+
+    def member(self, key: int) -> Member:
+        """Return a process by its key, also one that was lost after its caller had looked."""
+        with self.changed:
+            found = [m for place in self._places for m in (place.member, place.before)]
+        return next(m for m in found if m is not None and m.key == key)
 
     def lose(self, key: int, error: WorkerLost) -> None:
         """End a replica that does not respond or has ended, and start another one in its place.
@@ -166,13 +178,17 @@ class Replicas:
             self.changed.notify_all()
 
     def require_some(self) -> None:
-        """Raise ``ReplicasLost`` if no replica serves and none is being started."""
+        """Raise ``ReplicasLost`` if no replica serves and none has started in time."""
         with self.changed:
             if self._failed is not None:
                 raise self._failed
-            if any(place.state is not State.GIVEN_UP for place in self._places):
+            if any(
+                place.state is not State.GIVEN_UP
+                and not (place.state is State.STARTING and place.overdue)
+                for place in self._places
+            ):
                 return
-            assert self.last is not None, "a place is given up after a loss"
+            assert self.last is not None, "a place is started again after a loss"
             raise ReplicasLost(
                 "no replica is left, and none could be started in place of the lost ones",
                 where="ray.elastic",
@@ -238,6 +254,7 @@ class Replicas:
                 return
             if place.state is State.STARTING:
                 place.state = State.BUILDING
+                place.overdue = False
                 place.call = place.member.start("make_rollout", *self._starter.build)
                 place.until = time.monotonic() + self._section.timeout_s
             else:
@@ -285,21 +302,20 @@ class Replicas:
         now = time.monotonic()
         if place.lost_at is None:
             place.lost_at = now
-            self._lost += 1
-        # The cluster may get room for it later, while the others serve.
-        waits = place.state is State.STARTING and now > place.until
-        alone = not any(
-            other.state not in (State.STARTING, State.GIVEN_UP) for other in self._places
-        )
-        if not waits:
+        if place.state is State.STARTING and now > place.until:
+            # The cluster may get room for it later. ``require_some`` ends a run that waits for all.
+            place.overdue = True
+        else:
             place.losses += 1
-        if place.losses > self._section.restarts or (waits and alone):
+            self._lost += 1
+        if place.losses > self._section.restarts:
             place.state = State.GIVEN_UP
             log.warning("%s is lost for good: %s", place.member.worker, error)
         else:
             log.warning("%s is lost, and another one is started: %s", place.member.worker, error)
             rank = place.member.rank
             self.pool.actors[rank] = self._starter.actor(rank)
+            place.before = place.member
             place.member = self._member(rank)
             place.state = State.STARTING
             place.call = place.member.start("setup", *self._starter.setup(rank))

@@ -10,7 +10,7 @@ from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.placement.ray.calls import Call, Pool, Reply, WorkerLost
 from engine_trainer.placement.ray.engines import RayEngines
-from engine_trainer.placement.replica import ScoredCompletion
+from engine_trainer.placement.replica import Scored
 from engine_trainer.telemetry.logs import Timers
 
 POLL_S = 0.05
@@ -38,7 +38,7 @@ class ColocatedRollouts:
         results: list[SyncResult] = self._pool.call_all("sync")[0]
         return results
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def wake_up(self, *, weights: bool) -> None:
@@ -51,7 +51,7 @@ class ColocatedRollouts:
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """See ``RolloutGroup``."""
         calls = [
             self._pool.start(rank, "generate_and_score", list(own), sampling)
@@ -98,7 +98,7 @@ class SeparateRollouts:
         wire_bytes: int = values[self.size]
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
-    def admit(self) -> None:
+    def admit(self, *, if_none_serves: bool = False) -> None:
         """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
 
     def serving(self) -> list[int]:
@@ -141,7 +141,7 @@ class SeparateRollouts:
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[ScoredCompletion]]]:
+    ) -> list[list[Scored]]:
         """See ``RolloutGroup``."""
         calls = [
             self.pool.start(rank, "generate_and_score", list(own), sampling)

@@ -13,26 +13,29 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import select
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine_api.devices import device_of
-from engine_api.errors import RolloutError
+from engine_api.errors import PeerError, RolloutError
 from engine_api.weights import WeightExport
 from engine_trainer.placement.ray.buckets import pack, unpack
 
 WHERE = "weight sync"
 POLL_S = 0.1
-"""Seconds between two calls of the watch while nothing can be sent or received."""
+"""Largest number of seconds between two calls of the watch."""
 HELLO_S = 5.0
 """Seconds in which a connection must show the key."""
+MAX_UNPROVEN = 64
+"""Largest number of connections beyond the receivers' own that have not shown the key yet."""
 KEY_BYTES = 32
 HELLO = struct.Struct(f">{KEY_BYTES}sqq")
 """Key, rank and number of the sync."""
@@ -43,6 +46,29 @@ END = LENGTHS.pack(0, 0)
 
 def no_watch() -> None:
     """Keep waiting: the watch of a caller that has nothing to check."""
+
+
+@dataclass(kw_only=True)
+class _Unproven:
+    """A connection that has not shown the key yet, and its deadline by ``time.monotonic``."""
+
+    connection: socket.socket
+    until: float
+    received: bytes = b""
+
+
+class _Watch:
+    """A caller's watch, called every ``POLL_S`` at most."""
+
+    def __init__(self, watch: Callable[[], None]) -> None:
+        self._watch = watch
+        self._next = time.monotonic() + POLL_S
+
+    def look(self) -> None:
+        """Call the watch if it is due."""
+        if time.monotonic() >= self._next:
+            self._watch()
+            self._next = time.monotonic() + POLL_S
 
 
 class StreamWire:
@@ -85,14 +111,15 @@ class StreamWire:
     def send_watched(self, export: WeightExport, watch: Callable[[], None]) -> int:
         """Send an export (see ``WatchedSender.send_watched``)."""
         receivers: dict[int, socket.socket] = {}
+        due = _Watch(watch)
         sent = 0
         try:
-            self._accept(receivers, watch)
+            self._accept(receivers, due)
             for header, buffer in pack(export, torch.device("cpu")):
-                self._write(receivers, LENGTHS.pack(len(header), len(buffer)) + header, watch)
-                self._write(receivers, buffer.numpy().data, watch)
+                self._write(receivers, LENGTHS.pack(len(header), len(buffer)) + header, due)
+                self._write(receivers, buffer.numpy().data, due)
                 sent += len(buffer)
-            self._write(receivers, END, watch)
+            self._write(receivers, END, due)
         finally:
             # Without the end's message a receiver knows that its sync has failed.
             for connection in receivers.values():
@@ -118,7 +145,9 @@ class StreamWire:
                 remedy="check that it runs, and that its host's ports can be reached from here",
             ) from error
         with connection:
-            yield self._pull(connection, HELLO.pack(bytes.fromhex(key), rank, int(count)))
+            # Before the caller's own work, so that the sender notices where that fails.
+            _put(connection, HELLO.pack(bytes.fromhex(key), rank, int(count)))
+            yield self._pull(connection)
 
     def close(self) -> None:
         """Close the listener (see ``WeightWire.close``)."""
@@ -128,81 +157,114 @@ class StreamWire:
 
     # --- the sender's side ------------------------------------------------------------------------
 
-    def _accept(self, found: dict[int, socket.socket], watch: Callable[[], None]) -> None:
-        """Add a connection of each receiver to ``found``."""
+    def _accept(self, found: dict[int, socket.socket], watch: _Watch) -> None:
+        """Add a connection of each receiver to ``found``.
+
+        All connections are read at once: a silent one delays no other.
+        """
         assert self._listener is not None, "serve comes first"
         deadline = time.monotonic() + self._timeout_s
-        while len(found) < self._receivers:
-            if not select.select([self._listener], [], [], POLL_S)[0]:
-                watch()
-                if time.monotonic() > deadline:
-                    missing = [str(r) for r in range(self._receivers) if r not in found]
-                    raise _silent(f"receiver {', '.join(missing)}", self._timeout_s)
-                continue
-            # The peer may have gone again.
-            with suppress(OSError):
-                connection, _ = self._listener.accept()
-                rank = self._greeted(connection)
-                if rank is None or rank in found:
+        # The oldest first.
+        unproven: dict[socket.socket, _Unproven] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            try:
+                while len(found) < self._receivers:
+                    for key, _ in selector.select(POLL_S):
+                        if key.fileobj is self._listener:
+                            self._welcome(selector, unproven)
+                        elif key.data in unproven:
+                            self._greet(selector, unproven, key.data, found)
+                    watch.look()
+                    now = time.monotonic()
+                    for peer in [one for one in unproven.values() if one.until < now]:
+                        _refuse(selector, unproven, peer.connection)
+                    if now > deadline and len(found) < self._receivers:
+                        missing = [str(r) for r in range(self._receivers) if r not in found]
+                        raise _silent(f"receiver {', '.join(missing)}", self._timeout_s)
+            finally:
+                for connection in unproven:
                     connection.close()
-                    continue
-                connection.setblocking(False)
-                found[rank] = connection
 
-    def _greeted(self, connection: socket.socket) -> int | None:
-        """Return the rank of a receiver of this sync, None for any other peer."""
-        connection.settimeout(HELLO_S)
+    def _welcome(
+        self, selector: selectors.BaseSelector, unproven: dict[socket.socket, _Unproven]
+    ) -> None:
+        """Accept a connection, which has yet to show the key."""
+        assert self._listener is not None
         try:
-            message = connection.recv(HELLO.size, socket.MSG_WAITALL)
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            # The peer has gone again.
+            return
+        if len(unproven) >= self._receivers + MAX_UNPROVEN:
+            _refuse(selector, unproven, next(iter(unproven)))
+        connection.setblocking(False)
+        unproven[connection] = _Unproven(connection=connection, until=time.monotonic() + HELLO_S)
+        selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _greet(
+        self,
+        selector: selectors.BaseSelector,
+        unproven: dict[socket.socket, _Unproven],
+        connection: socket.socket,
+        found: dict[int, socket.socket],
+    ) -> None:
+        """Read a connection's hello, and move it to ``found`` or close it once it is whole."""
+        peer = unproven[connection]
+        try:
+            data = connection.recv(HELLO.size - len(peer.received))
+        except BlockingIOError:
+            return
         except OSError:
+            data = b""
+        peer.received += data
+        if data and len(peer.received) < HELLO.size:
+            return
+        rank = self._rank_of(peer.received)
+        if rank is None or rank in found:
+            _refuse(selector, unproven, connection)
+            return
+        selector.unregister(connection)
+        del unproven[connection]
+        found[rank] = connection
+
+    def _rank_of(self, hello: bytes) -> int | None:
+        """Return the rank of a receiver of this sync, None for any other peer."""
+        if len(hello) < HELLO.size:
             return None
-        if len(message) < HELLO.size:
-            return None
-        key, rank, count = HELLO.unpack(message)
+        key, rank, count = HELLO.unpack(hello)
         known = hmac.compare_digest(key, self._key)
         return rank if known and count == self._count and 0 <= rank < self._receivers else None
 
     def _write(
-        self,
-        receivers: Mapping[int, socket.socket],
-        data: bytes | memoryview,
-        watch: Callable[[], None],
+        self, receivers: Mapping[int, socket.socket], data: bytes | memoryview, watch: _Watch
     ) -> None:
         """Write the same bytes to all receivers, to each as fast as it reads."""
         left = {rank: memoryview(data) for rank in receivers if len(data)}
-        deadline = time.monotonic() + self._timeout_s
-        while left:
-            by_socket = {receivers[rank]: rank for rank in left}
-            writable = select.select([], list(by_socket), [], POLL_S)[1]
-            if not writable:
-                watch()
-                if time.monotonic() > deadline:
-                    names = ", ".join(str(rank) for rank in left)
-                    raise _silent(f"receiver {names}", self._timeout_s)
-                continue
-            for connection in writable:
-                rank = by_socket[connection]
-                try:
-                    count = connection.send(left[rank])
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    raise RolloutError(
-                        f"receiver {rank} closed the connection",
-                        where=WHERE,
-                        why=str(error),
-                        remedy="see that replica's message",
-                    ) from error
-                left[rank] = left[rank][count:]
-                deadline = time.monotonic() + self._timeout_s
-                if not len(left[rank]):
-                    del left[rank]
+        until = dict.fromkeys(left, time.monotonic() + self._timeout_s)
+        with selectors.DefaultSelector() as selector:
+            for rank in left:
+                selector.register(receivers[rank], selectors.EVENT_WRITE, rank)
+            while left:
+                for key, _ in selector.select(POLL_S):
+                    rank: int = key.data
+                    count = _send(receivers[rank], left[rank], rank)
+                    if not count:
+                        continue
+                    left[rank] = left[rank][count:]
+                    until[rank] = time.monotonic() + self._timeout_s
+                    if not len(left[rank]):
+                        selector.unregister(receivers[rank])
+                        del left[rank]
+                watch.look()
+                now = time.monotonic()
+                if late := [str(rank) for rank in left if now > until[rank]]:
+                    raise _silent(f"receiver {', '.join(late)}", self._timeout_s)
 
     # --- a receiver's side ------------------------------------------------------------------------
 
-    def _pull(self, connection: socket.socket, hello: bytes) -> WeightExport:
+    def _pull(self, connection: socket.socket) -> WeightExport:
         device = device_of(self._device).current()
-        _put(connection, hello)
         while True:
             lengths = torch.empty(LENGTHS.size, dtype=torch.uint8)
             self._read(connection, lengths)
@@ -230,6 +292,32 @@ class StreamWire:
             left = left[count:]
 
 
+def _refuse(
+    selector: selectors.BaseSelector,
+    unproven: dict[socket.socket, _Unproven],
+    connection: socket.socket,
+) -> None:
+    """Close a connection that has not shown the key."""
+    selector.unregister(connection)
+    del unproven[connection]
+    connection.close()
+
+
+def _send(connection: socket.socket, data: memoryview, rank: int) -> int:
+    """Return the number of bytes that a receiver's connection has taken."""
+    try:
+        return connection.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        raise PeerError(
+            f"receiver {rank} closed the connection",
+            where=WHERE,
+            why=str(error),
+            remedy="see that replica's message",
+        ) from error
+
+
 def _put(connection: socket.socket, message: bytes) -> None:
     try:
         connection.sendall(message)
@@ -238,7 +326,7 @@ def _put(connection: socket.socket, message: bytes) -> None:
 
 
 def _ended(why: str) -> RolloutError:
-    return RolloutError(
+    return PeerError(
         "the engine's process ended the sync",
         where=WHERE,
         why=why,
@@ -247,7 +335,7 @@ def _ended(why: str) -> RolloutError:
 
 
 def _silent(peer: str, timeout_s: float) -> RolloutError:
-    return RolloutError(
+    return PeerError(
         f"{peer} is silent",
         where=WHERE,
         why=f"nothing within {timeout_s:g} s",

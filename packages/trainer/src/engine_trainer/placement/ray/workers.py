@@ -36,7 +36,7 @@ from engine_trainer.placement.ray.actor import Worker, address
 from engine_trainer.placement.ray.agent_rollouts import AgentRollouts
 from engine_trainer.placement.ray.calls import require_running
 from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
-from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion
+from engine_trainer.placement.replica import Replica, RolloutSpec, Scored, ScoredCompletion
 from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
 
 
@@ -216,7 +216,7 @@ class EngineWorker(Worker):
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
-    ) -> list[list[ScoredCompletion]]:
+    ) -> list[Scored]:
         """Generate and score on this replica alone."""
         assert self._rollouts is not None
         return self._rollouts.replica.generate_and_score(prompts, sampling)
@@ -327,7 +327,7 @@ class RolloutWorker(Worker):
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
-    ) -> list[list[ScoredCompletion]]:
+    ) -> list[Scored]:
         """See ``Replica.generate_and_score``."""
         return self.replica.generate_and_score(prompts, sampling)
 
