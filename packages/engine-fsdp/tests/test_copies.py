@@ -28,6 +28,7 @@ from engine_api import (
 from engine_api.devices import Device
 from engine_api.hf_vision import Vision, draw_image
 from engine_api.results import LossOutput, TokenOutputs
+from engine_torch.fsdp_modules import LateGradients
 
 HALF = Precision(compute="bfloat16")
 FAMILIES = ["qwen3", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "falcon_h1"]
@@ -50,13 +51,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def make(folder: Path, *, cast: bool | None, **changes: Any) -> Any:
-    settings = {
+    settings: dict[str, Any] = {
         "optimizer": OptimizerConfig(lr=1e-2),
         "memory": Memory(max_tokens=24),
         "precision": HALF,
     } | changes
     kind = settings.pop("model_type", "language_model")
-    options = {"verify_model": False} | ({} if cast is None else {"cast_each_pass": cast})
+    options = {"verify_model": False, **settings.pop("options", {})}
+    if cast is not None:
+        options["cast_each_pass"] = cast
     engine = EngineRegistry.create(
         model_type=kind,
         backend="fsdp2",
@@ -226,4 +229,24 @@ def test_a_gradient_that_an_error_interrupts_is_dropped(
     assert not all(
         torch.equal(before[key], value) for key, value in state_of(engine).items() if key in before
     )
+    engine.close()
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "each_micro_batch"])
+def test_gradients_that_are_reduced_in_each_micro_batch_stay_in_the_dtype_of_computation(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, each: bool
+) -> None:
+    late: list[bool] = []
+    accumulate = LateGradients._accumulate
+
+    def spied(self: LateGradients, param: Any, unsharded: torch.Tensor) -> None:
+        late.append(self.is_late)
+        accumulate(self, param, unsharded)
+
+    monkeypatch.setattr(LateGradients, "_accumulate", spied)
+    options = {"reduce_each_micro_batch": each}
+    engine = make(folder_of("qwen3"), cast=True, options=options)
+    for _ in range(2):
+        assert engine.train_batch(Batch.pack(texts()), sft_loss).num_micro_batches > 1
+    assert any(late) is not each
     engine.close()

@@ -203,7 +203,8 @@ class DTensorEngine(BaseEngine):
         finally:
             self.module.eval()
             if self._late is not None:
-                self._late.is_late = not last
+                # Gradients that are reduced after each micro-batch meet no earlier ones.
+                self._late.is_late = not last and not self.options.reduce_each_micro_batch
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
