@@ -26,9 +26,11 @@ from engine_api import (
     sft_loss,
 )
 from engine_api.devices import Device
+from engine_api.errors import ConfigError
 from engine_api.hf_vision import Vision, draw_image
 from engine_api.results import LossOutput, TokenOutputs
 from engine_torch.fsdp_modules import LateGradients
+from engine_torch.parallel import keeps_copies
 
 HALF = Precision(compute="bfloat16")
 FAMILIES = ["qwen3", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "falcon_h1"]
@@ -209,6 +211,44 @@ def test_copies_that_would_take_much_of_the_memory_are_cast_in_each_pass(
             engine = make(folder, cast=None, precision=HALF)
         assert engine.resolved()["options.cast_each_pass"] is casts
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"precision": Precision(compute="bfloat16", reduce="bfloat16")},
+            "precision.reduce: bfloat16 and precision.master: float32",
+        ),
+        ({"memory": Memory(offload_params=True)}, "memory.offload_params: true"),
+    ],
+    ids=["reduce", "offload_params"],
+)
+def test_copies_that_cannot_be_kept_are_refused_by_name(
+    folder_of: Callable[[str], Path], changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        make(folder_of("qwen3"), cast=False, **changes)
+    assert caught.value.field == "options.cast_each_pass"
+    assert "leave out" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("world", "gathers_float8", "reason"),
+    [(2, False, "2 ranks"), (1, True, "gathered in FP8")],
+)
+def test_several_ranks_and_weights_gathered_in_fp8_keep_no_copies(
+    world: int, gathers_float8: bool, reason: str
+) -> None:
+    config = EngineConfig(model=ModelSource(path="x"), precision=HALF)
+    asked = (config, world, torch.nn.Linear(1, 1), "cpu")
+    assert not keeps_copies(*asked, None, gathers_float8=gathers_float8)
+    assert not keeps_copies(*asked, True, gathers_float8=gathers_float8)
+    with pytest.raises(ConfigError, match=reason):
+        keeps_copies(*asked, False, gathers_float8=gathers_float8)
+    # Nothing is cast.
+    one_dtype = EngineConfig(model=ModelSource(path="x"))
+    assert not keeps_copies(one_dtype, *asked[1:], False, gathers_float8=gathers_float8)
 
 
 def test_a_gradient_that_an_error_interrupts_is_dropped(

@@ -127,8 +127,7 @@ class FSDPEngine(DTensorEngine):
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
         gathered = self._float8 and self._quantize(lm)
-        # FP8 weights are made of the masters, as on several ranks.
-        copies = not gathered and self._will_keep_copies(lm)
+        copies = self._will_keep_copies(lm, gathers_float8=gathered)
         if not copies:
             shard_model(
                 self.module,

@@ -26,12 +26,14 @@ class DTensorOptions:
     """Number of blocks whose weights are gathered ahead of the block that computes."""
 
     cast_each_pass: bool | None = None
-    """True casts the weights anew for each pass where one rank computes in another dtype than that
-    of the masters. False keeps a copy of them in that dtype, which is faster and takes 2 bytes a
-    weight, and computes the same numbers.
+    """True casts the weights in each pass where one rank computes in a dtype other than that of the
+    masters. False keeps a copy of them in that dtype, which is faster, takes 2 bytes a weight and
+    computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
-    ranks, offloaded weights and FP8 weights (``float8_recipe: tensorwise``) cast in each pass.
+    ranks, offloaded weights, gradients that are reduced in a dtype other than that of the masters
+    (``precision.reduce``) and FP8 weights (``float8_recipe: tensorwise``) are cast in each pass,
+    and refuse false.
     """
 
     timeout_s: int = 600
