@@ -83,8 +83,10 @@ class FSDPEngine(DTensorEngine):
             install = "pip install 'engine-fsdp[float8]'"
             refuse_without_torchao(config, PLUGIN.name, install)
         super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
         self._float8 = takes_float8(config)
+        # Engines on this code that have no FP8 have none of its options.
+        emulate = self._float8 and self.options.float8_emulate
+        check_float8(config, resolution.device, emulate=emulate)
         if self._float8:
             self.config = compute_in_bfloat16(config)
 

@@ -31,9 +31,8 @@ class DTensorOptions:
     computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
-    ranks, offloaded weights, gradients that are reduced in a dtype other than that of the masters
-    (``precision.reduce``) and FP8 weights (``float8_recipe: tensorwise``) are cast in each pass,
-    and refuse false.
+    ranks, offloaded weights and gradients that are reduced in a dtype other than that of the
+    masters (``precision.reduce``) leave only casts in each pass, and refuse false.
     """
 
     timeout_s: int = 600
@@ -58,16 +57,17 @@ class DTensorOptions:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Float8Options(DTensorOptions):
-    """The options of an engine over DTensor whose products may be in FP8."""
+# Python refuses a class of two bases with slots.
+@dataclass(frozen=True, kw_only=True)
+class Float8Options:
+    """The options of products in FP8, a mix-in for the options of an engine that has them."""
 
     float8_recipe: str = "rowwise"
     """Scales of the matrices that ``precision.compute: float8`` casts.
 
     ``rowwise`` has a scale for each row, so that an outlier costs precision in its row alone, and
-    a token's log-prob does not depend on the tokens beside it. ``tensorwise`` has one for each
-    matrix, whose products are faster.
+    a token's log-prob does not depend on other tokens. ``tensorwise`` has one for each matrix,
+    whose products are faster.
     """
 
     float8_emulate: bool = False
@@ -78,8 +78,6 @@ class Float8Options(DTensorOptions):
     """
 
     def __post_init__(self) -> None:
-        # Slots give the class another identity, which super() without arguments does not know.
-        DTensorOptions.__post_init__(self)
         if self.float8_recipe not in FLOAT8_RECIPES:
             raise ConfigError(
                 "options.float8_recipe",
