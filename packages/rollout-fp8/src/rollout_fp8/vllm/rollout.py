@@ -233,6 +233,8 @@ class VllmRollout:
         try:
             with self._syncing():
                 check_version(version, self.weight_version, where=WHERE)
+                # Other weights may come under the version that the scales are for.
+                self._scales_version = -1
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
                 self._syncs += 1
@@ -607,8 +609,8 @@ class VllmRollout:
             raise RolloutError(
                 "cannot generate",
                 where=WHERE,
-                why=f"the scales of the FP8 cache are those of version {self._scales_version}, "
-                f"the weights are those of version {self.weight_version}",
+                why="the FP8 cache has no scales for the weights, which are those of version "
+                f"{self.weight_version}",
                 remedy="call update_weights again",
             )
 
