@@ -82,6 +82,15 @@ def test_scales_are_those_of_the_weights_after_every_sync(
     assert "scales" in said["phases"]
 
 
+def test_an_interrupted_pass_for_scales_leaves_nothing_behind(model: str) -> None:
+    said = call(peers.interrupted_scales, model=model)
+    assert said["busy"] is False
+    assert said["observed"]
+    assert not any(said["observed"])
+    assert said["same_generators"]
+    assert seen(said["again"]) == seen(said["first"])
+
+
 def test_an_fp8_cache_moves_log_probs_a_little(model: str) -> None:
     asked: dict[str, Any] = {
         "model": model,

@@ -520,3 +520,29 @@ def cached_in_fp8(model: str, other: str, **arguments: Any) -> dict[str, Any]:
         rollout.wake_up(weights=False)
         said["slept"] = rollout.generate(asked, GREEDY)
     return said
+
+
+def interrupted_scales(model: str, **arguments: Any) -> dict[str, Any]:
+    """Interrupt the pass that scales are computed from, and sync once more."""
+    # They import vLLM.
+    from rollout_fp8.vllm.generation import Job
+    from rollout_fp8.vllm.private import attention_layers
+
+    said: dict[str, Any] = {}
+    with opened(model, kv_cache_dtype="fp8", **arguments) as rollout:
+        said["first"] = rollout.generate(PROMPTS, GREEDY)
+        (served,) = rollout._engine.collective_rpc("get_model")
+        layers = attention_layers(served).values()
+        before = torch.get_rng_state()
+        with mock.patch.object(Job, "result", side_effect=KeyboardInterrupt):
+            try:
+                rollout.update_weights(export_of(Path(model), DEVICE), 2)
+            except KeyboardInterrupt:
+                said["busy"] = rollout._stepper.busy
+                said["observed"] = ["forward" in vars(layer.impl) for layer in layers]
+        said["same_generators"] = torch.equal(torch.get_rng_state(), before)
+        # They hold the model.
+        del served, layers
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
+        said["again"] = rollout.generate(PROMPTS, GREEDY)
+    return said

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -199,15 +199,20 @@ class VllmRollout:
         Global random generators stay as they are.
         """
         with self._generators.own() if self._plan.in_process else nullcontext():
-            job = self._begin(prompts, sampling, images, streamed=False)
-            try:
-                return job.result()
-            except BaseException:
-                # After any error: vLLM would continue to generate for no one. With shared ranks the
-                # job stays, because the other ranks' steps wait for this one's.
-                if not self._plan.shared:
-                    job.abort()
-                raise
+            return self._wait(self._begin(prompts, sampling, images, streamed=False))
+
+    def _wait(self, job: Job) -> list[Completion]:
+        """Return the completions of a job, which any error aborts.
+
+        vLLM would continue to generate for no caller. With shared ranks the job stays, because the
+        other ranks' steps wait for this one's.
+        """
+        try:
+            return job.result()
+        except BaseException:
+            if not self._plan.shared:
+                job.abort()
+            raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
         """See ``AsyncRollout.submit``.
@@ -262,7 +267,6 @@ class VllmRollout:
         The cache must be awake. All ranks that serve a replica together call it.
         """
         self._scales_version = -1
-        require_served(self._workers.observe_cache())
         tokens = fixed_tokens(self._vocabulary, self._positions)
         job = Job(self._stepper, version, self._adapter.request if self._adapter else None)
         params = draws.server_params(
@@ -273,9 +277,18 @@ class VllmRollout:
             normalized=self.options.truncation,
         )
         job.add(0, tokens, params)
-        self._stepper.enter(job)
-        job.result()
-        self._workers.scale_cache(len(tokens))
+        with self._generators.own() if self._plan.in_process else nullcontext():
+            try:
+                require_served(self._workers.observe_cache())
+                self._stepper.enter(job)
+                self._wait(job)
+                self._workers.scale_cache(len(tokens))
+            except BaseException:
+                # After an interrupt too. The first error is the one to report, whether or not vLLM
+                # still responds.
+                with suppress(Exception):
+                    self._workers.forget_cache()
+                raise
         # Keys and values of the fixed tokens, which have other scales.
         self._forget_prefixes()
         self._scales_version = version

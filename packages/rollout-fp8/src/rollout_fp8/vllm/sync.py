@@ -109,6 +109,10 @@ class InProcess:
         """Set the scales of the FP8 cache on all ranks, and return them by rank."""
         return self._of_all(lambda: self._call("rollout_fp8_scale_cache", args=(tokens,))[0])
 
+    def forget_cache(self) -> None:
+        """End on this rank what ``observe_cache`` began, after an error (idempotent)."""
+        self._call("rollout_fp8_forget_cache")
+
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.
 
@@ -159,6 +163,10 @@ class OtherProcesses(SentWorkers):
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
         """See ``InProcess.scale_cache``."""
         return self._call("rollout_fp8_scale_cache", args=(tokens,))
+
+    def forget_cache(self) -> None:
+        """See ``InProcess.forget_cache``."""
+        self._call("rollout_fp8_forget_cache")
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.

@@ -124,6 +124,11 @@ class SyncExtension:
         assert self._rollout_fp8_scales is not None, "rollout_fp8_observe_cache comes first"
         return self._rollout_fp8_scales.compute(tokens)
 
+    def rollout_fp8_forget_cache(self) -> None:
+        """End what ``rollout_fp8_observe_cache`` began (idempotent)."""
+        if self._rollout_fp8_scales is not None:
+            self._rollout_fp8_scales.forget()
+
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
         """Return an encoded ``LoadedAdapter`` with this worker's parts of adapter ``number``."""
         worker: Any = self
