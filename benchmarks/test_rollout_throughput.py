@@ -22,6 +22,7 @@ from benchmarks import rollout_throughput
 def test_the_runs_of_a_pair_are_asked_for_no_pair(
     monkeypatch: pytest.MonkeyPatch, given: list[str], pair: str
 ) -> None:
+    """Every way to write a pair is left out, or the runs would run it again without end."""
     asked: list[Any] = []
     monkeypatch.setattr(rollout_throughput, "compare", lambda *all_: asked.append(all_))
     monkeypatch.setattr(
@@ -34,6 +35,7 @@ def test_the_runs_of_a_pair_are_asked_for_no_pair(
 def test_an_abbreviated_argument_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An abbreviation would be passed on to the runs of a pair."""
     monkeypatch.setattr(sys, "argv", ["rollout_throughput", "--pai=cache"])
     with pytest.raises(SystemExit):
         rollout_throughput.main()
