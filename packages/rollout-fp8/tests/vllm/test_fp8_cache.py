@@ -91,6 +91,13 @@ def test_an_interrupted_pass_for_scales_leaves_nothing_behind(model: str) -> Non
     assert seen(said["again"]) == seen(said["first"])
 
 
+def test_an_unknown_backend_of_attention_is_refused_before_any_sync(model: str) -> None:
+    error = call(peers.refused_backend, model=model)
+    assert isinstance(error, RolloutError), error
+    assert "may keep old scales" in error.why
+    assert "kv_cache_dtype=auto" in error.remedy
+
+
 def test_an_fp8_cache_moves_log_probs_a_little(model: str) -> None:
     asked: dict[str, Any] = {
         "model": model,

@@ -546,3 +546,12 @@ def interrupted_scales(model: str, **arguments: Any) -> dict[str, Any]:
         rollout.update_weights(export_of(Path(model), DEVICE), 2)
         said["again"] = rollout.generate(PROMPTS, GREEDY)
     return said
+
+
+def refused_backend(model: str, **arguments: Any) -> EngineError | None:
+    """Return the error of a start with a backend of attention that is not known."""
+    # It imports vLLM.
+    from rollout_fp8.vllm import cache
+
+    with mock.patch.object(cache, "_BACKENDS", ("SOME_ATTN",)):
+        return refused(model, version=None, kv_cache_dtype="fp8", **arguments)

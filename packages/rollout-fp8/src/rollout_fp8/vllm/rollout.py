@@ -279,7 +279,7 @@ class VllmRollout:
         job.add(0, tokens, params)
         with self._generators.own() if self._plan.in_process else nullcontext():
             try:
-                require_served(self._workers.observe_cache())
+                self._workers.observe_cache()
                 self._stepper.enter(job)
                 self._wait(job)
                 self._workers.scale_cache(len(tokens))
@@ -489,6 +489,9 @@ class VllmRollout:
             self._server = WatchedEngine(self._engine, self._processes)
         self._adapter = ServedAdapter(self._server) if adapter is not None else None
         self._workers = self._reach_workers()
+        if self._plan.fp8_cache:
+            # Before the first sync, which may take minutes.
+            require_served(self._workers.cache_refusals())
         self._session: Any = (
             SyncSession(self._workers, self._expected)
             if adapter is None

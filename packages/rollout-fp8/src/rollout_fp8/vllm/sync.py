@@ -101,9 +101,13 @@ class InProcess:
 
         return self._of_all(sync)
 
-    def observe_cache(self) -> list[str]:
-        """Note the numbers of the next passes for ``scale_cache``, and return refusals."""
-        return list(chain(*self._of_all(lambda: self._call("rollout_fp8_observe_cache")[0])))
+    def cache_refusals(self) -> list[str]:
+        """Return the reasons why the scales of the FP8 cache cannot be set."""
+        return list(chain(*self._of_all(lambda: self._call("rollout_fp8_cache_refusals")[0])))
+
+    def observe_cache(self) -> None:
+        """Note the numbers of the next passes for ``scale_cache``."""
+        self._of_all(lambda: self._call("rollout_fp8_observe_cache"))
 
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
         """Set the scales of the FP8 cache on all ranks, and return them by rank."""
@@ -156,9 +160,13 @@ class OtherProcesses(SentWorkers):
         encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
         return [decode(boxes) for boxes in encoded]
 
-    def observe_cache(self) -> list[str]:
+    def cache_refusals(self) -> list[str]:
+        """See ``InProcess.cache_refusals``."""
+        return list(chain(*self._call("rollout_fp8_cache_refusals")))
+
+    def observe_cache(self) -> None:
         """See ``InProcess.observe_cache``."""
-        return list(chain(*self._call("rollout_fp8_observe_cache")))
+        self._call("rollout_fp8_observe_cache")
 
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
         """See ``InProcess.scale_cache``."""
