@@ -121,7 +121,12 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
-        speculation.check(self.options, routed_experts=routed_experts, adapter=lora is not None)
+        speculation.check(
+            self.options,
+            routed_experts=routed_experts,
+            adapter=lora is not None,
+            tower=read_vision(config_of(model), WHERE) is not None,
+        )
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
