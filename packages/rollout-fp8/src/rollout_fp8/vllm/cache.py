@@ -17,7 +17,9 @@ from rollout_fp8.model import config_of
 BLOCK = 128
 WHERE = "rollout 'vllm'"
 # Backends of attention that read scales from the layer's buffers, or from the host at each call.
-# FlashInfer keeps products of them from its first call on, and in CUDA graphs (0.26.0).
+# FlashInfer keeps products of them from its first call on, and in CUDA graphs (0.26.0). Triton's
+# kernel reads the scale of queries, too (0.26.0 and 0.32.0). Older versions, which are not in the
+# table of tested ones, assert that it is 1, and fail.
 _BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 # Flags of x86 CPUs with kernels for it.
 _FLAGS = ("amx_tile", "avx512f")
