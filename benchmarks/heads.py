@@ -1,4 +1,4 @@
-"""The chunked head beside Liger's and cut-cross-entropy's on one GPU, on the same work.
+"""Benchmark of the chunked head, Liger's and cut-cross-entropy's on one GPU, on the same work.
 
 ``python -m benchmarks.heads --hidden 1024 --tokens 16384`` prints one JSON line for each kernel and
 each kind of work:

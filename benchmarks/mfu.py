@@ -379,7 +379,8 @@ def busy_ms(engine: Any, batches: list[Batch]) -> float:
 
 def union_length(ranges: list[tuple[float, float]]) -> float:
     """Return the length of the union of ranges."""
-    total, reached = 0.0, -math.inf
+    total = 0.0
+    reached = -math.inf
     for start, end in sorted(ranges):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

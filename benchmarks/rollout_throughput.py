@@ -214,21 +214,26 @@ def compare(pair: str, arguments: list[str], rollout: str) -> None:
 
 def main() -> None:
     """Parse the arguments, measure, and print one JSON line per run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, default=None, help="cut the shape to so many layers")
-    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
-    parser.add_argument(
+    # The runs of a pair receive none of these arguments, or they would run the pair again.
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument(
         "--pair", choices=sorted(PAIRS), help="two settings in processes of their own, and a ratio"
     )
-    parser.add_argument(
+    own.add_argument(
         "--both",
         action="store_const",
         dest="pair",
         const="quantization",
         help="the same as --pair quantization",
     )
+    own.add_argument("--rollout", default="{}", help="more rollout.options, as JSON")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, parents=[own], allow_abbrev=False
+    )
+    parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None, help="cut the shape to so many layers")
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sequences", type=int, default=512)
@@ -247,20 +252,14 @@ def main() -> None:
         default=0.6,
         help="the server's share of the GPU; the export needs some of the rest",
     )
-    parser.add_argument("--rollout", default="{}", help="more rollout.options, as JSON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     options = parser.parse_args()
     if options.pair is None:
         print(json.dumps(measure(options)), flush=True)
         return
-    # What follows --pair and --rollout is given again for each setting.
-    own = [argument for argument in sys.argv[1:] if argument != "--both"]
-    for name in ("--pair", "--rollout"):
-        if name in own:
-            place = own.index(name)
-            del own[place : place + 2]
-    compare(options.pair, own, options.rollout)
+    _, passed_on = own.parse_known_args()
+    compare(options.pair, passed_on, options.rollout)
 
 
 if __name__ == "__main__":

@@ -172,3 +172,27 @@ def test_an_option_of_another_type_is_named():
     for given in ({"seconds": "60"}, {"check": "no"}, {"seconds": True}):
         with pytest.raises(ConfigError, match="options"):
             build_options(given, Options)
+
+
+@pytest.mark.parametrize("value", ["false", "auto", 0, 1.0])
+def test_an_option_that_may_be_null_is_of_its_type_otherwise(value):
+    @dataclass
+    class Options:
+        cast: bool | None = None
+
+    for given in (None, True, False):
+        assert build_options({"cast": given}, Options).cast is given
+    with pytest.raises(ConfigError, match=r"expected a value of type bool or null, got") as caught:
+        build_options({"cast": value}, Options)
+    assert caught.value.field == "options.cast"
+
+
+def test_an_option_of_two_types_accepts_both():
+    @dataclass
+    class Options:
+        size: int | str | None = 1
+
+    for given in (None, 3, "auto"):
+        assert build_options({"size": given}, Options).size == given
+    with pytest.raises(ConfigError, match="int or str or null"):
+        build_options({"size": 1.5}, Options)

@@ -28,8 +28,11 @@ from engine_api import (
     sft_loss,
 )
 from engine_api.devices import Device
+from engine_api.errors import ConfigError
 from engine_api.hf_vision import Vision, draw_image
 from engine_api.results import LossOutput, TokenOutputs
+from engine_torch.fsdp_modules import LateGradients
+from engine_torch.parallel import keeps_copies
 
 HALF = Precision(compute="bfloat16")
 FAMILIES = ["qwen3", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "falcon_h1"]
@@ -52,13 +55,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def make(folder: Path, *, cast: bool | None, **changes: Any) -> Any:
-    settings = {
+    settings: dict[str, Any] = {
         "optimizer": OptimizerConfig(lr=1e-2),
         "memory": Memory(max_tokens=24),
         "precision": HALF,
     } | changes
     kind = settings.pop("model_type", "language_model")
-    options = {"verify_model": False} | ({} if cast is None else {"cast_each_pass": cast})
+    options = {"verify_model": False, **settings.pop("options", {})}
+    if cast is not None:
+        options["cast_each_pass"] = cast
     engine = EngineRegistry.create(
         model_type=kind,
         backend="fsdp2",
@@ -210,6 +215,44 @@ def test_copies_that_would_take_much_of_the_memory_are_cast_in_each_pass(
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"precision": Precision(compute="bfloat16", reduce="bfloat16")},
+            "precision.reduce: bfloat16 and precision.master: float32",
+        ),
+        ({"memory": Memory(offload_params=True)}, "memory.offload_params: true"),
+    ],
+    ids=["reduce", "offload_params"],
+)
+def test_copies_that_cannot_be_kept_are_refused_by_name(
+    folder_of: Callable[[str], Path], changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        make(folder_of("qwen3"), cast=False, **changes)
+    assert caught.value.field == "options.cast_each_pass"
+    assert "leave out" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("world", "gathers_float8", "reason"),
+    [(2, False, "2 ranks"), (1, True, "gathered in FP8")],
+)
+def test_several_ranks_and_weights_gathered_in_fp8_keep_no_copies(
+    world: int, gathers_float8: bool, reason: str
+) -> None:
+    config = EngineConfig(model=ModelSource(path="x"), precision=HALF)
+    asked = (config, world, torch.nn.Linear(1, 1), "cpu")
+    assert not keeps_copies(*asked, None, gathers_float8=gathers_float8)
+    assert not keeps_copies(*asked, True, gathers_float8=gathers_float8)
+    with pytest.raises(ConfigError, match=reason):
+        keeps_copies(*asked, False, gathers_float8=gathers_float8)
+    # Nothing is cast.
+    one_dtype = EngineConfig(model=ModelSource(path="x"))
+    assert not keeps_copies(one_dtype, *asked[1:], False, gathers_float8=gathers_float8)
+
+
 def test_a_gradient_that_an_error_interrupts_is_dropped(
     folder_of: Callable[[str], Path],
 ) -> None:
@@ -240,3 +283,23 @@ def test_a_closed_engine_keeps_no_weight(folder_of: Callable[[str], Path], *, ca
     engine.close()
     gc.collect()
     assert [reference for reference in live if reference() is not None] == []
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "each_micro_batch"])
+def test_gradients_that_are_reduced_in_each_micro_batch_stay_in_the_dtype_of_computation(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, each: bool
+) -> None:
+    late: list[bool] = []
+    accumulate = LateGradients._accumulate
+
+    def spied(self: LateGradients, param: Any, unsharded: torch.Tensor) -> None:
+        late.append(self.is_late)
+        accumulate(self, param, unsharded)
+
+    monkeypatch.setattr(LateGradients, "_accumulate", spied)
+    options = {"reduce_each_micro_batch": each}
+    engine = make(folder_of("qwen3"), cast=True, options=options)
+    for _ in range(2):
+        assert engine.train_batch(Batch.pack(texts()), sft_loss).num_micro_batches > 1
+    assert any(late) is not each
+    engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism, Precision
 from engine_api.capabilities import MECHANISMS, Capability
+from engine_api.config import build_options
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp.plugin import PLUGIN as FSDP
 from engine_veomni import plugin
@@ -96,6 +98,14 @@ def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capabili
     config = EngineConfig(model=ModelSource(path="any"), **asked)
     with pytest.raises(UnsupportedCapability, match=rf"\b{capability}\b"):
         EngineRegistry.create(backend="veomni", device="cpu", config=config)
+
+
+@pytest.mark.parametrize("option", ["float8_recipe", "float8_emulate", "compile_mode"])
+@pytest.mark.parametrize("described", [plugin.PLUGIN, plugin.NPU], ids=lambda one: one.name)
+def test_options_of_what_is_not_declared_are_unknown(described: Any, option: str) -> None:
+    module, _, name = described.options.partition(":")
+    with pytest.raises(ConfigError, match=f"{option}.*unknown key"):
+        build_options({option: "any"}, getattr(importlib.import_module(module), name))
 
 
 def test_an_unknown_option_is_refused_with_the_near_ones(tmp_path: Path) -> None:

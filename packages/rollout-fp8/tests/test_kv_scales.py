@@ -145,7 +145,7 @@ def test_a_gpu_without_e4m3_is_refused_by_name(
     if fits:
         cache.check_device(device)
         return
-    with pytest.raises(RolloutError, match=r"8\.9, the device has 8\.0"):
+    with pytest.raises(RolloutError, match=r"8\.9, cuda:0 has 8\.0"):
         cache.check_device(device)
 
 

@@ -64,6 +64,8 @@ NGRAM = {"speculative": "ngram", "truncation": False, "deterministic": False}
         ({"prompt_lookup_max": 2}, "options.prompt_lookup_max", "speculative=ngram"),
         ({"prompt_lookup_min": 2}, "options.prompt_lookup_min", "speculative=ngram"),
         (NGRAM | {"truncation": True}, "options.truncation", "top_p"),
+        (NGRAM | {"tower": True}, "options.speculative", "speculative=none"),
+        ({"speculative": "ngram", "tower": True}, "options.speculative", "speculative=none"),
         (NGRAM | {"deterministic": True}, "options.deterministic", "deterministic=false"),
         (NGRAM | {"prompt_lookup_min": 5}, "options.prompt_lookup_min", "prompt_lookup_max = 4"),
         (NGRAM | {"tensor_parallel_size": 2}, "options.tensor_parallel_size", "executor=workers"),
@@ -74,7 +76,7 @@ NGRAM = {"speculative": "ngram", "truncation": False, "deterministic": False}
 def test_options_that_speculation_excludes_are_refused_by_name(
     given: dict[str, object], refused: str, words: str
 ) -> None:
-    asked = {name: bool(given.get(name)) for name in ("routed_experts", "adapter")}
+    asked = {name: bool(given.get(name)) for name in ("routed_experts", "adapter", "tower")}
     options = VllmOptions.parse({name: v for name, v in given.items() if name not in asked})
     with pytest.raises(ConfigError) as caught:
         speculation.check(options, **asked)
@@ -84,7 +86,7 @@ def test_options_that_speculation_excludes_are_refused_by_name(
 
 def test_n_grams_become_arguments_of_vllm_and_nothing_else_does() -> None:
     options = VllmOptions.parse(NGRAM | {"prompt_lookup_min": 1})
-    speculation.check(options, routed_experts=False, adapter=False)
+    speculation.check(options, routed_experts=False, adapter=False, tower=False)
     assert speculation.arguments(options) == {
         "speculative_config": {
             "method": "ngram",

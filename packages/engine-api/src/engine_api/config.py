@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from engine_api.errors import ConfigError
 
@@ -385,18 +386,24 @@ def build_options(options: Any, cls: type[Any]) -> Any:
 def _check_option(name: str, value: object, hint: Any) -> None:
     """Raise ``ConfigError`` for an option of a type other than the annotated one.
 
-    A boolean is not accepted as a number.
+    A boolean is not accepted as a number, and null only where the annotation has ``None``.
     """
     fits: dict[Any, tuple[type, ...]] = {
         bool: (bool,),
         int: (int,),
         float: (int, float),
         str: (str,),
+        type(None): (type(None),),
     }
-    if hint in fits and type(value) not in fits[hint]:
+    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    # Annotations of other kinds are checked by the options' own class.
+    if any(one not in fits for one in hints):
+        return
+    if not any(type(value) in fits[one] for one in hints):
+        names = " or ".join("null" if one is type(None) else one.__name__ for one in hints)
         raise ConfigError(
             f"options.{name}",
-            f"expected a value of type {hint.__name__}, got {value!r} ({type(value).__name__})",
+            f"expected a value of type {names}, got {value!r} ({type(value).__name__})",
             remedy="correct the value",
         )
 

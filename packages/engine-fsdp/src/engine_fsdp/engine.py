@@ -83,8 +83,10 @@ class FSDPEngine(DTensorEngine):
             install = "pip install 'engine-fsdp[float8]'"
             refuse_without_torchao(config, PLUGIN.name, install)
         super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
         self._float8 = takes_float8(config)
+        # Engines on this code that have no FP8 have none of its options.
+        emulate = self._float8 and self.options.float8_emulate
+        check_float8(config, resolution.device, emulate=emulate)
         if self._float8:
             self.config = compute_in_bfloat16(config)
 
@@ -127,8 +129,7 @@ class FSDPEngine(DTensorEngine):
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
         gathered = self._float8 and self._quantize(lm)
-        # FP8 weights are made of the masters, as on several ranks.
-        copies = not gathered and self._will_keep_copies(lm)
+        copies = self._will_keep_copies(lm, gathers_float8=gathered)
         if not copies:
             shard_model(
                 self.module,

@@ -1,4 +1,4 @@
-"""The options that only this engine has."""
+"""The options of engine-fsdp, and those that engines on its code share with it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-from engine_torch.options import Float8Options
+from engine_torch.options import DTensorOptions, Float8Options
+
+__all__ = ["FSDPOptions", "SharedOptions"]
 
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDPOptions(Float8Options):
-    """The options of engine-fsdp (``EngineConfig.options``)."""
-
-    compile_mode: str = "default"
-    """Mode of torch.compile for each block, used when ``memory.compile`` is on."""
+class SharedOptions(DTensorOptions):
+    """The options of every engine on engine-fsdp's code, without compilation and FP8."""
 
     verify_model: bool = True
     """True checks packed log-probs against the model's own forward at the start.
@@ -24,8 +23,25 @@ class FSDPOptions(Float8Options):
     The model's own forward computes one document at a time.
     """
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPOptions(Float8Options, SharedOptions):
+    """The options of engine-fsdp (``EngineConfig.options``)."""
+
+    float8_recipe: str = "rowwise"
+    """Scales of the matrices that ``precision.compute: float8`` casts.
+
+    ``rowwise`` has a scale for each row, so that an outlier costs precision in its row alone, and
+    a token's log-prob does not depend on the other tokens. ``tensorwise`` has one for each matrix,
+    whose products are faster. Its weights are cast in each pass (``cast_each_pass``).
+    """
+
+    compile_mode: str = "default"
+    """Mode of torch.compile for each block, used when ``memory.compile`` is on."""
+
     def __post_init__(self) -> None:
-        # A dataclass with slots is a second class, which super() without arguments does not know.
+        # Slots give the class another identity, which super() without arguments does not know.
+        SharedOptions.__post_init__(self)
         Float8Options.__post_init__(self)
         if self.compile_mode not in _COMPILE_MODES:
             raise ConfigError(

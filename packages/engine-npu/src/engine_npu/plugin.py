@@ -42,7 +42,7 @@ FSDP = EnginePlugin(
     # The simulated device has no convolution, so no test has run a vision tower.
     capabilities=FSDP_ELSEWHERE.capabilities
     - {Capability.COMPILE, Capability.FP8, Capability.SHARED_PREFIXES, Capability.VISION},
-    options=FSDP_ELSEWHERE.options,
+    options="engine_fsdp.options:SharedOptions",
     variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,
 )

@@ -1,4 +1,4 @@
-"""Weights in the dtype of computation beside their masters, on a rank that shares no weight.
+"""Copies of the weights in the dtype of computation, on a rank that shares no weight.
 
 ``fully_shard`` casts every weight in every pass, on one rank too, and copies it into a buffer and
 out of it. A copy that is made once a step gives the same bits for 2 bytes a weight.
@@ -86,7 +86,7 @@ def clear_gradients(table: Iterable[ShardedParam]) -> None:
 def move_masters(table: Iterable[ShardedParam], device: str, *, away: bool) -> None:
     """Move the masters and their gradients to ``device``.
 
-    With ``away`` the copies give their memory back, and otherwise they are made again.
+    Free the copies' memory if ``away``; make them again if not.
     """
     for entry in table:
         if entry.copy is None:

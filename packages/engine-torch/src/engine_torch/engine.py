@@ -124,14 +124,18 @@ class DTensorEngine(BaseEngine):
             self._close_groups()
             raise
 
-    def _will_keep_copies(self, module: nn.Module) -> bool:
-        """Return whether ``module``, before it takes memory, will compute with copies."""
+    def _will_keep_copies(self, module: nn.Module, *, gathers_float8: bool = False) -> bool:
+        """Return whether ``module``, before it takes memory, will compute with copies.
+
+        ``gathers_float8`` says that its weights are gathered in FP8.
+        """
         return keeps_copies(
             self.config,
             self.topology.world_size,
             module,
             self.device_type,
             self.options.cast_each_pass,
+            gathers_float8=gathers_float8,
         )
 
     def _choices(self) -> dict[str, Any]:
@@ -203,7 +207,8 @@ class DTensorEngine(BaseEngine):
         finally:
             self.module.eval()
             if self._late is not None:
-                self._late.is_late = not last
+                # Gradients that are reduced after each micro-batch meet no earlier ones.
+                self._late.is_late = not last and not self.options.reduce_each_micro_batch
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:

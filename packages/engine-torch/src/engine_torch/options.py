@@ -26,12 +26,13 @@ class DTensorOptions:
     """Number of blocks whose weights are gathered ahead of the block that computes."""
 
     cast_each_pass: bool | None = None
-    """True casts the weights anew for each pass where one rank computes in another dtype than that
-    of the masters. False keeps a copy of them in that dtype, which is faster and takes 2 bytes a
-    weight, and computes the same numbers.
+    """True casts the weights in each pass where one rank computes in a dtype other than that of the
+    masters. False keeps a copy of them in that dtype, which is faster, takes 2 bytes a weight and
+    computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
-    ranks, offloaded weights and FP8 weights (``float8_recipe: tensorwise``) cast in each pass.
+    ranks, offloaded weights and gradients that are reduced in a dtype other than that of the
+    masters (``precision.reduce``) leave only casts in each pass, and refuse false.
     """
 
     timeout_s: int = 600
@@ -56,16 +57,17 @@ class DTensorOptions:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Float8Options(DTensorOptions):
-    """The options of an engine over DTensor whose products may be in FP8."""
+# Python refuses a class of two bases with slots.
+@dataclass(frozen=True, kw_only=True)
+class Float8Options:
+    """The options of products in FP8, a mix-in for the options of an engine that has them."""
 
     float8_recipe: str = "rowwise"
     """Scales of the matrices that ``precision.compute: float8`` casts.
 
     ``rowwise`` has a scale for each row, so that an outlier costs precision in its row alone, and
-    a token's log-prob does not depend on the tokens beside it. ``tensorwise`` has one for each
-    matrix, whose products are faster.
+    a token's log-prob does not depend on other tokens. ``tensorwise`` has one for each matrix,
+    whose products are faster.
     """
 
     float8_emulate: bool = False
@@ -76,8 +78,6 @@ class Float8Options(DTensorOptions):
     """
 
     def __post_init__(self) -> None:
-        # Slots give the class another identity, which super() without arguments does not know.
-        DTensorOptions.__post_init__(self)
         if self.float8_recipe not in FLOAT8_RECIPES:
             raise ConfigError(
                 "options.float8_recipe",

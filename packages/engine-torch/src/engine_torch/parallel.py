@@ -69,7 +69,13 @@ def is_plain(config: EngineConfig, world: int) -> bool:
 
 
 def keeps_copies(
-    config: EngineConfig, world: int, module: nn.Module, device_type: str, cast: bool | None
+    config: EngineConfig,
+    world: int,
+    module: nn.Module,
+    device_type: str,
+    cast: bool | None,
+    *,
+    gathers_float8: bool = False,
 ) -> bool:
     """Return whether one rank computes with copies of its weights (see ``engine_torch.copies``).
 
@@ -79,15 +85,39 @@ def keeps_copies(
         module: the model, before it takes memory on the device.
         device_type: type of the device.
         cast: the option ``cast_each_pass``.
+        gathers_float8: True for weights that are gathered in FP8, which are made of the masters.
+
+    Raises:
+        ConfigError: ``cast_each_pass`` is false where weights are cast in each pass.
     """
     precision = config.precision
-    if world > 1 or config.memory.offload_params or precision.reduce != precision.master:
+    if precision.compute == precision.master:
         return False
-    if precision.compute == precision.master or cast is not None:
-        return precision.compute != precision.master and not cast
+    reason = _reason_to_cast(config, world, gathers_float8=gathers_float8)
+    if reason and cast is False:
+        raise ConfigError(
+            "options.cast_each_pass",
+            f"expected true or null with {reason}, got false",
+            why="weights are then cast in each pass, and no copy of them is kept",
+            remedy="leave out options.cast_each_pass",
+        )
+    if reason or cast is not None:
+        return not (reason or cast)
     size = DTYPES[precision.compute].itemsize
     need = sum(parameter.numel() * size for parameter in module.parameters())
     return need <= device_of(device_type).room()[1] // _SHARE_OF_COPIES
+
+
+def _reason_to_cast(config: EngineConfig, world: int, *, gathers_float8: bool) -> str:
+    """Return the setting that leaves no choice but casts in each pass, or an empty text."""
+    precision = config.precision
+    if world > 1:
+        return f"{world} ranks"
+    if config.memory.offload_params:
+        return "memory.offload_params: true"
+    if precision.reduce != precision.master:
+        return f"precision.reduce: {precision.reduce} and precision.master: {precision.master}"
+    return "weights that are gathered in FP8" if gathers_float8 else ""
 
 
 def set_timeouts(groups: Iterable[Any], device_type: str, timeout_s: int) -> None:

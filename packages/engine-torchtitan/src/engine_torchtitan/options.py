@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine_torch.options import Float8Options
+from engine_torch.options import DTensorOptions, Float8Options
 
 __all__ = ["TorchTitanOptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchTitanOptions(Float8Options):
+class TorchTitanOptions(Float8Options, DTensorOptions):
     """The options of engine-torchtitan (``EngineConfig.options``)."""
 
     sequence_parallel: bool = True
@@ -19,3 +19,8 @@ class TorchTitanOptions(Float8Options):
     This saves memory at the same volume of communication. Each rank's tokens of a micro-batch are
     then padded to a multiple of ``tp``.
     """
+
+    def __post_init__(self) -> None:
+        # Slots give the class another identity, which super() without arguments does not know.
+        DTensorOptions.__post_init__(self)
+        Float8Options.__post_init__(self)

@@ -1,11 +1,11 @@
-"""The options that this engine has in addition to engine-fsdp's."""
+"""The options that this engine has in addition to those it shares with engine-fsdp."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine_fsdp.options import FSDPOptions
+from engine_fsdp.options import SharedOptions
 
 # The options that choose a kernel, which have VeOmni's names of the operators.
 KERNELS = ("rms_norm", "rotary_pos_emb", "swiglu_mlp")
@@ -14,7 +14,7 @@ EAGER = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VeOmniOptions(FSDPOptions):
+class VeOmniOptions(SharedOptions):
     """The options of engine-veomni (``EngineConfig.options``)."""
 
     rms_norm: str = EAGER

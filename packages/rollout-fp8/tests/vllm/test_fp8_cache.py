@@ -74,12 +74,28 @@ def test_scales_are_those_of_the_weights_after_every_sync(
     assert seen(said["again"]) == seen(said["first"])
     assert seen(said["stale"]) != seen(said["first"])
     assert isinstance(said["refused"], RolloutError)
-    assert "those of version 4" in str(said["refused"])
-    assert "those of version 5" in str(said["refused"])
+    assert "no scales for the weights, which are those of version 5" in str(said["refused"])
     # Weights that came while the cache slept.
     assert seen(said["woken"]) == seen(said["first"])
+    assert seen(said["same_version"]) == seen(said["first"])
     assert seen(said["slept"]) == seen(said["first"])
     assert "scales" in said["phases"]
+
+
+def test_an_interrupted_pass_for_scales_leaves_nothing_behind(model: str) -> None:
+    said = call(peers.interrupted_scales, model=model)
+    assert said["busy"] is False
+    assert said["observed"]
+    assert not any(said["observed"])
+    assert said["same_generators"]
+    assert seen(said["again"]) == seen(said["first"])
+
+
+def test_an_unknown_backend_of_attention_is_refused_before_any_sync(model: str) -> None:
+    error = call(peers.refused_backend, model=model)
+    assert isinstance(error, RolloutError), error
+    assert "may keep old scales" in error.why
+    assert "kv_cache_dtype=auto" in error.remedy
 
 
 def test_an_fp8_cache_moves_log_probs_a_little(model: str) -> None:

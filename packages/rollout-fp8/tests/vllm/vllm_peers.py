@@ -510,7 +510,48 @@ def cached_in_fp8(model: str, other: str, **arguments: Any) -> dict[str, Any]:
         rollout.update_weights(export_of(Path(other), DEVICE), 6)
         rollout.wake_up(weights=False)
         said["woken"] = rollout.generate(asked, GREEDY)
+        rollout.update_weights(export_of(Path(model), DEVICE), 7)
+        rollout.sleep()
+        rollout.wake_up(kv_cache=False)
+        rollout.update_weights(export_of(Path(other), DEVICE), 7)
+        rollout.wake_up(weights=False)
+        said["same_version"] = rollout.generate(asked, GREEDY)
         rollout.sleep(weights=False)
         rollout.wake_up(weights=False)
         said["slept"] = rollout.generate(asked, GREEDY)
     return said
+
+
+def interrupted_scales(model: str, **arguments: Any) -> dict[str, Any]:
+    """Interrupt the pass that scales are computed from, and sync once more."""
+    # They import vLLM.
+    from rollout_fp8.vllm.generation import Job
+    from rollout_fp8.vllm.private import attention_layers
+
+    said: dict[str, Any] = {}
+    with opened(model, kv_cache_dtype="fp8", **arguments) as rollout:
+        said["first"] = rollout.generate(PROMPTS, GREEDY)
+        (served,) = rollout._engine.collective_rpc("get_model")
+        layers = attention_layers(served).values()
+        before = torch.get_rng_state()
+        with mock.patch.object(Job, "result", side_effect=KeyboardInterrupt):
+            try:
+                rollout.update_weights(export_of(Path(model), DEVICE), 2)
+            except KeyboardInterrupt:
+                said["busy"] = rollout._stepper.busy
+                said["observed"] = ["forward" in vars(layer.impl) for layer in layers]
+        said["same_generators"] = torch.equal(torch.get_rng_state(), before)
+        # They hold the model.
+        del served, layers
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
+        said["again"] = rollout.generate(PROMPTS, GREEDY)
+    return said
+
+
+def refused_backend(model: str, **arguments: Any) -> EngineError | None:
+    """Return the error of a start with a backend of attention that is not known."""
+    # It imports vLLM.
+    from rollout_fp8.vllm import cache
+
+    with mock.patch.object(cache, "_BACKENDS", ("SOME_ATTN",)):
+        return refused(model, version=None, kv_cache_dtype="fp8", **arguments)

@@ -2,8 +2,8 @@
 
 A scale is one number for all queries, keys or values of a layer. It is a power of two, so that it
 shifts exponents and rounds nothing: e4m3 keeps 3 bits of any number between 2⁻⁶ and 448, and all
-that a scale has to do is put the layer's numbers into that range. ``HEADROOM`` leaves room for
-numbers that are larger than those of the fixed tokens; larger ones still are cut off at 448.
+that a scale has to do is put the layer's numbers into that range. Numbers may be ``HEADROOM`` times
+as large as the largest of the fixed tokens. Larger ones are cut off at 448.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fixed_tokens(vocabulary: int, positions: int) -> list[int]:
 def scale_of(largest: float) -> float:
     """Return the scale for numbers whose largest magnitude among the fixed tokens is ``largest``.
 
-    The scale of a layer without any other number than 0 is 1.
+    A layer of zeros has scale 1.
     """
     if largest == 0:
         return 1.0

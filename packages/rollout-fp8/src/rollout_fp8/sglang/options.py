@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 
 from engine_api.config import ModelSource, check_choice
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError
 from rollout_fp8.fp8.layers import server_config
+from rollout_fp8.kernels.capability import require_fp8
 from rollout_fp8.model import config_of
 from rollout_fp8.options import QUANTIZATIONS, Options
 
@@ -76,8 +77,12 @@ def check_arguments(
     if options.deterministic:
         _check_deterministic(options)
     if options.kv_cache_dtype == "fp8":
-        _check_capability(
-            device, "this device has no FP8 cache", "e4m3", "rollout.options.kv_cache_dtype=auto"
+        require_fp8(
+            device,
+            "this device has no FP8 cache",
+            kernels="kernels of e4m3",
+            where=WHERE,
+            remedy="rollout.options.kv_cache_dtype=auto",
         )
     if quantization == "none":
         return
@@ -88,8 +93,12 @@ def check_arguments(
             why="SGLang's FP8 kernels compute 16-bit activations",
             remedy="bfloat16",
         )
-    _check_capability(
-        device, "this device has no FP8 kernels", "block FP8 kernels", "rollout.quantization=none"
+    require_fp8(
+        device,
+        "this device has no FP8 kernels",
+        kernels="block FP8 kernels",
+        where=WHERE,
+        remedy="rollout.quantization=none",
     )
 
 
@@ -105,20 +114,6 @@ def check_cache(options: SglangOptions, config: Any) -> None:
             f"expected auto for a {config.model_type}, got fp8",
             why="latent attention caches no keys and values",
             remedy="rollout.options.kv_cache_dtype=auto",
-        )
-
-
-def _check_capability(device: torch.device, what: str, kernels: str, remedy: str) -> None:
-    major = 0
-    minor = 0
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < 89:
-        raise RolloutError(
-            what,
-            where=WHERE,
-            remedy=remedy,
-            why=f"{kernels} need compute capability 8.9, {device} has {major}.{minor}",
         )
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
+from rollout_fp8.kernels.capability import require_fp8
 from rollout_fp8.model import config_of
 
 # Tokens; vLLM's blocks are of this size or divide it.
 BLOCK = 128
 WHERE = "rollout 'vllm'"
 # Backends of attention that read scales from the layer's buffers, or from the host at each call.
-# FlashInfer keeps products of them from its first call on, and in CUDA graphs (0.26.0).
+# FlashInfer keeps products of them from its first call on, and in CUDA graphs (0.26.0). Triton's
+# kernel reads the scale of queries, too (0.26.0 and 0.32.0). Older versions, which are not in the
+# table of tested ones, assert that it is 1, and fail.
 _BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 # Flags of x86 CPUs with kernels for it.
 _FLAGS = ("amx_tile", "avx512f")
@@ -26,17 +28,15 @@ _OFF = "rollout.options.kv_cache_dtype=auto"
 
 def check_device(device: torch.device) -> None:
     """Raise ``RolloutError`` for a device without an FP8 cache."""
-    if device.type == "cpu":
-        info = Path("/proc/cpuinfo")
-        flags = info.read_text(encoding="utf-8").split() if info.exists() else []
-        fits = any(flag in flags for flag in _FLAGS)
-        why = "vLLM's attention with an FP8 cache needs AVX-512 or AMX on a CPU"
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        fits = (major, minor) >= (8, 9)
-        why = f"e4m3 needs compute capability 8.9, the device has {major}.{minor}"
-    if not fits:
-        raise RolloutError("this device has no FP8 cache", where=WHERE, why=why, remedy=_OFF)
+    require_fp8(
+        device,
+        "this device has no FP8 cache",
+        kernels="kernels of e4m3",
+        where=WHERE,
+        remedy=_OFF,
+        flags=_FLAGS,
+        cpu="vLLM's attention with an FP8 cache needs AVX-512 or AMX on a CPU",
+    )
 
 
 def check_model(config: Any, *, has_vision: bool) -> None:

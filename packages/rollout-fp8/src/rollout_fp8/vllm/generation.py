@@ -53,8 +53,14 @@ class _Sequence:
 class Job:
     """Completions that were requested together, of one version of the weights (and adapter).
 
-    It is a ``Generation``. ``counted``: completions report their forward passes, for which all
-    requests must stream.
+    It is a ``Generation``.
+
+    Args:
+        stepper: thread that generates the completions.
+        version: version of the weights that are served.
+        adapter: adapter that is served, or None for none.
+        routing: layers whose experts are recorded, or None for none.
+        counted: True lets completions report their forward passes. All requests must stream then.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -121,7 +121,12 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
-        speculation.check(self.options, routed_experts=routed_experts, adapter=lora is not None)
+        speculation.check(
+            self.options,
+            routed_experts=routed_experts,
+            adapter=lora is not None,
+            tower=read_vision(config_of(model), WHERE) is not None,
+        )
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
@@ -199,15 +204,20 @@ class VllmRollout:
         Global random generators stay as they are.
         """
         with self._generators.own() if self._plan.in_process else nullcontext():
-            job = self._begin(prompts, sampling, images, streamed=False)
-            try:
-                return job.result()
-            except BaseException:
-                # After any error: vLLM would continue to generate for no one. With shared ranks the
-                # job stays, because the other ranks' steps wait for this one's.
-                if not self._plan.shared:
-                    job.abort()
-                raise
+            return self._wait(self._begin(prompts, sampling, images, streamed=False))
+
+    def _wait(self, job: Job) -> list[Completion]:
+        """Return the completions of a job, which any error aborts.
+
+        vLLM would continue to generate for no caller. With shared ranks the job stays, because the
+        other ranks' steps wait for this one's.
+        """
+        try:
+            return job.result()
+        except BaseException:
+            if not self._plan.shared:
+                job.abort()
+            raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
         """See ``AsyncRollout.submit``.
@@ -233,6 +243,8 @@ class VllmRollout:
         try:
             with self._syncing():
                 check_version(version, self.weight_version, where=WHERE)
+                # Other weights may come under the version that the scales are for.
+                self._scales_version = -1
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
                 self._syncs += 1
@@ -260,7 +272,6 @@ class VllmRollout:
         The cache must be awake. All ranks that serve a replica together call it.
         """
         self._scales_version = -1
-        require_served(self._workers.observe_cache())
         tokens = fixed_tokens(self._vocabulary, self._positions)
         job = Job(self._stepper, version, self._adapter.request if self._adapter else None)
         params = draws.server_params(
@@ -271,9 +282,18 @@ class VllmRollout:
             normalized=self.options.truncation,
         )
         job.add(0, tokens, params)
-        self._stepper.enter(job)
-        job.result()
-        self._workers.scale_cache(len(tokens))
+        with self._generators.own() if self._plan.in_process else nullcontext():
+            try:
+                self._workers.observe_cache()
+                self._stepper.enter(job)
+                self._wait(job)
+                self._workers.scale_cache(len(tokens))
+            except BaseException:
+                # After an interrupt too. The first error is the one to report, whether or not vLLM
+                # still responds.
+                with suppress(Exception):
+                    self._workers.forget_cache()
+                raise
         # Keys and values of the fixed tokens, which have other scales.
         self._forget_prefixes()
         self._scales_version = version
@@ -474,6 +494,9 @@ class VllmRollout:
             self._server = WatchedEngine(self._engine, self._processes)
         self._adapter = ServedAdapter(self._server) if adapter is not None else None
         self._workers = self._reach_workers()
+        if self._plan.fp8_cache:
+            # Before the first sync, which may take minutes.
+            require_served(self._workers.cache_refusals())
         self._session: Any = (
             SyncSession(self._workers, self._expected)
             if adapter is None
@@ -607,8 +630,8 @@ class VllmRollout:
             raise RolloutError(
                 "cannot generate",
                 where=WHERE,
-                why=f"the scales of the FP8 cache are those of version {self._scales_version}, "
-                f"the weights are those of version {self.weight_version}",
+                why="the FP8 cache has no scales for the weights, which are those of version "
+                f"{self.weight_version}",
                 remedy="call update_weights again",
             )
 

@@ -18,12 +18,19 @@ _LONGEST = 4
 _SHORTEST = 2
 _UNREPEATABLE = (
     "a completion's generator draws once for each proposed token, and how many are proposed at "
-    "once depends on the room that other completions leave"
+    "once depends on how many tokens the other completions need in the same pass"
 )
 
 
-def check(options: VllmOptions, *, routed_experts: bool, adapter: bool) -> None:
-    """Raise ``ConfigError`` for options that have no effect or exclude speculative decoding."""
+def check(options: VllmOptions, *, routed_experts: bool, adapter: bool, tower: bool) -> None:
+    """Raise ``ConfigError`` for options that have no effect or exclude speculative decoding.
+
+    Args:
+        options: the rollout's options.
+        routed_experts: True if the experts of each token are recorded.
+        adapter: True if an adapter is served.
+        tower: True if the model has a vision tower.
+    """
     if options.speculative == "none":
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             if getattr(options, name) is not None:
@@ -34,6 +41,13 @@ def check(options: VllmOptions, *, routed_experts: bool, adapter: bool) -> None:
                 )
         return
     refusals = (
+        (
+            "rollout.options.speculative",
+            tower,
+            f"expected none for a model with a vision tower, got {options.speculative}",
+            "images need rollout.options.truncation=true, which speculative decoding excludes",
+            "rollout.options.speculative=none",
+        ),
         (
             "rollout.options.truncation",
             options.truncation,

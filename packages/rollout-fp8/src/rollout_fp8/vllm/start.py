@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import vllm.envs
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, EngineError, RolloutError
+from rollout_fp8.kernels.capability import require_fp8
 from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
@@ -494,22 +494,15 @@ def _join_group(plan: Plan) -> None:
 def _check_fp8(plan: Plan) -> None:
     if plan.quantization_config is None:
         return
-    if plan.device.type == "cpu":
-        info = Path("/proc/cpuinfo")
-        flags = info.read_text(encoding="utf-8") if info.exists() else ""
-        fits = " amx_tile" in flags
-        why = "vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)"
-    else:
-        major, minor = torch.cuda.get_device_capability(plan.device)
-        fits = (major, minor) >= (8, 9)
-        why = f"block FP8 kernels need compute capability 8.9, the device has {major}.{minor}"
-    if not fits:
-        raise RolloutError(
-            "this device has no FP8 kernels",
-            where=WHERE,
-            why=why,
-            remedy="rollout.quantization=none",
-        )
+    require_fp8(
+        plan.device,
+        "this device has no FP8 kernels",
+        kernels="block FP8 kernels",
+        where=WHERE,
+        remedy="rollout.quantization=none",
+        flags=("amx_tile",),
+        cpu="vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)",
+    )
 
 
 def _explain(error: Exception, *, has_vision: bool = False) -> RolloutError:

@@ -101,13 +101,21 @@ class InProcess:
 
         return self._of_all(sync)
 
-    def observe_cache(self) -> list[str]:
-        """Note the numbers of the next passes for ``scale_cache``, and return refusals."""
-        return list(chain(*self._of_all(lambda: self._call("rollout_fp8_observe_cache")[0])))
+    def cache_refusals(self) -> list[str]:
+        """Return the reasons why the scales of the FP8 cache cannot be set."""
+        return list(chain(*self._of_all(lambda: self._call("rollout_fp8_cache_refusals")[0])))
+
+    def observe_cache(self) -> None:
+        """Note the numbers of the next passes for ``scale_cache``."""
+        self._of_all(lambda: self._call("rollout_fp8_observe_cache"))
 
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
         """Set the scales of the FP8 cache on all ranks, and return them by rank."""
         return self._of_all(lambda: self._call("rollout_fp8_scale_cache", args=(tokens,))[0])
+
+    def forget_cache(self) -> None:
+        """End on this rank what ``observe_cache`` began, after an error (idempotent)."""
+        self._call("rollout_fp8_forget_cache")
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.
@@ -152,13 +160,21 @@ class OtherProcesses(SentWorkers):
         encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
         return [decode(boxes) for boxes in encoded]
 
-    def observe_cache(self) -> list[str]:
-        """Note the numbers of the next passes for ``scale_cache``, and return refusals."""
-        return list(chain(*self._call("rollout_fp8_observe_cache")))
+    def cache_refusals(self) -> list[str]:
+        """Return the reasons of all workers why the scales of the FP8 cache cannot be set."""
+        return list(chain(*self._call("rollout_fp8_cache_refusals")))
+
+    def observe_cache(self) -> None:
+        """Note the numbers of the next passes on all workers, for ``scale_cache``."""
+        self._call("rollout_fp8_observe_cache")
 
     def scale_cache(self, tokens: int) -> list[dict[str, float]]:
         """Set the scales of the FP8 cache on all workers, and return them by worker."""
         return self._call("rollout_fp8_scale_cache", args=(tokens,))
+
+    def forget_cache(self) -> None:
+        """End on all workers what ``observe_cache`` began, after an error (idempotent)."""
+        self._call("rollout_fp8_forget_cache")
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.

@@ -102,18 +102,20 @@ class SyncExtension:
             sums, seconds = self.rollout_fp8_sync(stream)
             stream.answer = sums, {**stream.seconds(), **seconds}
 
-    def rollout_fp8_observe_cache(self) -> list[str]:
-        """Note queries, keys and values of the next passes, and return refusals of the layers."""
+    def rollout_fp8_cache_refusals(self) -> list[str]:
+        """Return the reasons why the scales of layers cannot be set, and change nothing."""
+        worker: Any = self
+        return cache.refusals(private.attention_layers(worker.get_model()))
+
+    def rollout_fp8_observe_cache(self) -> None:
+        """Note queries, keys and values of the next passes."""
         worker: Any = self
         if self._rollout_fp8_scales is None:
             layers = private.attention_layers(worker.get_model())
-            if refusals := cache.refusals(layers):
-                return refusals
             self._rollout_fp8_scales = CacheScales(
                 {name: private.CachedAttention(layer) for name, layer in layers.items()}
             )
         self._rollout_fp8_scales.observe()
-        return []
 
     def rollout_fp8_scale_cache(self, tokens: int) -> dict[str, float]:
         """Set the scales of the FP8 cache from the passes since, which had ``tokens`` tokens.
@@ -123,6 +125,11 @@ class SyncExtension:
         """
         assert self._rollout_fp8_scales is not None, "rollout_fp8_observe_cache comes first"
         return self._rollout_fp8_scales.compute(tokens)
+
+    def rollout_fp8_forget_cache(self) -> None:
+        """End what ``rollout_fp8_observe_cache`` began (idempotent)."""
+        if self._rollout_fp8_scales is not None:
+            self._rollout_fp8_scales.forget()
 
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
         """Return an encoded ``LoadedAdapter`` with this worker's parts of adapter ``number``."""
