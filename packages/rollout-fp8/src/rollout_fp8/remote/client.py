@@ -90,7 +90,7 @@ class RemoteRollout:
                 "in_flight",
                 where=f"rollout '{name}-server'",
                 why="no run has shown that its server responds while weights are installed",
-                remedy=f"use rollout.name={name}, or overlap.in_flight=off",
+                remedy=f"use rollout.name={name}, or overlap.in_flight=false",
             )
         if device == "auto":
             device = RolloutRegistry.resolve(backend=name).device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from engine_api.comm import Comm
 from engine_api.rollout import SamplingParams, SyncResult
@@ -58,8 +59,11 @@ class Sampler:
         section: RolloutSection,
         reward: RewardSection,
         agent: AgentSection | None = None,
+        in_flight: bool | Literal["auto"] = False,
     ) -> Sampler:
         """Build the sampler of a run that has started.
+
+        ``in_flight``: see ``RolloutSpec``.
 
         Raises ``PluginError``, ``ConfigError``: all processes together.
         """
@@ -72,6 +76,7 @@ class Sampler:
             engine_device=run.device,
             agent=agent,
             drop_bad_images=run.config.data.on_bad_image == "drop",
+            in_flight=in_flight,
         )
         rollouts = run.launcher.rollouts(spec, run.timers)
         return Sampler(
