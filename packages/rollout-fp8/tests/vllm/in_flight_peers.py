@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ SHORT: tuple[int, ...] = (9, 8, 7)
 def stopped_at(rollout: Any, tokens: int) -> Iterator[threading.Event]:
     """Yield an event that is set when an unfinished completion has so many tokens.
 
-    The thread that generates then waits for a pause, so that the pause comes at that token.
+    The thread that generates then waits for a pause, so that in this process the pause comes at
+    that token.
     """
     stepper = rollout._stepper
     receive = stepper._receive
@@ -60,9 +62,12 @@ def updated(
 
     And the result of that sync, and of one while nothing is generated.
     """
+    # An engine in another process goes on until it hears of the pause.
+    apart = arguments.get("executor") == "workers"
+    sampling = replace(SAMPLED, max_new_tokens=200) if apart else SAMPLED
     with opened(model, in_flight=True, **arguments) as rollout:
-        with stopped_at(rollout, 20) as reached:
-            running = [rollout.submit(prompt, SAMPLED) for prompt in prompts]
+        with stopped_at(rollout, 2 if apart else 20) as reached:
+            running = [rollout.submit(prompt, sampling) for prompt in prompts]
             assert reached.wait(DEADLINE_S)
             during = rollout.update_weights(export_of(Path(other), DEVICE), 2)
         found = [one for job in running for one in job.result(DEADLINE_S)]
