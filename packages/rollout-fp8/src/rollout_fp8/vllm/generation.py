@@ -319,6 +319,9 @@ class Stepper:
     def _pause(self) -> None:
         for output in private.pause(self._engine):
             self._receive(output)
+        if self._device.type == "cuda":
+            # Before weights change, also work of the last step that no output waits for is done.
+            torch.cuda.synchronize(self._device)
         with self._changed:
             self._paused = True
             self._changed.notify_all()

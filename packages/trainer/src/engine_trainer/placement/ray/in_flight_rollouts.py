@@ -17,7 +17,7 @@ from engine_trainer.agent.generators import derive
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
 
-WAIT_S = 0.1
+WAIT_S = 0.05
 """Longest time in seconds that a call waits for a complete group: a weight sync may be due."""
 LOOK_S = 0.005
 """Seconds between two looks at the generations."""
