@@ -140,7 +140,7 @@ def test_equal_prompts_of_one_call_and_of_different_calls_have_different_seeds(w
 
 def test_a_call_returns_as_soon_as_a_group_is_complete(worker, rollout, monkeypatch):
     monkeypatch.setattr(in_flight_rollouts, "WAIT_S", 1e9)
-    threading.Timer(0.05, lambda: setattr(rollout.submitted[0], "over", True)).start()
+    threading.Timer(0.02, lambda: setattr(rollout.submitted[0], "over", True)).start()
     assert [key for key, _ in worker.advance(prompts([6]), 1)] == [10]
 
 
