@@ -11,7 +11,9 @@ medians over the steps after ``--warmup``.
 run at the same time. ``other`` is the share of a step that is neither generation nor update
 (log-probs count as update), the median of the steps' shares. ``gpu_idle`` is 1 minus NVML's
 utilization (the share of time in which a kernel ran), the mean of the run's GPUs over the steps
-that count. ``worker_idle`` is the share of time in which no method of a worker ran.
+that count, and ``gpu_idle_each`` that of each GPU. ``worker_idle`` is the share of time in which no
+method of a worker ran, by worker in ``worker_idle_each``. With ``--ends-after`` completions have
+different lengths.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def utilization(path: Path, device: str, gpus: int) -> Iterator[None]:
         query = [
             "nvidia-smi",
             f"--id={shown}",
-            "--query-gpu=timestamp,utilization.gpu",
+            "--query-gpu=timestamp,index,utilization.gpu",
             "--format=csv,noheader,nounits",
             "-lms",
             "200",
@@ -118,20 +120,17 @@ def utilization(path: Path, device: str, gpus: int) -> Iterator[None]:
             process.wait()
 
 
-def idle(path: Path, begin: float, end: float) -> float | None:
-    """Return 1 minus the mean utilization between two times (unix seconds)."""
-    found: list[float] = []
+def idle(path: Path, begin: float, end: float) -> dict[str, float]:
+    """Return 1 minus the mean utilization between two times (unix seconds), by GPU."""
+    found: dict[str, list[float]] = {}
     for line in path.read_text().splitlines():
-        stamp, _, value = line.partition(", ")
         # The last line may be cut.
         with contextlib.suppress(ValueError):
-            if (
-                begin
-                <= datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp()
-                <= end
-            ):
-                found.append(float(value))
-    return round(1 - mean(found) / 100, 3) if found else None
+            stamp, index, value = line.split(", ")
+            taken = datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp()
+            if begin <= taken <= end:
+                found.setdefault(index, []).append(float(value))
+    return {index: round(1 - mean(values) / 100, 3) for index, values in sorted(found.items())}
 
 
 def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -148,6 +147,8 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     spent = [sum(r.get(f"time/{name}", 0.0) for name in (*GENERATE, *UPDATE)) for r in counted]
     others = [1 - own / whole for own, whole in zip(spent, seconds, strict=True)]
     tokens = median(r["rollout/response_length"] for r in counted) * options.sequences
+    idle_each = idle(folder / "gpus.csv", rows[options.warmup - 1]["time"], rows[-1]["time"])
+    workers = sorted({n for r in counted for n in r if n.startswith("worker/") and "-" in n})
     return {
         "shape": options.shape,
         "server": options.server,
@@ -168,8 +169,18 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "other": round(median(others), 3) if options.overlap == "none" else None,
         "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
         "mfu_update": round(median(r.get("perf/mfu", 0.0) for r in counted), 3),
-        "gpu_idle": idle(folder / "gpus.csv", rows[options.warmup - 1]["time"], rows[-1]["time"]),
+        "response_length": round(median(r["rollout/response_length"] for r in counted)),
+        "gpu_idle": round(mean(idle_each.values()), 3) if idle_each else None,
+        "gpu_idle_each": idle_each,
         "worker_idle": round(median(r.get("worker/idle", 0.0) for r in counted), 3),
+        "worker_idle_each": {
+            name.split("/")[1]: round(median(r.get(name, 0.0) for r in counted), 3)
+            for name in workers
+            if name.endswith("/idle")
+        },
+        "paused_s": round(max(r.get("sync/paused_s", 0.0) for r in counted), 4),
+        "continued": round(median(r.get("rollout/continued", 0.0) for r in counted), 3),
+        "dropped_groups": sum(r.get("rollout/dropped_groups", 0.0) for r in counted),
         "mismatch_kl": median(r.get("mismatch/kl_k3") or 0.0 for r in counted),
         "stale_tokens": median(r.get("rollout/stale_tokens", 0.0) for r in counted),
     }
@@ -199,6 +210,12 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=N, help="completions a prompt")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
+    parser.add_argument(
+        "--ends-after",
+        type=float,
+        default=None,
+        help="mean tokens of a completion that no limit ends; without it all are --new long",
+    )
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument(
         "--correction", help="algorithm.correction.weight; none, with overlap token"
@@ -225,7 +242,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     turns = prepare(
-        folder / "model", options.shape, options.sequences // options.n * 2, options.prompt
+        folder / "model",
+        options.shape,
+        options.sequences // options.n * 2,
+        options.prompt,
+        options.ends_after,
     )
     (folder / "problems.jsonl").write_text(
         "".join(json.dumps({"prompt": turn, "answer": "0"}) + "\n" for turn in turns)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import zlib
@@ -61,16 +62,60 @@ def tokenizer_of(size: int) -> Any:
     return tokenizer
 
 
-def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
+def end_scale(hidden: int, vocab: int, tokens: float) -> float:
+    """Return the factor of a random head's row of the end token that ends completions.
+
+    Logits of random weights are normally distributed over the states, those of the row with the
+    factor times the deviation. The end's mean probability is then 1 / ``tokens``, so that lengths
+    are about exponentially distributed.
+    """
+    import torch
+
+    deviation = 0.02 * math.sqrt(hidden)
+    others = math.log(vocab) + deviation**2 / 2
+    places = torch.linspace(-8, 8, 16001, dtype=torch.float64)
+    weights = torch.exp(-(places**2) / 2)
+    weights = weights / weights.sum()
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        factor = (low + high) / 2
+        mean = (torch.sigmoid(factor * deviation * places - others) * weights).sum().item()
+        low, high = (factor, high) if mean < 1 / tokens else (low, factor)
+    return factor
+
+
+def _copy_with_ends(source: Path, folder: Path, own: dict[str, Any], tokens: float) -> None:
+    """Copy weights, whose completions end after ``tokens`` tokens in the mean."""
+    from safetensors.torch import load_file, save_file
+
+    head = "model.embed_tokens.weight" if own["tie_word_embeddings"] else "lm_head.weight"
+    for file in source.glob("model*"):
+        if file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+            continue
+        tensors = load_file(file)
+        if head in tensors:
+            scale = end_scale(own["hidden_size"], own["vocab_size"], tokens)
+            tensors[head][SPECIAL.index(EOS)] *= scale
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+
+
+def prepare(
+    folder: Path, shape: str, prompts: int, tokens: int, ends_after: float | None = None
+) -> list[str]:
     """Write a tokenizer, ``config.json`` and random weights into ``folder``.
 
-    Returns ``prompts`` user turns, each of ``tokens`` tokens with its frame.
+    ``ends_after``: mean number of tokens of a completion before the limit, or None for completions
+    that hardly ever end. Returns ``prompts`` user turns, each of ``tokens`` tokens with its frame.
     """
     own = config(shape)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for file in whole_folder(shape).glob("model*"):
-        (folder / file.name).symlink_to(file)
+    if ends_after is None:
+        for file in whole_folder(shape).glob("model*"):
+            (folder / file.name).symlink_to(file)
+    else:
+        _copy_with_ends(whole_folder(shape), folder, own, ends_after)
     tokenizer_of(own["vocab_size"]).save_pretrained(folder)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(own | ids | {"dtype": "bfloat16"}))

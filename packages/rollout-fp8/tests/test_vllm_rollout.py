@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
-from rollout_fp8.vllm import environment, speculation
+from rollout_fp8.vllm import environment, in_flight, speculation
 
 
 def test_options() -> None:
@@ -96,6 +96,37 @@ def test_n_grams_become_arguments_of_vllm_and_nothing_else_does() -> None:
         }
     }
     assert speculation.arguments(VllmOptions()) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"adapter": True}, "rollout.lora=merged"),
+        ({"routed_experts": True}, "rollout.routed_experts=off"),
+        ({"vision": True}, "rollout.name=local"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=auto"),
+        ({"tensor_parallel_size": 2}, "executor=workers"),
+    ],
+)
+def test_arguments_that_syncs_during_generation_exclude_are_refused_by_name(
+    given: dict[str, object], words: str
+) -> None:
+    asked = {name: bool(given.get(name)) for name in ("adapter", "routed_experts", "vision")}
+    options = VllmOptions.parse({name: v for name, v in given.items() if name not in asked})
+    in_flight.check(options, in_flight=False, **asked)
+    with pytest.raises(UnsupportedCapability) as caught:
+        in_flight.check(options, in_flight=True, **asked)
+    assert caught.value.capability == "in_flight"
+    assert words in str(caught.value)
+
+
+def test_kept_keys_and_values_need_syncs_during_generation() -> None:
+    options = VllmOptions.parse({"kv_cache_in_flight": "keep"})
+    nothing = {"adapter": False, "routed_experts": False, "vision": False}
+    in_flight.check(options, in_flight=True, **nothing)
+    with pytest.raises(ConfigError) as caught:
+        in_flight.check(options, in_flight=False, **nothing)
+    assert caught.value.field == "rollout.options.kv_cache_in_flight"
 
 
 @pytest.fixture

@@ -139,6 +139,34 @@ def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, na
     assert row["sync/audited"] == 1
 
 
+@pytest.mark.turn
+@pytest.mark.parametrize("cache", ["recompute", pytest.param("keep", marks=pytest.mark.nightly)])
+def test_it_learns_while_weights_are_updated_in_the_middle_of_completions(
+    model, tmp_path, caplog, cache
+):
+    caplog.set_level("INFO", logger="engine_trainer")
+    given = {
+        "rollout": {
+            "name": "vllm",
+            "options": {"kv_cache_bytes": 1 << 26, "kv_cache_in_flight": cache},
+            # A replica has work for longer than a step takes.
+            "max_new_tokens": 48,
+            "batch_size": 8,
+        },
+        "overlap": {"mode": "full", "max_staleness": 2},
+        "run": {"steps": 24, "save_every": 0, "save_hf": False, "rollouts": "all"},
+    }
+    out = tmp_path / "out"
+    train_on_ray(on_ray(model, out, ray={"engines": 1, "rollouts": 1}, **given))
+    assert "weights are updated in the middle of completions" in caplog.text
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert sum("sync/paused_s" in row for row in rows) > 12
+    assert all(row["sync/audited"] == 1 for row in rows)
+    assert sum(row["rollout/continued"] for row in rows) > 0
+    rewards = [row["train/reward"] for row in rows]
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 4
+
+
 def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
     """Check that vLLM's workers do not take the bundles.
 

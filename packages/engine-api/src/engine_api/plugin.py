@@ -115,6 +115,8 @@ class EnginePlugin:
         exporter: for a rollout, ``"module:Class"`` of its ``WeightExporter``; None if it has none.
         wire: for a rollout, ``"module:Class"`` of its ``WeightWire`` (since contract 1.2); None if
             it has none.
+        in_flight: for a rollout, True if it takes weights while submitted generations run (argument
+            ``in_flight`` of the rollout, since contract 1.4; see ``InFlightRollout``).
         one_layout: True if its engines in one process must have the same ``Parallelism`` sizes, so
             that a second one with other sizes is refused.
         variants: for an engine, the values of its options that change what is computed or stored,
@@ -130,6 +132,7 @@ class EnginePlugin:
     options: str | None = None
     exporter: str | None = None
     wire: str | None = None
+    in_flight: bool = False
     one_layout: bool = False
     variants: tuple[Variant, ...] = ()
     probe: Callable[[str], ProbeResult] = always_available
@@ -207,6 +210,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "options": (f"{_TARGET} or None", _is_target_or_none),
     "exporter": (f"{_TARGET} or None", _is_target_or_none),
     "wire": (f"{_TARGET} or None", _is_target_or_none),
+    "in_flight": ("True or False", lambda value: isinstance(value, bool)),
     "one_layout": ("True or False", lambda value: isinstance(value, bool)),
     "variants": ("a tuple of Variant", _is_list_of_variants),
     "probe": ("a function of a device's name", callable),

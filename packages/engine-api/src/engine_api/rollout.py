@@ -109,8 +109,9 @@ class SyncResult:
         num_quantized: number of those in FP8.
         num_bytes: size in bytes of those tensors as they were installed, scales included.
         seconds: duration of each phase: ``gather``, ``quantize``, ``transfer``, ``install``,
-            ``audit``. A phase that a rollout does not have is absent. Phases may overlap, so their
-            sum is not the duration of the sync.
+            ``audit``; ``paused`` is the time for which running generations waited (since contract
+            1.4). A phase that a rollout does not have is absent. Phases may overlap, so their sum
+            is not the duration of the sync.
         audited: True if the served weights were compared with the export.
         wire_bytes: bytes that the rollout's process received from the engine's, scales and padding
             included; 0 where both are the same process. The carrier sets it, not the rollout (since
@@ -340,5 +341,24 @@ class AsyncRollout(Rollout, Protocol):
         """Start a generation in the background and return it.
 
         Each token carries the version of the weights that generated it. Raises ``RolloutError``.
+        """
+        ...
+
+
+class InFlightRollout(AsyncRollout, Protocol):
+    """A rollout whose weights change while it generates (since contract 1.4).
+
+    Its descriptor has ``in_flight``, and it was made with the argument ``in_flight=True``. It
+    refuses the argument with an ``UnsupportedCapability`` that names ``in_flight`` together with
+    any other argument that it cannot serve so.
+    """
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        """Install a whole export between two tokens of the generations that run.
+
+        They pause, and go on once the weights are installed. Tokens made before carry the old
+        version, tokens made after it the new one. A generation that had no token yet is made by
+        the new weights alone. If the update fails, so do all of these generations, with
+        ``RolloutError``. ``SyncResult.seconds`` has their pause as ``paused``.
         """
         ...

@@ -110,6 +110,16 @@ class VllmOptions(Options):
     more, and a smaller cache sleeps and wakes faster.
     """
 
+    kv_cache_in_flight: Literal["recompute", "keep"] = "recompute"
+    """Keys and values of unfinished completions at a sync that comes while they are generated.
+
+    With ``recompute`` the new weights compute them again, so that each token is drawn from the
+    distribution that the engine computes for its version, as with slices. A sync then costs a
+    prefill of all unfinished completions. With ``keep`` they stay those of the old weights: nothing
+    is computed again, and later tokens are drawn from a mixture that no weights have by themselves.
+    New completions never use old keys and values.
+    """
+
     truncation: bool = True
     """True serves ``top_p`` and ``top_k``.
 

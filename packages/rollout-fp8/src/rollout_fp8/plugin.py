@@ -54,6 +54,7 @@ VLLM = EnginePlugin(
     options="rollout_fp8.options:VllmOptions",
     exporter=EXPORTER,
     wire=WIRE,
+    in_flight=True,
     probe=partial(probe_server, "vllm"),
 )
 SGLANG = EnginePlugin(

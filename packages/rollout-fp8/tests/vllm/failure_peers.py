@@ -239,7 +239,7 @@ def given_up() -> list[tuple[Any, list[str]]]:
     for reason in ("error", "repetition", "abort"):
         engine: Any = GivesUp(reason)
         stepper = Stepper(engine, torch.device("cpu"))
-        job = Job(stepper, 1)
+        job = Job(stepper)
         for index in range(3):
             job.add(index, (5,), vllm.SamplingParams())
         stepper.enter(job)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine_trainer.placement.ray.actor import Worker
 from engine_trainer.placement.ray.channel import Channel, WholeWire
+from engine_trainer.placement.ray.in_flight_rollouts import InFlightRollouts
 from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
 from engine_trainer.placement.ray.streams import StreamWire
 from engine_trainer.placement.replica import Replica
@@ -101,6 +102,7 @@ PHASES = {
     "write": (StreamWire, "_write"),
     "read": (StreamWire, "_read"),
     "advance": (PartialRollouts, "advance"),
+    "collect": (InFlightRollouts, "advance"),
 }
 if NAME:
     for _method, (_cls, _name) in PHASES.items():

@@ -206,6 +206,24 @@ def test_a_rehearsal_keeps_references_and_pushes_nothing(
     assert (written.algorithm.prompts_per_step, written.rollout.n, written.run.steps) == (4, 2, 2)
 
 
+def test_weights_in_flight_are_not_demanded_of_the_rollout_of_a_rehearsal(
+    file: Path, tmp_path: Path
+) -> None:
+    overrides = [
+        "launcher=ray",
+        "ray.rollouts=1",
+        "overlap={mode: full, in_flight: true}",
+        "algorithm.correction.weight=token",
+    ]
+    config = load_config(RLConfig, file, overrides)
+
+    plan = make_plan(config, "rl", file, overrides, tmp_path / "rehearsal", ranks=1)
+
+    assert plan.tree["overlap"]["in_flight"] == "auto"
+    plan.write(tmp_path / "plan.yaml")
+    load_config(RLConfig, tmp_path / "plan.yaml")
+
+
 def test_what_auto_would_choose_on_a_gpu_is_not_exercised_and_counts_in_the_estimate(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

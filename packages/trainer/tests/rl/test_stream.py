@@ -129,6 +129,7 @@ def stream(tmp_path, monkeypatch):
         pending=(),
         replicas=1,
         elastic=False,
+        in_flight=False,
         **sections,
     ):
         algorithm = {"prompts_per_step": STEP, **sections.pop("algorithm", {})}
@@ -146,6 +147,7 @@ def stream(tmp_path, monkeypatch):
         rollouts.pool, rollouts.local_replicas = replica, range(replicas)
         if elastic:
             rollouts = Losing(replica, replicas)
+        rollouts.in_flight = in_flight
         sampler = SimpleNamespace(
             rollouts=rollouts,
             timers=Timers(),
@@ -340,6 +342,52 @@ def test_a_group_goes_to_the_replica_with_the_fewest_tokens_left(stream):
         one._drawn = {90, 91}
         given = one._draw([0, 1], running=())
     assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 1}
+
+
+def test_without_slices_a_group_goes_to_the_replica_with_the_fewest_groups(stream):
+    one, _, _ = stream(replicas=2, in_flight=True, rollout={"max_new_tokens": 100})
+    with one._changed:
+        one._wanted = 1
+        # The seconds for which groups were waited for say nothing of their tokens.
+        one._under_way = {0: {90: 900.0, 91: 900.0}, 1: {92: 0.0}}
+        one._drawn = {90, 91, 92}
+        given = one._draw([0, 1], running=())
+    assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 0}
+    with one._changed:
+        one._wanted = 2
+        given = one._draw([0, 1], running=())
+    assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 1}
+
+
+def test_without_slices_a_replica_whose_groups_do_not_end_is_lost(stream):
+    one, _, replica = stream(in_flight=True)
+    replica.timeout_s = 0.5
+    replica.start = lambda number, method, *_: Call(
+        ref=[], worker=f"rollout-{number}", method=method
+    )
+    replica.finish = lambda calls: [Reply(value=call.ref, seconds=0.2) for call in calls]
+    with pytest.raises(WorkerLost, match=r"not complete after 0\.5 s"):
+        one.take(1)
+
+
+def test_without_slices_the_groups_of_a_replica_that_hangs_go_to_the_others(stream):
+    one, _, replica = stream(replicas=2, elastic=True, in_flight=True)
+    replica.timeout_s = 0.5
+    real = replica.start
+
+    def start(number, *given) -> Call:
+        call = real(number, *given)
+        return replace(call, ref=[]) if number == 1 else call
+
+    replica.start = start
+    replica.finish = lambda calls: [Reply(value=call.ref, seconds=0.2) for call in calls]
+    one._rollouts.lose = lambda number, _: one._rollouts.alive.remove(number)
+    taken: set[int] = set()
+    for step in range(1, 50):
+        taken |= set(positions(one.take(step).groups))
+        if {2, 3} <= taken:
+            break
+    assert {0, 1, 2, 3} <= taken
 
 
 def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_path):

@@ -85,6 +85,13 @@ class RemoteRollout:
                 why="its responses have no experts",
                 remedy=f"use rollout.name={name}, or rollout.routed_experts=off",
             )
+        if arguments.get("in_flight"):
+            raise UnsupportedCapability(
+                "in_flight",
+                where=f"rollout '{name}-server'",
+                why="no run has shown that its server responds while weights are installed",
+                remedy=f"use rollout.name={name}, or overlap.in_flight=false",
+            )
         if device == "auto":
             device = RolloutRegistry.resolve(backend=name).device
         self._device = device

@@ -1,7 +1,7 @@
 """Generation with vLLM: one thread steps its engine, and callers give the thread jobs and wait.
 
 Jobs enter whole between two steps. So ranks that serve one replica together, each with its own
-scheduler, schedule alike.
+scheduler, schedule alike. Between two steps the thread also pauses, so that weights can be changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
 from rollout_fp8.experts import RoutedLayers
 from rollout_fp8.log_probs import require_finite
+from rollout_fp8.vllm import private
 from rollout_fp8.vllm.images import require_prompt
 
 WHERE = "rollout 'vllm'"
@@ -41,6 +42,7 @@ class _Sequence:
     """False for another rank's completion, which this rank helps to generate."""
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
     outputs: int = 0
     """Outputs of vLLM's engine that had tokens, which are its forward passes where it streams."""
     reason: FinishReason | None = None
@@ -51,7 +53,7 @@ class _Sequence:
 
 
 class Job:
-    """Completions that were requested together, of one version of the weights (and adapter).
+    """Completions that were requested together.
 
     It is a ``Generation``.
 
@@ -66,7 +68,6 @@ class Job:
     def __init__(
         self,
         stepper: Stepper,
-        version: int,
         adapter: LoRARequest | None = None,
         routing: RoutedLayers | None = None,
         *,
@@ -75,7 +76,6 @@ class Job:
         self._stepper = stepper
         self.routing = routing
         self._counted = counted
-        self._version = version
         self.adapter = adapter
         self._over = threading.Event()
         self._failure: RolloutError | None = None
@@ -136,13 +136,11 @@ class Job:
 
     def _completion(self, sequence: _Sequence) -> Completion:
         assert sequence.reason is not None
-        # No sync happens during generation, so one version made all tokens.
-        versions = [self._version] * len(sequence.tokens)
         return Completion(
             prompt_index=sequence.prompt_index,
             tokens=sequence.tokens,
             log_probs=sequence.log_probs,
-            weight_versions=versions,
+            weight_versions=sequence.versions,
             finish_reason=sequence.reason,
             routed_experts=self._experts(sequence),
             passes=sequence.outputs if self._counted else 0,
@@ -162,11 +160,21 @@ class Stepper:
     Args:
         engine: stepped by nothing else.
         device: made current in the thread.
+        salted: True keeps the prefixes of each version of the weights apart, for pauses after which
+            vLLM still has keys and values of old weights.
+
+    Attributes:
+        version: version of the weights that make the next tokens. It is set while nothing is
+            generated, or during a pause.
     """
 
-    def __init__(self, engine: vllm.LLMEngine, device: torch.device) -> None:
+    def __init__(
+        self, engine: vllm.LLMEngine, device: torch.device, *, salted: bool = False
+    ) -> None:
+        self.version = -1
         self._engine: Any = engine
         self._device = device
+        self._salted = salted
         self._names = count()
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
@@ -176,6 +184,10 @@ class Stepper:
         self._live: dict[str, tuple[_Sequence, Job]] = {}
         self._closing = False
         self._failure = ""
+        # A pause is requested; the thread is in it; the error that ends all jobs after it.
+        self._pausing = False
+        self._paused = False
+        self._pause_failure: RolloutError | None = None
         # True once the engine's processes are gone: the thread may wait for them for ever.
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="vllm-stepper", daemon=True)
@@ -218,7 +230,7 @@ class Stepper:
             self.check("generate")
             self._jobs.append(job)
             self._calls.append(lambda: self._start(job))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def abort(self, job: Job) -> None:
         """Request a job's end.
@@ -227,7 +239,30 @@ class Stepper:
         """
         with self._changed:
             self._calls.append(lambda: self._stop(job))
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stop between two tokens of all completions, until ``resume``.
+
+        All tokens of the steps that were under way have arrived then. The caller may use the engine
+        during the pause, except for its steps and requests.
+
+        Raises:
+            RolloutError: the engine has failed.
+        """
+        with self._changed:
+            self._pausing = True
+            self._calls.append(self._pause)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._paused or self._failure)
+            self.check("take weights")
+
+    def resume(self, failure: RolloutError | None = None) -> None:
+        """Continue after ``pause``, or end all jobs with ``failure``."""
+        with self._changed:
+            self._pausing = False
+            self._pause_failure = failure
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread.
@@ -236,7 +271,7 @@ class Stepper:
         """
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if not self._lost:
             self._thread.join()
         # A caller may keep a job, and with it this stepper.
@@ -249,7 +284,7 @@ class Stepper:
             while self._wait():
                 while self._calls:
                     self._calls.popleft()()
-                if self._live:
+                if self._live and not self._closing:
                     for output in self._engine.step():
                         self._receive(output)
         except BaseException as error:  # noqa: BLE001 - a thread has no caller, a job's waiter gets it
@@ -279,19 +314,61 @@ class Stepper:
                     )
                 )
             self._jobs.clear()
+            # A caller may wait for a pause.
+            self._changed.notify_all()
 
     def _wait(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._calls or self._live)
-            return not self._closing
+            return not self._closing and not self._lost
+
+    def _pause(self) -> None:
+        for output in private.pause(self._engine):
+            self._receive(output)
+        if self._device.type == "cuda":
+            # Before weights change, also work of the last step that no output waits for is done.
+            torch.cuda.synchronize(self._device)
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pausing or self._closing or self._lost)
+            self._paused = False
+            failure = self._pause_failure
+        if self._closing or self._lost:
+            return
+        if failure is not None:
+            for job in list(self._jobs):
+                self._drop(job, failure)
+        elif self._salted:
+            self._begin_again()
+        private.resume(self._engine)
+
+    def _begin_again(self) -> None:
+        """Begin completions without a token with the current version's prefixes.
+
+        vLLM may have computed a part of their prompt with the old weights, or find it among the
+        prefixes of these.
+        """
+        waiting = [pair for pair in self._live.values() if not pair[0].tokens]
+        self._engine.abort_request([sequence.request for sequence, _ in waiting])
+        for sequence, job in waiting:
+            del self._live[sequence.request]
+            sequence.request = self.name()
+            self._add(sequence, job)
+
+    def _add(self, sequence: _Sequence, job: Job) -> None:
+        inputs = sequence.inputs
+        if self._salted:
+            inputs = {**inputs, "cache_salt": f"version {self.version}"}
+        self._engine.add_request(
+            sequence.request, inputs, sequence.params, lora_request=job.adapter
+        )
+        self._live[sequence.request] = (sequence, job)
 
     def _start(self, job: Job) -> None:
         try:
             for sequence in job.sequences:
-                self._engine.add_request(
-                    sequence.request, sequence.inputs, sequence.params, lora_request=job.adapter
-                )
-                self._live[sequence.request] = (sequence, job)
+                self._add(sequence, job)
         except Exception as error:  # noqa: BLE001 - vLLM may raise anything; other jobs continue
             self._drop(
                 job,
@@ -328,6 +405,7 @@ class Stepper:
         (new,) = output.outputs
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
+        sequence.versions += [self.version] * len(new.token_ids)
         sequence.outputs += bool(new.token_ids)
         if not output.finished:
             return

@@ -483,3 +483,39 @@ def _expand_batch_to_tokens(
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return values.repeat_interleave(counts, output_size=num_tokens)
+
+
+# --- pauses ---
+
+
+def pause(engine: Any) -> Iterator[Any]:
+    """Pause the scheduling of an engine, and yield outputs of the steps that were under way.
+
+    Since 0.26 a step is launched before the one before it has been read, also in this process, so
+    that tokens of the weights from before the pause arrive after it. ``pause_generation`` of
+    vLLM's ``AsyncLLM`` does the same, and ``LLMEngine`` has no such call (0.26.0 and 0.32.0).
+    Upstream: vllm-project/vllm#28037 and #32103 brought the pauses; no thread on ``LLMEngine``
+    known.
+    """
+    client = engine.engine_core
+    outputs = getattr(client, "outputs_queue", None)
+    if outputs is None:
+        core = client.engine_core
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.scheduler.has_requests() or core.batch_queue:
+            yield from engine.step()
+        return
+    # It returns once the engine's process is idle. Outputs come on the connection of its reply, so
+    # that they are here.
+    client.call_utility("pause_scheduler", "keep", False)
+    while not outputs.empty():
+        yield from engine.step()
+
+
+def resume(engine: Any) -> None:
+    """Continue the scheduling of an engine after ``pause``. Upstream: as there."""
+    client = engine.engine_core
+    if getattr(client, "outputs_queue", None) is None:
+        client.engine_core.resume_scheduler()
+    else:
+        client.call_utility("resume_scheduler")

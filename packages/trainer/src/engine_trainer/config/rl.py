@@ -138,6 +138,20 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "a rollout that is colocated with an engine waits while the engine trains",
         "launcher: ray and ray.rollouts: 1 or more",
     )
+    yield (
+        config.overlap.in_flight is True and mode != "full",
+        "overlap.in_flight",
+        f"expected auto or false with overlap.mode: {mode}, got true",
+        "only the mode full syncs weights while completions are generated",
+        "overlap.mode: full, or leave overlap.in_flight out",
+    )
+    yield (
+        config.overlap.in_flight is True and config.agent is not None,
+        "overlap.in_flight",
+        "expected auto or false with an agent, got true",
+        "the turns of conversations are generated in slices",
+        "leave overlap.in_flight out",
+    )
     # With a rollout that is chosen later, so is the correction.
     undecided = algorithm.correction.weight == "auto"
     corrected = algorithm.correction.enabled or undecided or algorithm.old_log_probs == "rollout"

@@ -930,6 +930,16 @@ class OverlapSection:
     continue after it with the new weights.
     """
 
+    in_flight: bool | Literal["auto"] = AUTO
+    """Updates of the weights in the middle of completions, in the mode ``full``. True pauses the
+    rollout between two tokens for each weight sync, and false generates slices of
+    ``slice_tokens``.
+
+    ``auto`` is true for a rollout that takes weights while it generates with all that the run asks
+    of it, as ``vllm`` does, and false for others and with an agent. The log names the choice and
+    its reason.
+    """
+
     max_staleness: int = 1
     """Number of steps that the weights behind a token may be older than the policy. An older token
     carries no loss, and is counted in ``rollout/stale_tokens``.
@@ -939,7 +949,8 @@ class OverlapSection:
 
     slice_tokens: int = 64
     """Number of tokens of a completion after which a weight sync may interrupt it, in the mode
-    ``full``. Fewer tokens shorten the wait for a sync, and cost more calls.
+    ``full`` where ``in_flight`` is false. Fewer tokens shorten the wait for a sync, and cost more
+    calls.
     """
 
     def __post_init__(self) -> None:

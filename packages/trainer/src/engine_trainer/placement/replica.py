@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
@@ -125,6 +125,9 @@ class RolloutSpec:
     agent: AgentSection | None = None
     drop_bad_images: bool = False
     """True leaves out prompts with images that cannot be decoded (``data.on_bad_image``)."""
+    in_flight: bool | Literal["auto"] = False
+    """True if the rollout must take weights while it generates, ``auto`` if it is to where it can
+    (``overlap.in_flight``)."""
 
     @property
     def device(self) -> str:
@@ -243,6 +246,9 @@ class Replica:
 
     With an agent it generates whole conversations. With ``drop_bad_images`` a prompt with an image
     that cannot be decoded is left out.
+
+    Args:
+        why_sliced: why the rollout takes no weights while it generates, None if it does.
     """
 
     def __init__(
@@ -254,8 +260,10 @@ class Replica:
         agent: AgentLoop | None = None,
         *,
         drop_bad_images: bool = False,
+        why_sliced: str | None = "overlap.in_flight is false",
     ) -> None:
         self.rollout = rollout
+        self.why_sliced = why_sliced
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.timers = timers
@@ -270,13 +278,15 @@ class Replica:
             scorer = Scorer.from_section(spec.reward)
             stack.callback(scorer.close)
             agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
+            rollout, why_sliced = create_rollout_in_flight(spec)
             made = Replica(
-                create_rollout(spec),
+                rollout,
                 scorer,
                 spec.tokenizer,
                 timers,
                 agent,
                 drop_bad_images=spec.drop_bad_images,
+                why_sliced=why_sliced,
             )
             stack.pop_all()
         return made
@@ -460,13 +470,48 @@ def create_exporter(spec: RolloutSpec) -> WeightExporter:
     )
 
 
-def create_rollout(spec: RolloutSpec) -> Rollout:
+def create_rollout_in_flight(spec: RolloutSpec) -> tuple[Rollout, str | None]:
+    """Build the rollout, and say why it takes no weights while it generates, None if it does.
+
+    Raises the errors of ``create_rollout``; ``UnsupportedCapability`` where ``spec.in_flight`` is
+    true and it cannot.
+    """
+    if spec.in_flight is False:
+        return create_rollout(spec), "overlap.in_flight is false"
+    if spec.agent is not None:
+        return create_rollout(spec), "the turns of an agent are generated in slices"
+    try:
+        _require_in_flight(spec)
+        return create_rollout(spec, in_flight=True), None
+    except UnsupportedCapability as error:
+        if error.capability != "in_flight" or spec.in_flight is True:
+            raise
+        why = f"{error.where}: {error.why}"
+    return create_rollout(spec), why
+
+
+def _require_in_flight(spec: RolloutSpec) -> None:
+    name = spec.section.name
+    if not RolloutRegistry.resolve(backend=name, device=spec.device).plugin.in_flight:
+        raise UnsupportedCapability(
+            "in_flight",
+            where=f"rollout {name!r}",
+            why="its descriptor does not declare it",
+            remedy="rollout.name: vllm, or leave overlap.in_flight out",
+        )
+
+
+def create_rollout(spec: RolloutSpec, *, in_flight: bool = False) -> Rollout:
     """Build the rollout.
+
+    ``in_flight``: it takes weights while it generates.
 
     Raises ``PluginError``; ``ConfigError`` for an option that the rollout does not take.
     """
     section = spec.section
     arguments = {**section.options, "dtype": spec.dtype, **served_adapter(spec)}
+    if in_flight:
+        arguments["in_flight"] = True
     if spec.engine_config.router_replay:
         arguments["routed_experts"] = True
     if section.quantization != "none":

@@ -70,6 +70,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "ray.address": (None, "the Ray cluster; a local one takes its place"),
     "ray.gpus_per_worker": (None, ""),
     "ray.cpus_per_worker": (0.5, ""),
+    # Another rollout may take the place of one that takes weights while it generates.
+    "overlap.in_flight": ("auto", ""),
 }
 _SIZES = ("tp", "pp", "cp", "ulysses", "dp_replicate")
 

@@ -1,5 +1,9 @@
 """Fully asynchronous experience, where replicas generate all the time.
 
+A replica is called for slices of its completions, or for those that are complete where its rollout
+takes weights while it generates. In the first case a weight sync waits for the slices that run, in
+the second one the rollout pauses for it.
+
 A step takes the groups that are complete. Prompts are drawn in the run's order. A group goes as a
 whole to the replica with the least work left. The state of each step names the prompts that were
 drawn and not trained on; a resumed run draws them again, so that no prompt is lost. In an elastic
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
-from engine_trainer.placement.ray.calls import Call, Reply, WorkerFailed, ready, silent
+from engine_trainer.placement.ray.calls import Call, Reply, WorkerFailed, WorkerLost, ready, silent
 from engine_trainer.placement.ray.rollouts import SeparateRollouts
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.experience import (
@@ -83,8 +87,9 @@ class FullyAsync:
         self._changed = threading.Condition()
         self._paused = True
         self._busy = 0  # running calls
-        # Slices that were generated of each group under way, by position, by replica.
-        self._under_way: dict[int, dict[int, int]] = {}
+        # Slices that were generated of each group under way, by position, by replica. Without
+        # slices, the seconds for which the group was waited for.
+        self._under_way: dict[int, dict[int, float]] = {}
         # Replicas that were lost with a group, by position.
         self._attempts: Counter[int] = Counter()
         self._closed = False
@@ -122,7 +127,7 @@ class FullyAsync:
         )
 
     def settle(self) -> None:
-        """Wait for the slices that run (see ``Source``)."""
+        """Wait for the calls that run, slices or looks at generations (see ``Source``)."""
         with self._changed:
             self._paused = True
             self._changed.wait_for(lambda: self._busy == 0 or self._failed is not None)
@@ -250,6 +255,7 @@ class FullyAsync:
         for replica, begun in list(running.items()):
             if begun.call in done:
                 self._note(replica, rollouts.reply(replica, running.pop(replica).call))
+                self._check_progress(replica)
             elif now >= begun.until:
                 rollouts.lose(replica, silent([begun.call], rollouts.pool.timeout_s))
                 running.pop(replica)
@@ -270,7 +276,29 @@ class FullyAsync:
                     group = Group(prompt=self._prompt(position), completions=completions)
                     self._ready.append((position, group))
                 for position in under_way:
-                    under_way[position] += 1
+                    under_way[position] += reply.seconds if self._rollouts.in_flight else 1
+            self._changed.notify_all()
+
+    def _check_progress(self, replica: int) -> None:
+        """Lose a replica that has been generating a group for too long, where no slice ends.
+
+        Raises ``WorkerLost`` unless the run is elastic.
+        """
+        limit = self._rollouts.pool.timeout_s
+        waited = max(self._under_way.get(replica, {}).values(), default=0.0)
+        if not self._rollouts.in_flight or waited <= limit:
+            return
+        self._rollouts.lose(
+            replica,
+            WorkerLost(
+                f"a group is not complete after {limit:g} s",
+                where="overlap.mode: full",
+                why="its rollout hangs, or the completions take longer",
+                remedy="raise ray.timeout_s if they take longer",
+            ),
+        )
+        with self._changed:
+            self._give_up([replica])
             self._changed.notify_all()
 
     def _give_up(self, replicas: Sequence[int]) -> None:
@@ -330,7 +358,10 @@ class FullyAsync:
         limit = self._config.rollout.max_new_tokens
         size = self._config.overlap.slice_tokens
         slices = self._under_way.get(replica, {}).values()
-        return sum(max(limit - done * size, 1) for done in slices)
+        if self._rollouts.in_flight:
+            # The number of tokens so far is not known.
+            return limit * len(slices)
+        return sum(max(limit - int(done) * size, 1) for done in slices)
 
     def _begin(self, replica: int, count: int) -> list[tuple[int, Prompt]]:
         """Draw ``count`` groups for a replica: those to draw again, then new ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Literal
 
 from engine_trainer.config import RLConfig
 from engine_trainer.data import (
@@ -78,7 +78,14 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         check_replay(config, run.launcher)
         require_vision(config.rollout, _list_prompts(train, heldout))
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
-        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
+        sampler = Sampler.create(
+            run,
+            tokenizer,
+            config.rollout,
+            config.reward,
+            config.agent,
+            in_flight=_wants_in_flight(config),
+        )
         learner = Learner(run, config)
         recorder = Recorder(run, config, tokenizer)
         evaluator = Evaluator(run, sampler, heldout)
@@ -164,6 +171,11 @@ def _teacher_prompts(config: RLConfig) -> TeacherPrompts | None:
     # The context of a server is known to the server alone.
     limit = None if teacher.url is not None else longest_prompt(model, config.rollout)
     return TeacherPrompts(template=teacher.prompt_template, limit=limit)
+
+
+def _wants_in_flight(config: RLConfig) -> bool | Literal["auto"]:
+    """Return whether the rollout is to take weights while it generates (``RolloutSpec``)."""
+    return config.overlap.in_flight if config.overlap.mode == "full" else False
 
 
 def _source(

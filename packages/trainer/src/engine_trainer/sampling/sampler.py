@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine_api.comm import Comm
 from engine_api.rollout import SamplingParams, SyncResult
@@ -71,8 +72,11 @@ class Sampler:
         section: RolloutSection,
         reward: RewardSection,
         agent: AgentSection | None = None,
+        in_flight: bool | Literal["auto"] = False,
     ) -> Sampler:
         """Build the sampler of a run that has started.
+
+        ``in_flight``: see ``RolloutSpec``.
 
         Raises ``PluginError``, ``ConfigError``: all processes together.
         """
@@ -85,6 +89,7 @@ class Sampler:
             engine_device=run.device,
             agent=agent,
             drop_bad_images=run.config.data.on_bad_image == "drop",
+            in_flight=in_flight,
         )
         rollouts = run.launcher.rollouts(spec, run.timers)
         return Sampler(

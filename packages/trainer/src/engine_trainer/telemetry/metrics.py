@@ -263,6 +263,7 @@ MEANINGS: Mapping[str, str] = {
     "sync/tensors": "Tensors that one weight sync brought to a replica.",
     "sync/quantized": "Tensors that one weight sync quantized.",
     "sync/audited": "1 if the checksums of the served weights were compared with the engine's.",
+    "sync/paused_s": "Seconds for which running completions waited for a weight sync, at most.",
     "sync/*_s": "Seconds of this phase of a weight sync, in the slowest replica.",
     "time/generate": "Seconds of generation since the row before.",
     "time/train": "Seconds of updates since the row before.",

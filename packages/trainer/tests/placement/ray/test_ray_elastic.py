@@ -28,7 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-from engine_trainer.placement.ray.replicas import ReplicasLost  # noqa: E402 - behind importorskip
+import in_flight_local  # noqa: E402 - behind importorskip
+
+from engine_api.registry import RolloutRegistry  # noqa: E402
+from engine_trainer.placement.ray.replicas import ReplicasLost  # noqa: E402
 from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 TWO = {"engines": 1, "rollouts": 2}
@@ -243,6 +246,39 @@ def test_fully_asynchronous_replicas_are_replaced_and_no_prompt_is_lost(
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["rollout/groups"] == 8 for r in rows)
+    manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
+    state = manifest["extra"]["loop"]
+    dropped = sum(r["rollout/dropped_groups"] for r in rows)
+    assert state["position"] - len(state.get("pending", [])) == 6 * 8 + dropped
+    assert sum(r["learned"] for r in rollouts_of(out)) == 6 * 8 * 4
+    assert sum(row["replicas/lost"] for row in replicas_of(out)) == 2
+
+
+@pytest.fixture
+def in_flight() -> Iterator[str]:
+    """Return the name of a rollout that takes weights while it generates."""
+    in_flight_local.register()
+    yield in_flight_local.BACKEND
+    RolloutRegistry.unregister(in_flight_local.BACKEND)
+
+
+@pytest.mark.turn
+def test_replicas_that_take_weights_in_flight_are_replaced_and_no_prompt_is_lost(
+    sums_model, tmp_path, plan, in_flight
+):
+    """Lose one between two tokens, and one in a sync, which is repeated with the other.
+
+    The failed sync ends the generations of the replica that is left, too.
+    """
+    out = tmp_path / "out"
+    faults = [fault("rollout-1", "collect", nth=6), fault("rollout-0", "connect", nth=4)]
+    ray = {"imports": ["ray_faults", "in_flight_local"]}
+    rollout = {"name": in_flight}
+    run(sums_model, out, plan, faults, ray=ray, **FULL | {"rollout": FULL["rollout"] | rollout})
+    rows = rows_of(out)
+    assert [r["step"] for r in rows] == list(range(1, 7))
+    assert all(r["rollout/groups"] == 8 for r in rows)
+    assert any(r["rollout/continued"] > 0 for r in rows)
     manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
     state = manifest["extra"]["loop"]
     dropped = sum(r["rollout/dropped_groups"] for r in rows)

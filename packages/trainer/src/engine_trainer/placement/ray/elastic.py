@@ -82,8 +82,9 @@ class ElasticRollouts(SeparateRollouts):
         *,
         batch_size: int,
         attempts: int,
+        in_flight: bool = False,
     ) -> None:
-        super().__init__(replicas.pool, policy, timers)
+        super().__init__(replicas.pool, policy, timers, in_flight=in_flight)
         self._replicas = replicas
         self._batch_size = batch_size
         self._attempts = attempts

@@ -111,9 +111,9 @@ class OnRay:
                     why=f"ray.rollouts is {self.section.rollouts}",
                     remedy="leave one of the two out",
                 )
-        build = self._connect(spec, self._policy.pool, self._rollout_pool)
+        build, in_flight = self._connect(spec, self._policy.pool, self._rollout_pool)
         if not self.section.elastic:
-            return SeparateRollouts(self._rollout_pool, self._policy, timers)
+            return SeparateRollouts(self._rollout_pool, self._policy, timers, in_flight=in_flight)
         self._elastic = ElasticRollouts(
             Replicas(
                 self._rollout_pool,
@@ -125,6 +125,7 @@ class OnRay:
             batch_size=spec.section.batch_size,
             # Where no replica is replaced, another one still takes the work of a lost one.
             attempts=self.section.restarts + 1,
+            in_flight=in_flight,
         )
         return self._elastic
 
@@ -218,8 +219,14 @@ class OnRay:
             ]
         )
 
-    def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> tuple[Any, ...]:
-        """Build the replicas and both ends of the wire, and return the arguments of a replica."""
+    def _connect(
+        self, spec: RolloutSpec, engines: Pool, rollouts: Pool
+    ) -> tuple[tuple[Any, ...], bool]:
+        """Build the replicas and both ends of the wire.
+
+        Returns the arguments of a replica, and whether all replicas take weights while they
+        generate.
+        """
         why = engines.finish([engines.start(0, "why_whole", spec)])[0].value
         log.info(
             "weights go to %d replicas %s",
@@ -233,6 +240,14 @@ class OnRay:
         timeout_s = self.section.timeout_s if elastic else 2 * self.section.timeout_s
         whole = bool(why)
         build = (spec, timeout_s, whole, elastic)
-        rollouts.call_all("make_rollout", *build)
+        sliced: list[str | None] = rollouts.call_all("make_rollout", *build)
         engines.call_all("make_wire", spec, len(rollouts), timeout_s, whole, elastic)
-        return build
+        reasons = [reason for reason in sliced if reason is not None]
+        if self.config.overlap.mode == "full":
+            log.info(
+                "weights are updated %s",
+                f"between slices of {self.config.overlap.slice_tokens} tokens: {reasons[0]}"
+                if reasons
+                else "in the middle of completions, which pause for it",
+            )
+        return build, not reasons

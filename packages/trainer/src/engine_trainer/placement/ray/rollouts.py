@@ -75,9 +75,14 @@ class SeparateRollouts:
 
     elastic = False
     """True if replicas may be lost and others may join while the run goes on."""
+    in_flight = False
+    """True if they take weights while they generate, so that they need no slices."""
 
-    def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
+    def __init__(
+        self, pool: Pool, policy: RayEngines, timers: Timers, *, in_flight: bool = False
+    ) -> None:
         self.pool = pool
+        self.in_flight = in_flight
         self._policy = policy
         self._timers = timers
         self.size = len(pool)
@@ -136,7 +141,7 @@ class SeparateRollouts:
         """Do nothing (see the class)."""
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
-        """Prepare for ``advance`` (see ``PartialRollouts``)."""
+        """Prepare for ``advance`` (see ``InFlightRollouts`` and ``PartialRollouts``)."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
     def generate_and_score(

@@ -35,6 +35,7 @@ from engine_trainer.placement.ray import channel
 from engine_trainer.placement.ray.actor import Worker, address
 from engine_trainer.placement.ray.agent_rollouts import AgentRollouts
 from engine_trainer.placement.ray.calls import require_running
+from engine_trainer.placement.ray.in_flight_rollouts import InFlightRollouts
 from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
 from engine_trainer.placement.replica import Replica, RolloutSpec, Scored, ScoredCompletion
 from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
@@ -293,7 +294,7 @@ class RolloutWorker(Worker):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._replica: Replica | None = None
-        self._under_way: PartialRollouts | AgentRollouts | None = None
+        self._under_way: InFlightRollouts | PartialRollouts | AgentRollouts | None = None
 
     def close(self) -> None:
         """Close the replica and the channel."""
@@ -306,16 +307,28 @@ class RolloutWorker(Worker):
         assert self._replica is not None
         return self._replica
 
-    def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool, elastic: bool) -> None:
-        """Build the replica and the wire's end (see ``Replica.create``)."""
+    def make_rollout(
+        self, spec: RolloutSpec, timeout_s: float, whole: bool, elastic: bool
+    ) -> str | None:
+        """Build the replica and the wire's end (see ``Replica.create``).
+
+        Returns why the rollout takes no weights while it generates, None if it does.
+        """
         self._replica = Replica.create(spec, self.timers)
         self._wire = channel.make_wire(spec, timeout_s, whole=whole, elastic=elastic)
+        return self._replica.why_sliced
 
     def receive(self, address: str, rank: int, version: int) -> SyncResult:
         """Install the weights that the engine sends to replica ``rank``."""
         assert self._wire is not None
-        with self._wire.receive(address, rank) as export:
-            return self.replica.rollout.update_weights(export, version)
+        try:
+            with self._wire.receive(address, rank) as export:
+                return self.replica.rollout.update_weights(export, version)
+        except BaseException:
+            # After any error, because the controller may repeat the sync with other replicas.
+            if isinstance(self._under_way, InFlightRollouts):
+                self._under_way.note_failed_sync()
+            raise
 
     def wake_up(self, weights: bool) -> None:
         """See ``RolloutGroup.wake_up``."""
@@ -334,7 +347,9 @@ class RolloutWorker(Worker):
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
         """Prepare for ``advance``."""
         agent = self.replica.agent
-        if agent:
+        if self.replica.why_sliced is None:
+            self._under_way = InFlightRollouts(self.replica, sampling)
+        elif agent:
             self._under_way = AgentRollouts(self.replica, agent, sampling, slice_tokens)
         else:
             self._under_way = PartialRollouts(self.replica, sampling, slice_tokens)
@@ -342,7 +357,7 @@ class RolloutWorker(Worker):
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
     ) -> list[tuple[int, list[ScoredCompletion]]]:
-        """See ``PartialRollouts.advance``."""
+        """See ``InFlightRollouts.advance`` and ``PartialRollouts.advance``."""
         assert self._under_way is not None
         return self._under_way.advance(new, seed)
 
