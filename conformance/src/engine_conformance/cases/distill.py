@@ -492,7 +492,7 @@ def taught_rows(setup: Setup, batch: PackedDocuments, vocab: int, hidden: int) -
 
 
 @case(id="distill.chunks_bound", since=SINCE, requires=REQUIRES)
-def chunks_bound(target: Target) -> float:
+def chunks_bound(target: Target) -> None:
     """The logits of at most ``logit_chunk`` tokens MUST exist at a time, the teacher's as well.
 
     The results of all operations of a step are looked at, in forward and backward, and what lives
@@ -507,7 +507,7 @@ def chunks_bound(target: Target) -> float:
         target.run(taught_rows, config, batch=batch, vocab=640, hidden=64)
         for batch in (two_chunks(55, target.world, 9), packed_documents(54, (40, 33, 17)))
     )
-    return require_bounded_rows(many, few, 9)
+    require_bounded_rows(many, few, 9)
 
 
 class _Untaught:

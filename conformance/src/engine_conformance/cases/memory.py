@@ -212,7 +212,7 @@ def logit_rows(setup: Setup, batch: PackedDocuments, model: TinyModel) -> tuple[
 
 
 @case(id="memory.chunks_bound", since="1.3")
-def chunks_bound(target: Target) -> float:
+def chunks_bound(target: Target) -> None:
     """The logits of at most ``logit_chunk`` tokens MUST exist at a time, in backward too.
 
     The results of all operations are looked at, in a step and in inference, and what lives of them
@@ -228,7 +228,7 @@ def chunks_bound(target: Target) -> float:
         target.run(logit_rows, config, batch=batch, model=TinyModel(**arguments))
         for batch in (two_chunks(88, target.world, 9), packed_documents(87, (40, 33, 17)))
     )
-    return require_bounded_rows(many, few, 9)
+    require_bounded_rows(many, few, 9)
 
 
 @case(id="memory.offload", requires=(Capability.OFFLOAD,), model_types=TYPES, quick=True)
