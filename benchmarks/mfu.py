@@ -3,8 +3,12 @@
 ``python -m benchmarks.mfu --shape 0.6b --tokens 8192 --document 4096`` runs it, also under
 torchrun. The weights are random, so no model is needed. Several engines and layouts do the same
 work one after another, as in ``--backend fsdp2,megatron,megatron:tp=2+pp=2``; sizes are those of
-``Parallelism``. The output is one JSON line each; the figures are put into docs/benchmarks.md with
-this command, without ``tools/benchmarks.py``.
+``Parallelism``. The output is one JSON line each, of which ``tools/engine_table.py`` makes the
+table for docs/benchmarks.md.
+
+``--defaults`` measures what ``engine-train`` does with ``engine.backend`` set and nothing else: the
+micro-batch of the contract's default, and compilation, recomputation and chunks of logits as the
+trainer chooses them for ``auto``. Layouts and ``--options`` still apply.
 
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L
 layers, H query heads, d head width, S document length; the attention term is the causal half;
@@ -27,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from engine_api import (
     Batch,
@@ -40,6 +45,10 @@ from engine_api import (
     Precision,
     sft_loss,
 )
+from engine_trainer.config import SFTConfig
+from engine_trainer.config.sections import DataSection, EngineSection, RunSection
+from engine_trainer.placement.automatic import settle
+from engine_trainer.placement.spmd import Spmd
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -150,9 +159,12 @@ def entries(text: str) -> list[Entry]:
 def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
     """Return the largest number of tokens in a micro-batch.
 
-    A step is one micro-batch, or with pipeline stages four times as many as there are stages: fewer
-    would measure the pipeline's bubble. Raises ``ValueError`` when the documents are too few.
+    A step is one micro-batch unless ``--max-tokens`` says otherwise, or with pipeline stages four
+    times as many as there are stages: fewer would measure the pipeline's bubble. Raises
+    ``ValueError`` when the documents are too few.
     """
+    if options.max_tokens:
+        return int(options.max_tokens)
     # These ranks share their documents.
     own = options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses
     if layout.pp == 1:
@@ -167,20 +179,20 @@ def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
     return own // parts
 
 
-def build(options: argparse.Namespace, entry: Entry) -> Any:
-    """Build the engine for these options and initialize it."""
+def configure(options: argparse.Namespace, entry: Entry) -> EngineConfig:
+    """Return the configuration that the options ask for."""
     declared = EngineRegistry.resolve(
         model_type="language_model", backend=entry.backend, device=options.device
-    )
-    # Only engines that declare the capability compile.
-    compiled = options.compile and Capability.COMPILE in declared.plugin.capabilities
-    config = EngineConfig(
+    ).plugin.capabilities
+    # Only engines that declare the capability compile, and none under tensor parallelism.
+    compiled = options.compile and Capability.COMPILE in declared and entry.layout.tp == 1
+    return EngineConfig(
         model=ModelSource(
             path=model_folder(options.shape), init="random", attention=options.attention
         ),
         optimizer=OptimizerConfig(lr=1e-5),
         parallelism=entry.layout,
-        precision=Precision(compute="float32" if options.device == "cpu" else "bfloat16"),
+        precision=Precision(compute=options.precision),
         memory=Memory(
             max_tokens=micro_batch_tokens(options, entry.layout),
             logit_chunk=options.chunk,
@@ -190,6 +202,31 @@ def build(options: argparse.Namespace, entry: Entry) -> Any:
         ),
         options=json.loads(options.options).get(entry.backend),
     )
+
+
+def choose(options: argparse.Namespace, entry: Entry) -> EngineConfig:
+    """Return the configuration that ``engine-train`` chooses where only the backend is given."""
+    folder = model_folder(options.shape)
+    section = EngineSection(
+        model=ModelSource(path=folder, init="random"),
+        backend=entry.backend,
+        device=options.device,
+        parallelism=entry.layout,
+        options=json.loads(options.options).get(entry.backend, {}),
+    )
+    config = SFTConfig(
+        engine=section,
+        # Neither is read: the documents are random, and nothing is written.
+        data=DataSection(source=folder),
+        run=RunSection(output_dir=folder, steps=1),
+    )
+    settled, _ = settle(config, Spmd())
+    return settled.engine.build(seed=0, total_steps=1)
+
+
+def build(options: argparse.Namespace, entry: Entry) -> Any:
+    """Build the engine for these options and initialize it."""
+    config = (choose if options.defaults else configure)(options, entry)
     engine = EngineRegistry.create(backend=entry.backend, device=options.device, config=config)
     engine.initialize()
     return engine
@@ -238,10 +275,13 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "tokens": options.tokens,
         "micro_batches": result.num_micro_batches,
         "document": options.document,
+        "defaults": options.defaults,
+        "precision": engine.resolved()["precision.compute"],
+        "max_tokens": engine.config.memory.max_tokens,
         "attention": getattr(engine, "kernel", options.attention),
         "compile": engine.config.memory.compile,
-        "chunk": options.chunk,
-        "recompute": options.recompute,
+        "chunk": engine.config.memory.logit_chunk,
+        "recompute": engine.config.memory.recompute,
         "options": engine.config.options or {},
         "step_ms": round(step * 1e3, 1),
         "tokens_per_s": round(rate),
@@ -251,6 +291,8 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "start_s": round(started, 1),
         "first_step_s": round(times[0], 1),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else options.device,
     }
     engine.close()
     return row
@@ -302,6 +344,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a step and GPU")
     parser.add_argument("--document", type=int, default=4096)
+    parser.add_argument(
+        "--defaults", action="store_true", help="as engine-train with nothing but the backend set"
+    )
+    parser.add_argument("--precision", help="of the computation; default: bfloat16, float32 on cpu")
+    parser.add_argument(
+        "--max-tokens", type=int, help="tokens of a micro-batch; default: a step is one"
+    )
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument(
@@ -318,6 +367,7 @@ def main() -> None:
         "--options", default="{}", help='JSON: engines\' own options by backend, {"megatron": {…}}'
     )
     options = parser.parse_args()
+    options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     layouts = entries(options.backend)
     if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):
         parser.error(f"--options: {', '.join(unknown)}: no backend of --backend {options.backend}")

@@ -5,7 +5,12 @@ sync-8b,kernels --output DIR`` runs some. They run one after another, each with 
 output goes to ``DIR/<step>.log``; its measurements, one JSON line per row, are printed and go to
 ``DIR/rows.jsonl``. A step that fails or takes too long does not stop the remaining ones;
 ``--budget`` seconds after the start no further step begins. The exit status is 1 when a step did
-not pass.
+not pass. Some names are those of several steps: ``mfu-1.7b`` is one step for each engine at its
+best and one at its defaults.
+
+Engines want different versions of the same packages. ``--environments FILE`` names a JSON object
+that has for a backend, or for a step, the variables of its process, such as
+``{"automodel": {"PYTHONPATH": "/opt/automodel"}}``. A step's own come after its backend's.
 
 vLLM compiles DeepGEMM's kernels on first use (``~/.cache/vllm/deep_gemm``): keep that folder from
 run to run.
@@ -20,8 +25,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +63,9 @@ class Step:
     command: tuple[str, ...]
     seconds: int
     gpus: int = 1
+    backend: str = ""
+    """The engine, where the step runs one alone."""
+
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -105,7 +115,77 @@ def spread(gpus: int) -> tuple[str, ...]:
 def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> Step:
     """Return a step of benchmarks/mfu.py: the engines one after another, on the same work."""
     module = ("-m", "benchmarks.mfu", "--backend", backends, "--shape", shape, *arguments)
-    return Step(command=(*spread(gpus), *module), seconds=seconds, gpus=gpus)
+    names = {entry.partition(":")[0] for entry in backends.split(",")}
+    return Step(
+        command=(*spread(gpus), *module),
+        seconds=seconds,
+        gpus=gpus,
+        backend=names.pop() if len(names) == 1 else "",
+    )
+
+
+# Each engine's own options at its best. The others have none that make training faster on one host.
+LIGER: dict[str, object] = dict.fromkeys(
+    ("rms_norm", "rotary_pos_emb", "swiglu_mlp"), "liger_kernel"
+)
+BEST: dict[str, dict[str, object]] = {
+    "fsdp2": {},
+    "megatron": {"spec": "te"},
+    "veomni": LIGER,
+    "torchtitan": {},
+    "automodel": {},
+}
+# A micro-batch is half a step there, whose gradients would not be sharded before its end.
+REDUCING = {"reduce_each_micro_batch": True}
+OWN_OF_TWO: dict[str, dict[str, object]] = {"megatron": {"sequence_parallel": True}}
+
+
+def engines(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> dict[str, Step]:
+    """Return two steps for each engine, at its best and at its defaults, a process each.
+
+    Args:
+        name: start of the steps' names.
+        shape: shape of the model.
+        seconds: deadline of a step.
+        arguments: work of a step, the same for all.
+        gpus: number of GPUs. On several, Megatron's best is tensor parallelism.
+    """
+    steps: dict[str, Step] = {}
+    for backend, own in BEST.items():
+        layout = ":tp=2" if backend == "megatron" and gpus > 1 else ""
+        given = own | (OWN_OF_TWO.get(backend, {}) if gpus > 1 else {})
+        best = ("--options", json.dumps({backend: given})) if given else ()
+        recompute = ("--recompute", "full") if gpus > 1 else ()
+        steps[f"{name}-{backend}"] = mfu(
+            backend + layout, shape, seconds, *arguments, *best, *recompute, gpus=gpus
+        )
+        steps[f"{name}-{backend}-defaults"] = mfu(
+            backend, shape, seconds, *arguments, "--defaults", gpus=gpus
+        )
+    return steps
+
+
+def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> dict[str, Step]:
+    """Return a step for each engine that recomputes nothing, in micro-batches of 8,192 tokens.
+
+    A GPU of 80 GB does not have the memory for 8B.
+    """
+    steps: dict[str, Step] = {}
+    for backend, own in BEST.items():
+        megatron = backend == "megatron"
+        given = own | (OWN_OF_TWO["megatron"] if megatron else REDUCING)
+        steps[f"{name}-{backend}"] = mfu(
+            backend + (":tp=2" if megatron else ""),
+            shape,
+            seconds,
+            *arguments,
+            "--max-tokens",
+            "8192",
+            "--options",
+            json.dumps({backend: given}),
+            gpus=gpus,
+        )
+    return steps
 
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
@@ -124,6 +204,8 @@ def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
         seconds=seconds,
     )
 
+
+WORK = ("--tokens", "16384", "--document", "4096", "--steps", "6", "--warmup", "3")
 
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
@@ -168,9 +250,7 @@ STEPS = {
         "qwen3-8b",
         400,
         "--backend",
-        "megatron",
-        "--tp",
-        "2",
+        "megatron:tp=2",
         gpus=2,
         enforce_eager=True,
     ),
@@ -181,13 +261,35 @@ STEPS = {
         "--layers",
         "12",
         "--backend",
-        "megatron",
-        "--ep",
-        "2",
+        "megatron:ep=2",
         gpus=2,
         enforce_eager=True,
     ),
-    "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
+    **syncs(
+        "sync-engines-8b",
+        "qwen3-8b",
+        580,
+        "--backend",
+        "fsdp2,veomni,automodel,torchtitan,megatron:tp=2",
+        gpus=2,
+        enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
+    ),
+    **syncs(
+        "sync-engines-moe",
+        "qwen3-30b-a3b-cut",
+        580,
+        "--layers",
+        "12",
+        "--backend",
+        "fsdp2,veomni,automodel:ep=2,torchtitan:ep=2,megatron:ep=2",
+        gpus=2,
+        enforce_eager=True,
+        # The engines are made while the replica holds its memory.
+        gpu_memory_utilization=0.35,
+    ),
+    **engines("mfu-1.7b", "1.7b", 200, *WORK),
     "mfu-1.7b-long": mfu(
         "fsdp2,megatron",
         "1.7b",
@@ -199,15 +301,38 @@ STEPS = {
         "--recompute",
         "full",
     ),
-    "mfu-8b-2": mfu(
-        "fsdp2,megatron:tp=2,megatron:pp=2",
-        "8b",
-        500,
-        "--tokens",
-        "16384",
-        "--recompute",
-        "full",
-        gpus=2,
+    **engines("mfu-8b-2", "8b", 300, *WORK, gpus=2),
+    **{
+        f"mfu-8b-2-torchtitan-float8-{recipe}": mfu(
+            "torchtitan",
+            "8b",
+            400,
+            *WORK,
+            "--recompute",
+            "full",
+            "--precision",
+            "float8",
+            "--options",
+            json.dumps({"torchtitan": {"float8_recipe": recipe}}),
+            gpus=2,
+        )
+        for recipe in ("rowwise", "tensorwise")
+    },
+    "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
+    **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
+    "mechanisms": Step(
+        command=("-m", "benchmarks.mechanisms", "--output", "runs/mechanisms"), seconds=590
+    ),
+    "router-replay": Step(
+        command=(
+            "-m",
+            "benchmarks.router_replay",
+            "--shape",
+            "qwen3-30b-a3b",
+            "--layers",
+            "8",
+        ),
+        seconds=400,
     ),
     "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
@@ -260,6 +385,49 @@ STEPS = {
     ),
 }
 
+# Names of several steps.
+GROUPS = {
+    "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
+    "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
+    "mfu-8b-2-kept": [name for name in STEPS if name.startswith("mfu-8b-2-kept-")],
+}
+GROUPS["mfu-8b-2"] = [
+    name for name in STEPS if name.startswith("mfu-8b-2-") and name not in GROUPS["mfu-8b-2-kept"]
+]
+
+
+def expand(text: str) -> list[str]:
+    """Return the names of steps in a list of names by commas, without repetitions.
+
+    Raises ``ValueError`` for an unknown name.
+    """
+    found: dict[str, None] = {}
+    for name in text.split(","):
+        if name not in GROUPS and name not in STEPS:
+            known = ", ".join([*GROUPS, *STEPS])
+            raise ValueError(f"expected names of steps, got {name!r}; there are {known}")
+        found |= dict.fromkeys(GROUPS.get(name, [name]))
+    return list(found)
+
+
+def read_environments(path: Path | None) -> dict[str, dict[str, str]]:
+    """Return the variables in a file by backend or step.
+
+    Raises ``ValueError`` for a name that is neither, and for what is no object of variables.
+    """
+    if path is None:
+        return {}
+    found = json.loads(path.read_text())
+    known = {*STEPS, *(step.backend for step in STEPS.values() if step.backend)}
+    for name, variables in found.items():
+        if name not in known:
+            raise ValueError(f"{path}: expected backends and steps, got {name!r}")
+        if not isinstance(variables, dict) or not all(
+            isinstance(value, str) for value in variables.values()
+        ):
+            raise ValueError(f"{path}: {name}: expected an object of texts, got {variables!r}")
+    return found
+
 
 def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
     """Run a step and return its exit status (124: timeout), seconds, and printed JSON lines."""
@@ -292,6 +460,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def brief(row: dict[str, Any]) -> str:
+    """Return a row for the screen: in short for a sync, and otherwise as JSON."""
+    engine = ":".join(part for part in (row.get("backend"), row.get("layout")) if part)
+    if "unavailable" in row:
+        return f"{engine:18} not available: {row['unavailable'].splitlines()[-1].strip()}"
+    if "phases_ms" not in row:
+        return json.dumps(row)
+    phases = ", ".join(f"{name} {value}" for name, value in row["phases_ms"].items())
+    return (
+        f"{engine:18} {row['quantization']:4} {'audited' if row['audited'] else 'not audited':11} "
+        f"{row['ms']:7.1f} ms ({row['min_ms']} to {row['max_ms']}; {phases}) "
+        f"{row['tensors']} tensors, {row['quantized']} quantized, {row['wire_gb_s']} GB/s, "
+        f"digest {row['digest'] or '-'}"
+    )
+
+
 def last_words(log: Path) -> str:
     """Return the line of the log that most likely says why the step failed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -299,7 +483,7 @@ def last_words(log: Path) -> str:
     return (errors or lines or ["nothing was printed"])[-1][:200]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run the steps, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
@@ -310,14 +494,19 @@ def main() -> int:
         "--budget", type=float, default=float("inf"), help="seconds after which no step begins"
     )
     parser.add_argument("--list", action="store_true", help="show the steps and run nothing")
-    options = parser.parse_args()
-    names = options.only.split(",")
-    if unknown := [name for name in names if name not in STEPS]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    parser.add_argument(
+        "--environments", type=Path, help="JSON: backend or step -> variables of its process"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        names = expand(options.only)
+        environments = read_environments(options.environments)
+    except ValueError as error:
+        parser.error(str(error))
     if options.list:
         for name in names:
             print(
-                f"{name:18} {STEPS[name].gpus} GPU  at most {STEPS[name].seconds} s  python "
+                f"{name:29} {STEPS[name].gpus} GPU  at most {STEPS[name].seconds} s  python "
                 f"{' '.join(STEPS[name].command)}"
             )
         return 0
@@ -331,20 +520,23 @@ def main() -> int:
                 if spent
                 else f"it needs {STEPS[name].gpus} GPUs, here are {present}"
             )
-            print(f"{name:18} not run: {why}", flush=True)
+            print(f"{name:29} not run: {why}", flush=True)
             failed = True
             continue
-        status, seconds, rows = run(name, STEPS[name], options.output)
+        step = STEPS[name]
+        own = environments.get(step.backend, {}) | environments.get(name, {})
+        step = replace(step, environment=step.environment | own)
+        status, seconds, rows = run(name, step, options.output)
         failed |= status != 0
         with (options.output / "rows.jsonl").open("a") as file:
             file.writelines(f"{json.dumps({'step': name} | json.loads(row))}\n" for row in rows)
         words = "" if status == 0 else last_words(options.output / f"{name}.log")
         print(
-            f"{name:18} {'passed' if status == 0 else f'exit {status}'} {seconds:6.0f} s  {words}",
+            f"{name:29} {'passed' if status == 0 else f'exit {status}'} {seconds:6.0f} s  {words}",
             flush=True,
         )
         for row in rows:
-            print(f"  {row}", flush=True)
+            print(f"  {brief(json.loads(row))}", flush=True)
     return int(failed)
 
 

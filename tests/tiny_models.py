@@ -145,6 +145,23 @@ SERVED_SIZES: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "dropout", "residual_dropout"), 0.0),
 }
 
+# Widths of heads, states and experts in kernels for GPUs, and blocks of 128 in FP8.
+_WIDE_ON_GPU = """
+expert_ffn_hidden_size index_head_dim linear_key_head_dim linear_value_head_dim
+moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim
+shared_expert_intermediate_size shared_intermediate_size v_head_dim
+"""
+_NARROW_ON_GPU = """
+attention_head_dim global_head_dim head_dim kv_channels mamba_d_head mamba_d_state mamba_head_dim
+ssm_state_size state_size
+"""
+SERVED_ON_GPU_SIZES: dict[str, Any] = {
+    **SERVED_SIZES,
+    **dict.fromkeys(_WIDE_ON_GPU.split(), 128),
+    **dict.fromkeys(_NARROW_ON_GPU.split(), 64),
+    "qk_head_dim": 192,
+}
+
 # Families leave these sizes open, and derive them from other sizes or not at all.
 _ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
@@ -324,26 +341,50 @@ PICTURED_TYPES = tuple(_PICTURED)
 """Model types with a vision tower that have tiny models."""
 
 
+# Keys and sizes with which servers compute these models: towers as wide as kernels need, and keys
+# that published models have and transformers does not need.
+_SERVED_SECTIONS = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
+_SERVED_TOWER: dict[str, Any] = {"embed_dim": 64, "hidden_size": 64, "out_hidden_size": 128}
+_SERVED_TEXT: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
+
+
 def tiny_pictured_model(
-    model_type: str, text_changes: dict[str, Any] | None = None, **changes: Any
+    model_type: str,
+    text_changes: dict[str, Any] | None = None,
+    *,
+    served: bool = False,
+    **changes: Any,
 ) -> Any:
     """Return a vision-language model of a family with random weights.
 
-    ``text_changes`` are keys of its language model, ``changes`` those of the whole.
+    ``text_changes`` are keys of its language model, ``changes`` those of the whole. With ``served``
+    it has the sizes and keys that servers need.
     """
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     text_type, text, tower, whole = _PICTURED[model_type]
     own = text | (text_changes or {})
-    small = tiny_config(text_type, num_hidden_layers=2, **own).to_dict()
+    sizes: dict[str, Any] = {}
+    if served:
+        sizes = SERVED_SIZES
+        own |= _SERVED_TEXT.get(model_type, {})
+        tower = tower | {key: size for key, size in _SERVED_TOWER.items() if key in tower}
+        if model_type == "qwen2_vl":
+            # Its hidden size is the language model's.
+            tower |= {"hidden_size": 128}
+        if "rope_parameters" in own:
+            sections = _SERVED_SECTIONS if model_type.startswith("qwen3") else {}
+            sections = {"mrope_section": _SERVED_SECTIONS["mrope_section"]} | sections
+            own |= {"rope_parameters": own["rope_parameters"] | sections}
+    small = tiny_config(text_type, sizes=sizes, num_hidden_layers=2, **own).to_dict()
     config = CONFIG_MAPPING[model_type](text_config=small, vision_config=tower, **(whole | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+                parameter.add_((0.05 if served else 0.1) * torch.randn_like(parameter))
     return model
 
 
@@ -353,15 +394,15 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in DOCUMENTS]
 
 
-def oracle(folder: str) -> Any:
-    """Return the model of a folder in float64, as transformers computes it.
+def oracle(folder: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return the model of a folder in float64, or another dtype, as transformers computes it.
 
     Attention and experts are in plain PyTorch.
     """
     from transformers import AutoModelForCausalLM
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval()
 
 
 def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -370,5 +411,7 @@ def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     The document is alone in its batch.
     """
     with torch.no_grad():
-        scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    # Scores of rounded logits are not rounded again.
+    scores = logits.double().log_softmax(-1)
     return torch.cat([scores.new_zeros(1), scores[:-1].gather(-1, ids[1:, None])[:, 0]])

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from tiny_models import SERVED_SIZES, documents, log_probs, oracle, tiny_model
+from tiny_models import (
+    SERVED_ON_GPU_SIZES,
+    SERVED_SIZES,
+    documents,
+    log_probs,
+    oracle,
+    tiny_model,
+)
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig
 from engine_api.errors import EngineError
+from engine_api.hf_vision import Vision, build_arguments, read_vision
+from engine_api.media import Media
 from engine_api.registry import EngineRegistry, RolloutRegistry
-from engine_api.rollout import Completion, SamplingParams
+from engine_api.rollout import Completion, PromptImages, SamplingParams
 
 NEAR = 1e-4
 """Nats by which a log-prob in float32 may differ from the one in float64."""
@@ -23,10 +36,13 @@ PROMPTS: list[list[int]] = [[5, 6, 7], *(ids.tolist() for ids in documents())]
 SYNCS = 2
 # For all prompts at once, in blocks of any size that servers choose.
 _SMALL: dict[str, Any] = {"enforce_eager": True, "kv_cache_bytes": 1 << 27, "batch_size": 8}
+# Another process on the same GPU needs its memory, too.
+_ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "memory_saver": False}
 # Keys that published models of these families have, servers read, and transformers does not need.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "lfm2": {
         "block_auto_adjust_ff_dim": False,
         "block_dim": 128,
@@ -38,43 +54,199 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def make_served_model(model_type: str, folder: Path) -> None:
+def make_served_model(model_type: str, folder: Path, device: str = "cpu") -> None:
     """Write a tiny model whose heads and experts are large enough for the kernels of servers."""
     published = _PUBLISHED.get(model_type, {})
-    tiny_model(model_type, sizes=SERVED_SIZES, **published).save_pretrained(folder)
+    sizes = SERVED_SIZES if device == "cpu" else SERVED_ON_GPU_SIZES
+    tiny_model(model_type, sizes=sizes, **published).save_pretrained(folder)
 
 
-def compare_vllm(folder: str | Path) -> dict[str, Any]:
-    """Return how vLLM in float32 differs from transformers in float64 after each of two syncs.
+def compare_vllm(
+    folder: str | Path, device: str = "cpu", quantization: str = "none"
+) -> dict[str, Any]:
+    """Return how vLLM differs from transformers in float64 after each of two syncs.
 
-    The weights are engine-fsdp's on this rank, and all of them change between the syncs, saved
-    buffers included. ``log_probs`` is the largest difference of a greedy token's log-prob, and
-    ``greedy`` the largest distance of such a log-prob from the best one at its place, both in nats.
-    ``audited`` says whether both syncs compared the served weights, and ``served_as`` names vLLM's
-    class. Errors of the engine and of the rollout are raised.
+    vLLM computes in float32 on a CPU and in bf16 on a GPU. The weights are engine-fsdp's on this
+    rank, and all of them change between the syncs, saved buffers included. ``log_probs`` is the
+    largest difference of a greedy token's log-prob, ``mean`` the mean one, and ``greedy`` the
+    largest distance of such a log-prob from the best one at its place, all in nats; on a GPU
+    ``plain`` is the mean difference of transformers in bf16. ``audited`` says whether both syncs
+    compared the served weights, and ``served_as`` names vLLM's class. Errors of the engine and of
+    the rollout are raised.
     """
-    from vllm.model_executor.models import registry
-
-    source = ModelSource(path=str(folder))
-    config = EngineConfig(model=source, optimizer=OptimizerConfig(lr=0.0))
-    engine: Any = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
-    rollout: Any = None
-    exporter: Any = None
+    on_gpu = device != "cpu"
+    served: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32"}
+    if quantization != "none":
+        served["quantization"] = quantization
+    # The engine exports its weights, and computes nothing: it needs no kernels.
+    with mock.patch("engine_torch.model.refuse_without_kernels"):
+        engine, exporter, rollout = _start_pair(Path(folder), device, **served)
     try:
-        engine.initialize()
-        # A process of its own, which vLLM asks about a model's class, imports vLLM once more.
-        with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
-            rollout = RolloutRegistry.create(
-                name="vllm", device="cpu", model=source, pad_token_id=0, dtype="float32", **_SMALL
-            )
-        exporter = RolloutRegistry.create_exporter(
-            name="vllm", device="cpu", model=source, dtype="float32"
-        )
-        return _compare_syncs(engine, exporter, rollout, Path(folder))
+        return _compare_syncs(engine, exporter, rollout, Path(folder), on_gpu=on_gpu)
     finally:
         for part in (exporter, rollout, engine):
-            if part is not None:
-                part.close()
+            part.close()
+
+
+def _start_pair(folder: Path, device: str = "cpu", **served: Any) -> tuple[Any, Any, Any]:
+    """Return an engine, an exporter and a rollout of a folder's model, or close what was begun.
+
+    ``served`` are arguments of both rollout and exporter, by default ``dtype="float32"``.
+    """
+    source = ModelSource(path=str(folder))
+    config = EngineConfig(model=source, optimizer=OptimizerConfig(lr=0.0))
+    served = {"dtype": "float32", **served}
+    with ExitStack() as begun:
+        engine: Any = EngineRegistry.create(backend="fsdp2", device=device, config=config)
+        begun.callback(engine.close)
+        engine.initialize()
+        rollout: Any = start_vllm(folder, device=device, **served)
+        begun.callback(rollout.close)
+        exporter: Any = RolloutRegistry.create_exporter(
+            name="vllm", device=device, model=source, **served
+        )
+        begun.pop_all()
+    return engine, exporter, rollout
+
+
+def start_vllm(folder: str | Path, *, device: str = "cpu", **arguments: Any) -> Any:
+    """Return vLLM's rollout of a folder's model, by default in float32, in this process."""
+    from vllm.model_executor.models import registry
+
+    options = _SMALL | (_ON_GPU if device != "cpu" else {})
+    # A process of its own, which vLLM asks about a model's class, imports vLLM once more.
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        return RolloutRegistry.create(
+            name="vllm",
+            device=device,
+            model=ModelSource(path=str(folder)),
+            pad_token_id=0,
+            **{"dtype": "float32", **options, **arguments},
+        )
+
+
+def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str, Any]:
+    """Return how vLLM in float32 differs behind images, after each of three syncs.
+
+    The weights are engine-fsdp's on this rank, on the server's device. The second sync changes
+    those of the tower and its projector alone, the third all. ``log_probs`` is the largest
+    difference of a token's log-prob from transformers in float64, ``engine`` that from the engine,
+    both in nats. ``audited`` says whether all syncs compared the served weights, and ``banned``
+    counts tokens of images.
+    """
+    engine, exporter, rollout = _start_pair(Path(folder), device)
+    try:
+        vision = read_vision(AutoConfig.from_pretrained(folder), "test")
+        assert vision is not None
+        prompts, images = draw_prompts(vision)
+        found: dict[str, Any] = {"log_probs": 0.0, "engine": 0.0, "audited": True, "banned": 0}
+        for version, changed in enumerate((None, is_vision, lambda name: True), 1):
+            if changed is not None:
+                _change_weights(engine, changed)
+            found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
+            saved = Path(f"{folder}-{version}")
+            engine.save_hf(saved)
+            model = AutoModelForImageTextToText.from_pretrained(
+                saved, dtype=torch.float64, attn_implementation="eager"
+            ).eval()
+            for temperature in (1.0, 0.7):
+                sampling = SamplingParams(
+                    n=3, max_new_tokens=6, temperature=temperature, seed=version
+                )
+                completions = rollout.generate(prompts, sampling, images=images)
+                apart = _compare_pictured(
+                    completions, prompts, images, vision, model, engine, temperature
+                )
+                for key, value in apart.items():
+                    # A difference that is not a number must not pass a comparison.
+                    if not value <= found[key]:
+                        found[key] = value
+                tokens = [token for one in completions for token in one.tokens]
+                found["banned"] += sum(
+                    token in (vision.image_token, vision.video_token) for token in tokens
+                )
+        return found
+    finally:
+        for part in (exporter, rollout, engine):
+            part.close()
+
+
+def draw_prompts(vision: Vision) -> tuple[list[list[int]], list[PromptImages | None]]:
+    """Return prompts with one image, none, two images and none, and the images of each."""
+    prompts: list[list[int]] = []
+    images: list[PromptImages | None] = []
+    for seed, shapes in enumerate(([(2, 4)], [], [(4, 4), (2, 2)], [])):
+        prompt, own = draw_prompt(vision, seed, shapes)
+        prompts.append(prompt)
+        images.append(own)
+    return prompts, images
+
+
+def draw_prompt(
+    vision: Vision, seed: int, shapes: Sequence[tuple[int, int]]
+) -> tuple[list[int], PromptImages | None]:
+    """Return a prompt with images of these heights and widths in patches."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(6, 50, (3 + seed,), generator=generator).tolist()
+    placeholders = list(ids)
+    grids = [[1, *shape] if vision.has_grid else [1, 1, 1] for shape in shapes]
+    for grid in grids:
+        ids += [*[vision.image_token] * vision.count_features(grid), 7 + seed, 9]
+        placeholders += [vision.image_token, 7 + seed, 9]
+    if not shapes:
+        return ids, None
+    rows = sum(a * b * c for a, b, c in grids)
+    media = Media(
+        pixels=torch.rand(rows, *vision.row_shape, generator=generator) * 2 - 1,
+        grid=torch.tensor(grids),
+        cu_images=torch.tensor([0, len(grids)]),
+    )
+    return ids, PromptImages(media=media, placeholders=placeholders, pictures=())
+
+
+def is_vision(name: str) -> bool:
+    """Return whether a parameter is one of a tower or its projector."""
+    return "visual" in name or "vision_tower" in name or "multi_modal_projector" in name
+
+
+@torch.no_grad()
+def _compare_pictured(
+    completions: Sequence[Completion],
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None],
+    vision: Vision,
+    model: Any,
+    engine: Any,
+    temperature: float,
+) -> dict[str, float]:
+    rows: list[dict[str, Any]] = []
+    media: list[Media] = []
+    found = {"log_probs": 0.0, "engine": 0.0}
+    for one in completions:
+        prompt = prompts[one.prompt_index]
+        own = images[one.prompt_index]
+        ids = torch.tensor([*prompt, *one.tokens])
+        arguments = build_arguments(vision, ids, None if own is None else own.media)
+        if own is not None:
+            arguments["pixel_values"] = arguments["pixel_values"].double()
+        logits = model(**arguments, use_cache=False).logits[0] / temperature
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        want = scores.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
+        apart = float((want - torch.tensor(one.log_probs, dtype=torch.float64)).abs().max())
+        if not apart <= found["log_probs"]:
+            found["log_probs"] = apart
+        rows.append({"input_ids": ids.tolist()})
+        media.append(Media.none(1) if own is None else own.media)
+    batch = Batch.pack(rows)
+    batch = batch.with_media(Media.concat(media))
+    scored = engine.infer_batch(batch, temperature=temperature).log_probs.cpu()
+    parts = scored.split([len(row["input_ids"]) for row in rows])
+    for one, told in zip(completions, parts, strict=True):
+        given = torch.tensor(one.log_probs)
+        apart = float((told[-len(given) :] - given).abs().max())
+        if not apart <= found["engine"]:
+            found["engine"] = apart
+    return found
 
 
 def refusal(folder: str | Path) -> EngineError | None:
@@ -86,35 +258,44 @@ def refusal(folder: str | Path) -> EngineError | None:
     return None
 
 
-def _compare_syncs(engine: Any, exporter: Any, rollout: Any, folder: Path) -> dict[str, Any]:
+def _compare_syncs(
+    engine: Any, exporter: Any, rollout: Any, folder: Path, *, on_gpu: bool
+) -> dict[str, Any]:
     (served_as,) = rollout._engine.apply_model(lambda model: type(model).__name__)
     found: dict[str, Any] = {"log_probs": 0.0, "greedy": 0.0, "audited": True}
+    if on_gpu:
+        found |= {"mean": 0.0, "plain": 0.0}
     for version in range(1, SYNCS + 1):
         if version > 1:
             _change_weights(engine)
         found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
         saved = folder.with_name(f"{folder.name}-{version}")
         engine.save_hf(saved)
-        apart = _compare_completions(rollout.generate(PROMPTS, GREEDY), saved)
+        apart = _compare_completions(rollout.generate(PROMPTS, GREEDY), saved, on_gpu=on_gpu)
         for key, value in apart.items():
-            # A difference that is not a number must not pass a comparison.
-            if not value <= found[key]:
-                found[key] = value
+            found[key] = max(found[key], value)
     return found | {"served_as": served_as}
 
 
-def _change_weights(engine: Any) -> None:
-    """Add noise to every weight and every saved buffer of an engine."""
+def _change_weights(engine: Any, changed: Callable[[str], bool] = lambda name: True) -> None:
+    """Add noise to the weights and saved buffers of an engine whose names are chosen."""
     generator = torch.Generator().manual_seed(3)
     for entry in engine.table:
+        if not changed(entry.name):
+            continue
         local = entry.local.detach()
-        local.add_(0.05 * torch.randn(local.shape, generator=generator).to(local.dtype))
+        noise = torch.randn(local.shape, generator=generator)
+        local.add_(0.05 * noise.to(local))
         entry.publish()
 
 
-def _compare_completions(completions: Sequence[Completion], folder: Path) -> dict[str, float]:
+def _compare_completions(
+    completions: Sequence[Completion], folder: Path, *, on_gpu: bool
+) -> dict[str, float]:
     model = oracle(str(folder))
     found = {"log_probs": 0.0, "greedy": 0.0}
+    differences: list[torch.Tensor] = []
+    rounded: list[torch.Tensor] = []
     for completion in completions:
         count = len(completion.tokens)
         assert count == GREEDY.max_new_tokens
@@ -124,8 +305,19 @@ def _compare_completions(completions: Sequence[Completion], folder: Path) -> dic
             scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
         best = scores[-count - 1 : -1].max(-1).values
         told = torch.tensor(completion.log_probs, dtype=torch.float64)
-        apart = {"log_probs": (own - told).abs().max(), "greedy": (best - own).max()}
+        differences.append((own - told).abs())
+        apart = {"log_probs": differences[-1].max(), "greedy": (best - own).max()}
         for key, value in apart.items():
-            if not float(value) <= found[key]:
-                found[key] = float(value)
-    return found
+            # A difference that is not a number must not pass a comparison.
+            found[key] = max(found[key], math.inf if value.isnan() else float(value))
+        rounded.append(own)
+    if not on_gpu:
+        return found
+    plain = oracle(str(folder), dtype=torch.bfloat16)
+    for place, completion in enumerate(completions):
+        ids = torch.tensor([*PROMPTS[completion.prompt_index], *completion.tokens])
+        rounded[place] = (log_probs(plain, ids)[-len(completion.tokens) :] - rounded[place]).abs()
+    means = {"mean": differences, "plain": rounded}
+    return found | {
+        key: float(torch.cat(one).mean().nan_to_num(math.inf)) for key, one in means.items()
+    }

@@ -8,7 +8,9 @@ two ranks but for the reading by ``from_pretrained``. With ``--backend megatron`
 with engine-megatron on simulated CUDA, where two ranks split each layer. ``--rollout vllm`` serves
 each type that engine-fsdp takes with vLLM in float32 (in vLLM's environment) and compares
 log-probs of generated tokens after two weight syncs. It measures the types without a result, or
-those that are named. The results go to conformance/zoo.json. ``python tools/zoo.py`` writes
+those that are named. With ``--device cuda`` vLLM computes in bf16 or in FP8 (``--quantization``) on
+one GPU, ``--lanes`` types at a time; those results have a key of their own, with versions and the
+date. The results go to conformance/zoo.json. ``python tools/zoo.py`` writes
 docs/models.md from that file, and with ``--check`` says whether the page is current. It imports no
 torch then.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -29,6 +32,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +47,18 @@ PAGE = ROOT / "docs" / "models.md"
 # as a fraction of its norm (or of a thousandth of the norm of all gradients, if that is more).
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
+# Mean difference of log-probs on a GPU in nats, by quantization, that is allowed in addition to
+# three times that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts).
+# Weights of another sync are off by 0.4 to 1.8.
+NEAR_MEAN = {"none": 0.01, "fp8": 0.15}
+TIMES = 3
 LAYOUTS = ("one rank", "two ranks")
 FSDP = "fsdp2"
 MEGATRON = "megatron"
 VLLM = "vllm"
+# Results of a GPU, by quantization, which are never measured by a run on a CPU.
+SEEN = "vllm_cuda"
+QUANTIZATIONS = ("none", "fp8")
 # Seconds until a type's rollout counts as one that hangs.
 DEADLINE = 420
 ACCEPTED = ("right", "wrong")
@@ -233,7 +246,8 @@ def _compare_moved(engine: Any, expected: Expected, folder: Path) -> dict[str, A
         apart = float((stored[name].double() - tensor.double() - want).norm())
         apart /= max(float(want.norm()), 1e-3 * norm)
         # A gradient that is not a number must not pass a comparison.
-        if not apart <= worst[0]:
+        apart = math.inf if math.isnan(apart) else apart
+        if apart > worst[0]:
             worst = (apart, name)
     engine.load_checkpoint(place)
     wrong = _first_changed(engine, stored)
@@ -365,7 +379,8 @@ def _worst_gradient(engine: Any, expected: Expected) -> tuple[float, str]:
         mine = torch.zeros_like(part) if grad is None else local_of(grad).double()
         apart = float((mine - part).norm()) / max(float(whole.norm()), 1e-3 * norm)
         # A gradient that is not a number must not pass a comparison.
-        if not apart <= worst[0]:
+        apart = math.inf if math.isnan(apart) else apart
+        if apart > worst[0]:
             worst = (apart, entry.name)
     return worst
 
@@ -480,7 +495,7 @@ def _measure_command(arguments: argparse.Namespace) -> int:
         row = {LAYOUTS[0]: _rounded(found)}
         former = types.get(model_type, {})
         if backend == FSDP:
-            kept = {name: former[name] for name in (MEGATRON, VLLM) if name in former}
+            kept = {name: former[name] for name in (MEGATRON, VLLM, SEEN) if name in former}
             types[model_type] = {"asks": asks, **row, **kept}
         else:
             types[model_type] = former | {backend: row}
@@ -506,15 +521,17 @@ def _measure_command(arguments: argparse.Namespace) -> int:
 
 
 def _served_versions() -> dict[str, Any]:
-    """Return the version of the measured rollouts, which stays when engines are measured."""
+    """Return the versions of the measured rollouts, which stay when engines are measured."""
     former = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    return {VLLM: former[VLLM]} if VLLM in former else {}
+    return {name: former[name] for name in (VLLM, SEEN) if name in former}
 
 
 # --- rollouts -----------------------------------------------------------------------------------
 
 
-def measure_rollout(model_type: str) -> dict[str, Any]:
+def measure_rollout(
+    model_type: str, device: str = "cpu", quantization: str = "none"
+) -> dict[str, Any]:
     """Return the result of a model type that vLLM serves with engine-fsdp's weights."""
     from tiny_rollouts import compare_vllm, make_served_model
 
@@ -523,19 +540,22 @@ def measure_rollout(model_type: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
         folder = Path(scratch, model_type)
         try:
-            make_served_model(model_type, folder)
+            make_served_model(model_type, folder, device)
         # The family's own code may raise anything where the sizes do not fit it.
         except Exception as error:  # noqa: BLE001
             return {"status": "unmade", "why": _line(error)}
         try:
-            found = compare_vllm(folder)
+            found = compare_vllm(folder, device, quantization)
         except EngineError as error:
             traceback.print_exc()
             return {"status": "refused", "why": f"{error.what}: {_short(error.why)}"}
         except Exception as error:  # noqa: BLE001 - a crash is a result
             traceback.print_exc()
             return {"status": "crash", "why": _line(error)}
-    near = found["log_probs"] < NEAR and found["greedy"] < NEAR
+    if device == "cpu":
+        near = found["log_probs"] < NEAR and found["greedy"] < NEAR
+    else:
+        near = found["mean"] < TIMES * found["plain"] + NEAR_MEAN[quantization]
     return {"status": "right" if near else "wrong", **found}
 
 
@@ -545,26 +565,32 @@ def _short(why: str) -> str:
     return text.partition(" [type=")[0].strip()[:300]
 
 
-def _measure_into(model_type: str, results: str) -> None:
+def _measure_into(model_type: str, results: str, device: str, quantization: str) -> None:
     """Measure in a process of its own, and leave it at once: a server's threads may not end."""
+    if device != "cpu":
+        # transformers would take its functions from them, for a model on the CPU, too.
+        for kernel in ("fla", "causal_conv1d", "mamba_ssm"):
+            sys.modules[kernel] = None  # type: ignore[assignment]
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    Path(results).write_text(json.dumps(measure_rollout(model_type)))
+    found = measure_rollout(model_type, device, quantization)
+    Path(results).write_text(json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _measure_alone(model_type: str) -> dict[str, Any]:
+def _measure_alone(model_type: str, device: str, quantization: str) -> dict[str, Any]:
     """Return the result of a type from a process of its own, which has a deadline."""
+    # A copy of this process has vLLM imported, and none of its threads. CUDA allows no copies.
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
         results = Path(scratch, "result.json")
-        # A copy of this process has vLLM imported, and none of its threads.
-        process = multiprocessing.get_context("fork").Process(
-            target=_measure_into, args=(model_type, str(results))
+        process = context.Process(
+            target=_measure_into, args=(model_type, str(results), device, quantization)
         )
         process.start()
         process.join(DEADLINE)
@@ -579,31 +605,90 @@ def _measure_alone(model_type: str) -> dict[str, Any]:
 
 def _measure_rollouts(arguments: argparse.Namespace) -> int:
     """Measure the rollouts of the chosen types, and record each result when it is there."""
+    if arguments.device != "cpu":
+        return _measure_rollouts_on_gpu(arguments)
     # Before the processes that measure begin, each of which would import it.
     import rollout_fp8.vllm.rollout
-    from rollout_fp8 import versions
 
     del rollout_fp8
     record = json.loads(RECORD.read_text())
     types: dict[str, Any] = record["types"]
-    line = versions.tested(VLLM, "cpu")
-    assert line is not None
-    version = versions.installed(line)
+    version = _version_of_vllm("cpu")
     if record.get(VLLM) != version:
         for row in types.values():
             row.pop(VLLM, None)
-    taken = [name for name, row in types.items() if row[LAYOUTS[0]]["status"] in ACCEPTED]
-    left = [name for name in taken if VLLM not in types[name]]
+    left = [name for name in _taken(types) if VLLM not in types[name]]
     chosen: list[str] = arguments.types or left
     for model_type in chosen:
-        found = _measure_alone(model_type)
+        found = _measure_alone(model_type, "cpu", "none")
         types[model_type][VLLM] = _rounded(found)
         record = {"transformers": record["transformers"], VLLM: version} | record | {VLLM: version}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{model_type}: {_sentence(found)}", flush=True)
-    bad = [name for name in chosen if types[name][VLLM]["status"] in ("wrong", "crash")]
+    return _sum_up(chosen, [types[name][VLLM] for name in chosen])
+
+
+def _measure_rollouts_on_gpu(arguments: argparse.Namespace) -> int:
+    """Measure rollouts on one GPU, and record each result when it is there."""
+    import torch
+    import transformers
+
+    record = json.loads(RECORD.read_text())
+    types: dict[str, Any] = record["types"]
+    quantization: str = arguments.quantization
+    chosen: list[str] = arguments.types or _taken(types)
+    measured = {
+        "vllm": _version_of_vllm("cuda"),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "gpu": _name_of_gpu(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    seen = record.setdefault(SEEN, {})
+    if any(seen.get(quantization, {}).get(key) != measured[key] for key in ("vllm", "gpu")):
+        for row in types.values():
+            row.get(SEEN, {}).pop(quantization, None)
+    seen[quantization] = measured
+
+    def measure_one(model_type: str) -> dict[str, Any]:
+        return _measure_alone(model_type, arguments.device, quantization)
+
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(arguments.lanes) as pool:
+        for model_type, found in zip(chosen, pool.map(measure_one, chosen), strict=True):
+            rows.append(found)
+            types[model_type].setdefault(SEEN, {})[quantization] = _rounded(found)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+            print(f"{model_type} ({quantization}): {_sentence(found)}", flush=True)
+    return _sum_up(chosen, rows)
+
+
+def _taken(types: dict[str, Any]) -> list[str]:
+    """Return the types that engine-fsdp takes."""
+    return [name for name, row in types.items() if row[LAYOUTS[0]]["status"] in ACCEPTED]
+
+
+def _sum_up(chosen: Sequence[str], rows: Sequence[dict[str, Any]]) -> int:
+    """Print how many types are not right, and return the exit status."""
+    pairs = zip(chosen, rows, strict=True)
+    bad = [name for name, row in pairs if row["status"] in ("wrong", "crash")]
     print(f"{len(chosen)} types, {len(bad)} wrong or crashed: {', '.join(bad) or 'none'}")
     return int(bool(bad))
+
+
+def _version_of_vllm(device: str) -> str | None:
+    from rollout_fp8 import versions
+
+    line = versions.tested(VLLM, device)
+    assert line is not None
+    return versions.installed(line)
+
+
+def _name_of_gpu() -> str:
+    """Return the GPU's name without touching CUDA, which the measuring processes need."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    named = subprocess.run(command, capture_output=True, text=True, check=True)
+    return named.stdout.splitlines()[0].strip()
 
 
 def _status(row: dict[str, Any]) -> str:
@@ -640,10 +725,15 @@ def main() -> int:
     parser.add_argument("types", nargs="*", help="model types; all without any")
     parser.add_argument("--backend", choices=(FSDP, MEGATRON), default=FSDP)
     parser.add_argument("--rollout", choices=(VLLM,), help="a rollout instead of an engine")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the rollout")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="on CUDA")
+    parser.add_argument("--lanes", type=int, default=4, help="types at a time on CUDA")
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", action="store_true", help="leave the two ranks out")
     arguments = parser.parse_intermixed_args()
+    if arguments.device == "cpu" and arguments.quantization != "none":
+        parser.error("--quantization fp8 needs --device cuda")
     if arguments.command == "measure" and arguments.rollout:
         return _measure_rollouts(arguments)
     if arguments.command == "measure":
@@ -693,7 +783,7 @@ def render(record: dict[str, Any]) -> str:
         summary=summary(types),
     )
     parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
-    return "\n".join([*parts, *_megatron(types), *_vllm(record)])
+    return "\n".join([*parts, *_megatron(types), *_vllm(record), *_vllm_on_gpu(record)])
 
 
 MEGATRON_INTRODUCTION = """\
@@ -767,6 +857,46 @@ def _vllm(record: dict[str, Any]) -> list[str]:
     ]
     parts = [introduction, table(("model type", "served as", "log-probs", "audit"), right)]
     return [*parts, *([table(("model type", "result", "why"), other)] if other else [])]
+
+
+SEEN_INTRODUCTION = """\
+### On a GPU
+
+{measured}.
+
+There vLLM computes in bf16, and in FP8 where the table of layers has the family, from weights that
+are synced twice (`python tools/zoo.py measure --rollout vllm --device cuda`). The figures are the
+mean difference of the greedy tokens' log-probs from float64, in nats, and in brackets that of
+transformers in bf16.
+*Right* means less than {times} times the latter and {near}.
+"""
+
+
+def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
+    """Return the section of vLLM's rollouts on a GPU, or nothing where none was measured."""
+    rows = {name: row[SEEN] for name, row in record["types"].items() if row.get(SEEN)}
+    if not rows:
+        return []
+    by_precision = {"none": "bf16", "fp8": "FP8"}
+    measured = ";\n".join(
+        f"{by_precision[one]}: as seen on one {said['gpu']}, vLLM {said['vllm']}, transformers "
+        f"{said['transformers']}, torch {said['torch']}, {said['date']}"
+        for one, said in record[SEEN].items()
+    )
+    near = " and ".join(f"{NEAR_MEAN[one]} in {by_precision[one]}" for one in QUANTIZATIONS)
+    cells = [
+        (f"`{name}`", *(_seen(row[one]) if one in row else "" for one in QUANTIZATIONS))
+        for name, row in rows.items()
+    ]
+    introduction = SEEN_INTRODUCTION.format(measured=measured, times=TIMES, near=near)
+    return [introduction, table(("model type", *by_precision.values()), cells)]
+
+
+def _seen(row: dict[str, Any]) -> str:
+    if "mean" not in row:
+        return f"{TITLES[row['status']].lower()}: {_why_not_served(row)}"
+    audit = "" if row["audited"] else ", not every tensor audited"
+    return f"{row['status']}, {row['mean']:.0e} ({row['plain']:.0e}){audit}"
 
 
 def _why_not_served(row: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine_trainer.config import SFTConfig
@@ -38,12 +39,11 @@ def main() -> None:
     folder = options.output / f"seed-{options.seed}"
     start = time.monotonic()
     model, sft, rl = folder / "model", folder / "sft", folder / "rl"
-    common = [
-        f"engine.device={options.device}",
-        f"run.seed={options.seed}",
-        f"data.reasoning_gym.seed={options.seed}",
+    sft_overrides = [
+        f"engine.model.path={model}",
+        f"run.output_dir={sft}",
+        *_common(options.device, options.seed),
     ]
-    sft_overrides = [f"engine.model.path={model}", f"run.output_dir={sft}", *common]
     if not (model / "config.json").is_file():
         problems = load_config(SFTConfig, str(HERE / "sft.yaml"), sft_overrides).data.reasoning_gym
         assert problems is not None
@@ -51,26 +51,50 @@ def main() -> None:
     # A finished stage is not repeated.
     if not (sft / "hf").is_dir():
         run_python(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *sft_overrides])
-    launcher = [
+    run_python(
+        rl_command(
+            folder,
+            device=options.device,
+            seed=options.seed,
+            processes=options.processes,
+            overrides=options.overrides,
+        )
+    )
+    _report(sft, rl, time.monotonic() - start)
+
+
+def rl_command(
+    folder: Path,
+    *,
+    device: str,
+    seed: int,
+    processes: int,
+    overrides: Sequence[str],
+    trainer: Sequence[str] = ("-m", "engine_trainer"),
+) -> list[str]:
+    """Return the arguments of Python that start RL below ``folder``, whose SFT has finished."""
+    return [
         "-m",
         "torch.distributed.run",
         "--standalone",
-        f"--nproc-per-node={options.processes}",
+        f"--nproc-per-node={processes}",
+        *trainer,
+        "rl",
+        str(HERE / "rl.yaml"),
+        f"engine.model.path={folder / 'sft' / 'hf'}",
+        f"run.output_dir={folder / 'rl'}",
+        *_common(device, seed),
+        *overrides,
     ]
-    run_python(
-        [
-            *launcher,
-            "-m",
-            "engine_trainer",
-            "rl",
-            str(HERE / "rl.yaml"),
-            f"engine.model.path={sft / 'hf'}",
-            f"run.output_dir={rl}",
-            *common,
-            *options.overrides,
-        ]
-    )
-    _report(sft, rl, time.monotonic() - start)
+
+
+def _common(device: str, seed: int) -> list[str]:
+    """Return the overrides that both stages have."""
+    return [
+        f"engine.device={device}",
+        f"run.seed={seed}",
+        f"data.reasoning_gym.seed={seed}",
+    ]
 
 
 def run_python(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ SGD = OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
 
 Shards = list[tuple[str, Tensor, ShardSpec]]
 Result = tuple[dict[int, Tensor], dict[str, Tensor], Shards, dict[str, Tensor]]
+
+
+def keep(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return copies on the CPU."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+def keep_shards(engine: Any) -> Shards:
+    """Return copies of a rank's shards on the CPU."""
+    shards = engine.get_per_tensor_param_shard()
+    return [(name, part.to("cpu", copy=True), spec) for name, part, spec in shards]
 
 
 def compute(
@@ -46,13 +58,11 @@ def compute(
     batch = Batch.pack(rows)
     if experts is not None:
         batch = batch.with_fields(routed_experts=torch.cat([experts[i] for i in own]))
-    log_probs = engine.infer_batch(batch).log_probs.split([len(documents[i]) for i in own])
-    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    shards = [
-        (name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()
-    ]
+    log_probs = engine.infer_batch(batch).log_probs.cpu().split([len(documents[i]) for i in own])
+    before = keep(engine.get_per_tensor_param())
+    shards = keep_shards(engine)
     engine.train_batch(batch, sft_loss)
-    after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    after = keep(engine.get_per_tensor_param())
     engine.close()
     return dict(zip(own, log_probs, strict=True)), before, shards, after
 
@@ -90,10 +100,10 @@ def adapt(
     )
 
     def export(adapter: str) -> dict[str, Tensor]:
-        return {name: t.clone() for name, t in engine.get_per_tensor_param(adapter=adapter)}
+        return keep(engine.get_per_tensor_param(adapter=adapter))
 
     def infer(*, adapter: bool) -> dict[int, Tensor]:
-        outputs = engine.infer_batch(batch, adapter=adapter).log_probs
+        outputs = engine.infer_batch(batch, adapter=adapter).log_probs.cpu()
         return dict(zip(own, outputs.split([len(documents[i]) for i in own]), strict=True))
 
     adapters = [export("only")]
@@ -104,9 +114,7 @@ def adapt(
         "off": infer(adapter=False),
         "merged": export("merged"),
         "base": export("base"),
-        "shards": [
-            (name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()
-        ],
+        "shards": keep_shards(engine),
     }
     engine.train_batch(batch, sft_loss)
     adapters.append(export("only"))
@@ -133,20 +141,18 @@ def pass_on(path: str, documents: list[list[int]], scratch: str) -> dict[str, di
             for one in documents[place.dp_rank :: place.dp_size]
         ]
         work(engine, Batch.pack(rows))
-        found[name] = {one: tensor.clone() for one, tensor in engine.get_per_tensor_param()}
+        found[name] = keep(engine.get_per_tensor_param())
         engine.close()
 
     def begin(engine: Any, batch: Batch) -> None:
         engine.train_batch(batch, sft_loss)
         engine.save_checkpoint(folder / "one").result()
-        found["one"] = {one: tensor.clone() for one, tensor in engine.get_per_tensor_param()}
+        found["one"] = keep(engine.get_per_tensor_param())
         engine.train_batch(batch, sft_loss)
 
     def elsewhere(engine: Any, batch: Batch) -> None:
         engine.load_checkpoint(folder / "one")
-        found["one elsewhere"] = {
-            one: tensor.clone() for one, tensor in engine.get_per_tensor_param()
-        }
+        found["one elsewhere"] = keep(engine.get_per_tensor_param())
         engine.train_batch(batch, sft_loss)
         engine.save_checkpoint(folder / "two").result()
 
@@ -184,6 +190,6 @@ def infer(path: str, documents: list[list[int]]) -> tuple[str, Tensor | None]:
         rows = [
             {"input_ids": one, "loss_weight": [0.0] + [1.0] * (len(one) - 1)} for one in documents
         ]
-        return "", engine.infer_batch(Batch.pack(rows)).log_probs
+        return "", engine.infer_batch(Batch.pack(rows)).log_probs.cpu()
     finally:
         engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def create(
     return EngineRegistry.create(
         model_type=model_type,
         backend=backend,
-        device="cpu",
+        device=os.environ.get("MEGATRON_TEST_DEVICE", "cpu"),
         config=EngineConfig(
             model=ModelSource(path=path),
             parallelism=Parallelism(**parallelism),

@@ -49,9 +49,20 @@ import sys
 sys.modules |= dict.fromkeys({UNUSED!r})
 {IMPORT}
 """
+# A name that torch has from 2.13 on.
+OLDER = f"""
+import torch.distributed.fsdp as fsdp
+vars(fsdp).pop("DataParallelMeshDims", None)
+{IMPORT}
+assert not hasattr(fsdp, "DataParallelMeshDims")
+"""
 
 
-@pytest.mark.parametrize("code", [IMPORT, WITHOUT], ids=["alone", "without what it does not need"])
+@pytest.mark.parametrize(
+    "code",
+    [IMPORT, WITHOUT, OLDER],
+    ids=["alone", "without what it does not need", "beside an older torch"],
+)
 def test_its_import_prints_nothing_and_changes_nothing_else(code: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -66,6 +77,11 @@ def test_its_import_prints_nothing_and_changes_nothing_else(code: str) -> None:
 def test_a_kernel_in_triton_says_what_it_needs() -> None:
     with pytest.raises(ModuleNotFoundError, match="needs triton"):
         library._refuse_kernel()
+
+
+def test_a_backend_that_names_dimensions_of_a_mesh_says_which_torch_it_needs() -> None:
+    with pytest.raises(ImportError, match=r"came with torch 2\.13"):
+        library._AbsentMeshDims(shard="fsdp")
 
 
 @pytest.fixture

@@ -47,17 +47,17 @@ def test_another_version_of_torchtitan_is_refused_with_the_tested_one(
     assert answer.remedy == "pip install 'engine-torchtitan[core]'"
 
 
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "1.13.1"])
+@pytest.mark.parametrize("version", ["2.10.0+cu128", "2.9.1", "1.13.1"])
 def test_an_older_torch_is_refused_with_the_least_one(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     state_version(monkeypatch, "torch", version)
     answer = plugin.probe("cpu")
-    assert answer.reason == f"torchtitan 0.3.0 needs torch 2.13 or later, got {version}"
-    assert answer.remedy == "pip install 'torch>=2.13'"
+    assert answer.reason == f"torchtitan 0.3.0 needs torch 2.11 or later, got {version}"
+    assert answer.remedy == "pip install 'torch>=2.11'"
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "3.0.0a0"])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0+cpu", "2.14.1", "3.0.0a0"])
 def test_a_torch_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     state_version(monkeypatch, "torch", version)
     assert plugin.find_problem() is None

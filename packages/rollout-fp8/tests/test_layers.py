@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import tiny_pictured_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -149,3 +150,43 @@ def test_the_servers_leave_exactly_the_plain_linear_modules(family: str) -> None
     # SGLang compares whole parts of dotted names, and a fused module's parts with all of theirs: no
     # prefix may be named.
     assert not [n for n in linear - plain for s in skipped if f".{s}." in f".{n}."]
+
+
+PICTURED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.mark.parametrize("family", PICTURED)
+def test_a_tower_and_its_projector_are_plain_and_the_language_model_is_as_without_one(family):
+    model = tiny_pictured_model(family)
+    (architecture,) = (type(model).__name__,)
+    kinds = {
+        piece.name: kind(architecture, piece.name)
+        for pieces in pieces_of(model).values()
+        for piece in pieces
+    }
+    tower = {name for name in kinds if "visual" in name}
+    assert tower
+    assert {kinds[name] for name in tower} == {"plain"}
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "visual" not in name and name != "lm_head"
+    }
+    quantized = {name for name, found in kinds.items() if found == "quantized"}
+    assert len(quantized) == len(linear)
+
+
+@pytest.mark.parametrize("family", PICTURED)
+def test_every_linear_module_of_a_tower_is_named_to_the_servers(family):
+    model = tiny_pictured_model(family)
+    named = server_config(type(model).__name__, 2, 2)["modules_to_not_convert"]
+    tower = {
+        piece.name.removesuffix(".weight")
+        for name, pieces in pieces_of(model).items()
+        for piece in pieces
+        if "visual" in name
+        and name.endswith(".weight")
+        and isinstance(model.get_submodule(name.removesuffix(".weight")), torch.nn.Linear)
+    }
+    assert tower
+    assert tower <= {*named}

@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from engine_api import errors
 from engine_api.errors import BatchError, ConfigError, RolloutError
-from engine_api.rollout import Completion, SamplingParams, SyncResult
-from rollout_fp8.remote.messages import dumps, error_from_json, error_to_json, from_json, to_json
+from engine_api.media import Media
+from engine_api.rollout import Completion, PromptImages, SamplingParams, SyncResult
+from rollout_fp8.remote.messages import (
+    dumps,
+    error_from_json,
+    error_to_json,
+    from_json,
+    images_from_json,
+    images_to_json,
+    to_json,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +65,24 @@ def test_an_error_that_is_not_the_contracts_becomes_one() -> None:
     assert "KeyError: 'weights'" in back.why
     assert type(error_from_json({"class": "SystemExit"})) is RolloutError
     assert type(error_from_json({"class": "annotations"})) is RolloutError
+
+
+def test_images_come_back_bit_for_bit() -> None:
+    media = Media(
+        pixels=torch.randn(4, 3), grid=torch.tensor([[1, 2, 2]]), cu_images=torch.tensor([0, 1])
+    )
+    picture = torch.arange(12, dtype=torch.uint8).reshape(2, 2, 3)
+    given = PromptImages(media=media, placeholders=[5, 9], pictures=(picture,))
+    none, found = images_from_json(json.loads(dumps(images_to_json([None, given])))) or ()
+    assert none is None
+    assert found is not None
+    assert all(torch.equal(t, found.media.tensors[name]) for name, t in media.tensors.items())
+    assert found.placeholders == [5, 9]
+    assert torch.equal(found.pictures[0], picture)
+    assert images_from_json(images_to_json(None)) is None
+
+
+@pytest.mark.parametrize("given", ["%", "AAAA", 7])
+def test_other_images_are_refused(given) -> None:
+    with pytest.raises(RolloutError, match="expected the images of prompts"):
+        images_from_json(given)

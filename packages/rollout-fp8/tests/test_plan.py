@@ -48,6 +48,28 @@ def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(
         assert spans[-1][1] <= each.num_bytes <= plan.wire.slots[each.slot]
 
 
+def test_the_bias_of_a_router_travels_in_float32_among_others_in_16_bits() -> None:
+    """Their bytes follow one another without a gap or an overlap, as in the plan's buckets."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    sources = [
+        Source(
+            name=name,
+            boxes=(ShardSpec.whole((6,)),),
+            stored=torch.float32,
+            quantized=False,
+        )
+        for name in ("model.norm.weight", bias, "model.layers.1.input_layernorm.weight")
+    ]
+    plan = make_plan(sources, dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    dtypes = [tensor.dtype for tensor in plan.wire.tensors.values()]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    (bucket,) = plan.wire.buckets
+    spans = sorted((p.start, p.start + p.num_bytes) for p in bucket.slices)
+    assert [b - a for a, b in spans] == [12, 24, 12]
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert spans[-1][1] <= bucket.num_bytes
+
+
 def test_a_quantized_tensor_carries_weight_and_scales() -> None:
     plan = make_plan(
         [source("x.weight", rows((300, 200), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20

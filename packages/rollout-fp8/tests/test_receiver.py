@@ -197,3 +197,51 @@ def test_a_server_that_cuts_within_a_word_of_the_audit_is_refused_by_name_of_the
         RolloutError, match=r"cannot compare[^$]*columns? 3 [^$]*to do: .*tensor_parallel_size"
     ):
         Receiver(model, stream.plan, model.load_weights)
+
+
+class _Derives(ServedModel):
+    """Server with a weight that it computes from another one after loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived = torch.nn.Parameter(torch.zeros(256), requires_grad=False)
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.derive()
+
+    def derive(self) -> None:
+        with torch.no_grad():
+            self.derived.copy_(2 * self.get_parameter("model.norm.weight"))
+
+
+def test_derived_weights_are_computed_after_each_sync_that_copies_into_place() -> None:
+    model: Any = _Derives()
+    at = model.derived.data_ptr()
+    receiver = None
+    for seed in range(2):
+        stream = stream_of(checkpoint(seed), fp8=False)
+        if receiver is None:
+            receiver = Receiver(
+                model,
+                stream.plan,
+                model.load_weights,
+                derived=["derived"],
+                derive=model.derive,
+            )
+        receiver.sync(stream, Phases(CPU))
+        assert torch.equal(model.derived, 2 * checkpoint(seed)["model.norm.weight"])
+    assert model.derived.data_ptr() == at
+
+
+def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
+    model, stream = _Derives(), stream_of(checkpoint(0), fp8=False)
+    arguments = (model, stream.plan, model.load_weights)
+    with pytest.raises(RolloutError, match="no weight is sent for derived"):
+        Receiver(*arguments)
+    receiver = Receiver(*arguments, derived=["derived"])
+    with pytest.raises(RolloutError, match="does not derive its weights again after a sync"):
+        receiver.sync(stream, Phases(CPU))
+    model.derive = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(RolloutError, match="does not derive its weights again after loading"):
+        Receiver(*arguments, derived=["derived"])

@@ -14,22 +14,27 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from background import Background
 from local_model import CONFIG, PROMPTS, SAMPLING, weights
+from safetensors.torch import load_file
+from tiny_models import tiny_pictured_model
+from tiny_rollouts import draw_prompts
 from waiting import DEADLINE_S, NEVER_S, runs, until
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError, PluginNotFound, RolloutError
+from engine_api.errors import ConfigError, PluginNotFound, RolloutError, UnsupportedCapability
+from engine_api.hf_vision import read_vision
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
+from engine_api.rollout import AsyncRollout, Rollout, SamplingParams, VisionRollout
 from rollout_fp8.export.exporter import collect_export
 from rollout_fp8.remote import client, endpoint
 from rollout_fp8.remote import server as server_module
 from rollout_fp8.remote.client import RemoteRollout
+from rollout_fp8.remote.messages import images_to_json
 from rollout_fp8.remote.server import MAX_UNPROVEN, Server, Service
 from rollout_fp8.transports.channel import secret
 
@@ -108,6 +113,45 @@ def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, a
         )
         assert rollout.weight_version == version
         assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
+
+
+def test_images_reach_the_rollout_in_the_server(tmp_path) -> None:
+    """Its completions behind them are those of the same rollout in this process."""
+    model = tiny_pictured_model("qwen2_5_vl")
+    model.save_pretrained(tmp_path)
+    vision = read_vision(model.config, "test")
+    assert vision is not None
+    prompts, images = draw_prompts(vision)
+    given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0, "batch_size": 8}
+    found = []
+    with ExitStack() as stack:
+        here = RolloutRegistry.create(name="local", device="cpu", **given)
+        stack.callback(here.close)
+        there = RemoteRollout(
+            name="local", device="cpu", arguments=given, silence_s=NEVER_S, timeout_s=NEVER_S
+        )
+        stack.callback(there.close)
+        for one in (here, there):
+            assert isinstance(one, VisionRollout)
+            one.update_weights(iter(load_file(tmp_path / "model.safetensors").items()), 1)
+            found.append(one.generate(prompts, SAMPLING, images=images))
+    assert found[0] == found[1]
+
+
+def test_a_server_whose_rollout_takes_no_images_refuses_them() -> None:
+    class Texts:
+        weight_version = 1
+
+        def generate(self, prompts: Any, sampling: Any) -> list[Any]:
+            del prompts, sampling
+            return []
+
+    service = Service(cast("Rollout", Texts()), "cpu", name="texts", arguments={})
+    asked = {"prompts": [[5]], "sampling": {}}
+    assert service.generate(**asked) == {"completions": []}
+    with pytest.raises(UnsupportedCapability, match="server of Texts") as caught:
+        service.generate(**asked, images=images_to_json([None]))
+    assert caught.value.capability == "vision"
 
 
 def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monkeypatch) -> None:

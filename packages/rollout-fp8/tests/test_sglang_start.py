@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import sglang_fakes
 from sglang_fakes import Engine
+from tiny_models import tiny_pictured_model
 from waiting import NEVER_S, until
 
-from engine_api.errors import RolloutError
+from engine_api.errors import RolloutError, UnsupportedCapability
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
 
@@ -78,3 +79,10 @@ def test_log_probs_of_another_meaning_are_refused(make, monkeypatch, value):
     for harmless in ("0", "false", ""):
         monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", harmless)
         make()
+
+
+def test_a_model_with_a_tower_is_refused_by_name(make, folder):
+    tiny_pictured_model("qwen2_5_vl").config.save_pretrained(folder)
+    with pytest.raises(UnsupportedCapability, match="vision tower") as caught:
+        make()
+    assert caught.value.capability == "vision"

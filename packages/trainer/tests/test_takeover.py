@@ -32,6 +32,20 @@ NEAR = 2e-4  # of a tensor's largest element
 FSDP = ["engine.backend=fsdp2"]
 TP, PP = "engine.parallelism.tp=2", "engine.parallelism.pp=2"
 MEGATRON = ["engine.backend=megatron"]
+# The module of the library that an engine wraps, by backend. An absent one is not compared.
+LIBRARIES = {
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "torchtitan": "torchtitan",
+    "automodel": "nemo_automodel",
+}
+# Overrides of a backend's run on two ranks.
+DIVIDED = {
+    "megatron": [TP],
+    "veomni": ["engine.parallelism.ulysses=2"],
+    "torchtitan": [TP],
+    "automodel": [TP],
+}
 # Whose figures say where the trainer stands: they must be the same, not nearly so.
 EXACT = ("step", "train/lr", "train/epoch", "train/tokens", "train/learned_tokens", "train/skipped")
 
@@ -69,6 +83,18 @@ SMALL = {
         "reward.name=vowels",
         "reward.workers=0",
         "reward.timeout_s=null",
+    ],
+    "quickstart/rl.yaml": [
+        "data.source=null",
+        "data.reasoning_gym.skip=0",
+        "data.reasoning_gym.size=16",
+        "data.reasoning_gym.heldout_size=4",
+        "algorithm.prompts_per_step=4",
+        "rollout.n=4",
+        "rollout.max_new_tokens=6",
+        "eval.source=null",
+        "eval.every=1",
+        "reward={name: vowels, workers: 0, timeout_s: null}",
     ],
 }
 CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
@@ -215,16 +241,29 @@ def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.turn
+@pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_recipe_gives_the_same_figures_with_another_backend(
-    recipe: str, overrides: list[str], tmp_path: Path, launch: Launch
+    recipe: str,
+    backend: str,
+    overrides: list[str],
+    tmp_path: Path,
+    launch: Launch,
 ) -> None:
-    kind, given = recipe.partition("/")[0], [*overrides, *SMALL[recipe]]
+    """Compare fsdp2 with another engine, chosen by ``engine.backend`` alone, and with its layout.
+
+    The figures are all metrics of two steps: of RL also the rollout's log-probs against the
+    engine's.
+    """
+    pytest.importorskip(LIBRARIES[backend])
+    kind = "sft" if recipe.startswith("sft/") else "rl"
+    given = [*overrides, *SMALL[recipe]]
+    other = [f"engine.backend={backend}"]
     rows: dict[str, list[dict[str, float]]] = {}
     for name, world, engine in (
         ("fsdp2", 1, FSDP),
-        ("megatron", 1, MEGATRON),
-        ("tp", 2, [*MEGATRON, TP]),
+        ("one rank", 1, other),
+        ("two ranks", 2, [*other, *DIVIDED[backend]]),
     ):
         launch(kind, RECIPES / recipe, world, f"run.output_dir={tmp_path / name}", *given, *engine)
         found = read_metrics(tmp_path / name / "metrics.jsonl")
@@ -234,7 +273,7 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
     assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), (
         "there is something to learn"
     )
-    for name in ("megatron", "tp"):
+    for name in ("one rank", "two ranks"):
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
             assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
@@ -350,12 +389,29 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
     assert caught.value.field == "algorithm.critic.parallelism"
 
 
+# Layouts of two ranks from which weights are sent, by backend.
+SYNCED: dict[str, dict[str, list[dict[str, int]]]] = {
+    "megatron": {"dense": [{"pp": 2}, {"tp": 2}], "experts": [{"pp": 2}, {"ep": 2}]},
+    "veomni": {"dense": [{}], "experts": [{}]},
+    "torchtitan": {"dense": [{}, {"tp": 2}], "experts": [{}, {"ep": 2}]},
+    "automodel": {"dense": [{}, {"tp": 2}], "experts": [{}, {"ep": 2}]},
+}
+
+
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "megatron",
+        *(pytest.param(name, marks=pytest.mark.turn) for name in SYNCED if name != "megatron"),
+    ],
+)
 def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
-    experts: int, quantization: str, tmp_path: Path, pool: Pools
+    backend: str, experts: int, quantization: str, tmp_path: Path, pool: Pools
 ) -> None:
     pytest.importorskip("rollout_fp8")
+    pytest.importorskip(LIBRARIES[backend])
     # In two parts, queries and MLP are whole blocks of 128 rows, keys and values are not.
     moe = (
         {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128}
@@ -375,14 +431,13 @@ def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
             **moe,
         ),
     )
-    layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
     given = {"path": str(model), "quantization": quantization}
     want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
     assert quantization == "none" or any(
         dtype == "torch.float8_e4m3fn" for dtype, _ in want.values()
     )
-    for layout in layouts:
-        got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
+    for layout in SYNCED[backend]["experts" if experts else "dense"]:
+        got = pool(2).run("takeover_ranks:wire", backend=backend, layout=layout, **given)[0]
         assert set(got) == set(want)
         assert {name: dtype for name, (dtype, _) in got.items()} == {
             name: dtype for name, (dtype, _) in want.items()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
+from engine_api.registry import Resolution
 from engine_torch.decoder import BuiltDecoder, DecoderEngine
 from engine_torch.options import DTensorOptions
+from engine_torchtitan.float8 import check_float8, compile_blocks, round_up, takes_float8
 from engine_torchtitan.library import Hold
 from engine_torchtitan.model import (
     PackedTorchTitan,
@@ -32,6 +35,16 @@ class TorchTitanEngine(DecoderEngine):
     layout: Layout
 
     _hold: Hold | None = None
+    _float8 = False
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        check_float8(config, resolution.device)
+        self._float8 = takes_float8(config)
+        if self._float8:
+            # Everything but the products of the blocks computes in bfloat16.
+            precision = replace(config.precision, compute="bfloat16")
+            self.config = replace(config, precision=precision)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -52,10 +65,15 @@ class TorchTitanEngine(DecoderEngine):
     def _build_model(self) -> None:
         _refuse_compilation(self.config, self.layout.tp)
         super()._build_model()
+        if self._float8 and self.config.memory.compile:
+            compile_blocks(self._layers.children(), self.options.float8_recipe)
 
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(
-            self.config, self.layout, sequence_parallel=self.options.sequence_parallel
+            self.config,
+            self.layout,
+            sequence_parallel=self.options.sequence_parallel,
+            float8=self.options.float8_recipe if self._float8 else None,
         )
 
     def _pack(self, lm: Any) -> PackedTorchTitan:
@@ -72,10 +90,12 @@ class TorchTitanEngine(DecoderEngine):
     @property
     def _multiple(self) -> int:
         # Sequence parallelism divides the tokens over the tensor-parallel ranks.
-        return self.config.memory.pad_to_multiple * self.layout.tp
+        multiple = self.config.memory.pad_to_multiple * self.layout.tp
+        return round_up(multiple) if self._float8 else multiple
 
     def _choices(self) -> dict[str, Any]:
-        return super()._choices() | {"memory.compile": is_compiled(self.module.lm)}
+        chosen = super()._choices() | {"memory.compile": is_compiled(self.module.lm)}
+        return chosen | {"precision.compute": "float8"} if self._float8 else chosen
 
     def _release(self) -> None:
         try:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import fsdp
 
 __all__ = [
     "SPMD_BACKEND",
+    "AllToAllTokenDispatcher",
     "CosSinRoPE",
     "Decoder",
     "Embedding",
@@ -40,6 +42,7 @@ __all__ = [
     "TokenChoiceTopKRouter",
     "TransformerBlock",
     "building_meshes_for",
+    "load_float8_linear",
     "make_ffn_config",
     "make_gqa_config",
     "make_routed_experts_config",
@@ -47,6 +50,7 @@ __all__ = [
     "set_qwen3_sharding_config",
 ]
 
+_MESH_DIMS = "DataParallelMeshDims"
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 _KERNEL_NAMES = (
     "copy_full_counts_to_peers_kernel",
@@ -85,6 +89,34 @@ def _without_triton() -> Iterator[None]:
         del sys.modules[_KERNELS]
 
 
+class _AbsentMeshDims:
+    """A class that torch has from 2.13 on, in whose place it is imported beside an older one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ImportError(
+            "torch.distributed.fsdp.DataParallelMeshDims, which this backend of torchtitan uses, "
+            "came with torch 2.13"
+        )
+
+
+@contextmanager
+def _without_mesh_dims() -> Iterator[None]:
+    """Let torchtitan be imported inside the block beside a torch before 2.13.
+
+    All of its models import the class with which its other SPMD backends name the dimensions of a
+    mesh to ``fully_shard``. ``partial_dtensor`` makes no such object.
+    """
+    if hasattr(fsdp, _MESH_DIMS):
+        yield
+        return
+    setattr(fsdp, _MESH_DIMS, _AbsentMeshDims)
+    try:
+        yield
+    finally:
+        # Other libraries ask by this name whether torch has the class.
+        delattr(fsdp, _MESH_DIMS)
+
+
 @contextmanager
 def _contain_patches() -> Iterator[None]:
     """Undo what torchtitan changes in torch when it is imported inside the block.
@@ -99,7 +131,7 @@ def _contain_patches() -> Iterator[None]:
         mode.__init__ = constructor
 
 
-with _without_triton(), _contain_patches():
+with _without_triton(), _without_mesh_dims(), _contain_patches():
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
@@ -118,6 +150,7 @@ with _without_triton(), _contain_patches():
     )
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import RoPE
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -177,3 +210,12 @@ def building_meshes_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         parallel_dims.device_type = before
+
+
+def load_float8_linear() -> Any:
+    """Return torchtitan's linear layer in FP8, which needs torchao."""
+    from torchtitan.components.quantization.float8 import Float8Linear
+
+    if Float8Linear is None:
+        raise ModuleNotFoundError("torchtitan's linear layer in FP8 needs torchao", name="torchao")
+    return Float8Linear

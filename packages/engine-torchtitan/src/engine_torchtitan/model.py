@@ -30,6 +30,7 @@ from engine_torch.model import (
     read_config,
     recompute_children,
 )
+from engine_torchtitan.float8 import quantize_blocks
 from engine_torchtitan.library import MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
 from engine_torchtitan.plugin import PLUGIN
@@ -92,8 +93,12 @@ class PackedTorchTitan(PackedDecoder):
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
-def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bool) -> BuiltDecoder:
+def build_decoder(
+    config: EngineConfig, layout: Layout, *, sequence_parallel: bool, float8: str | None = None
+) -> BuiltDecoder:
     """Build the model of ``config.model`` and divide it by tensor parallelism.
+
+    With ``float8``, the name of a recipe, the blocks' linear layers compute in FP8.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -111,6 +116,8 @@ def build_decoder(config: EngineConfig, layout: Layout, *, sequence_parallel: bo
         sequence_parallel=sequence_parallel,
         divides_experts=layout.ep > 1,
     )
+    if float8 is not None:
+        quantize_blocks(tree, float8)
     files = None if config.model.init == "random" else WeightFiles(folder)
     names = _list_saved(hf_config, config, folder, files)
     with torch.device("meta"):

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from engine_torch.attention import Packing, packed_attention
 from engine_torch.boxes import local_of
 from engine_torchtitan.library import (
+    AllToAllTokenDispatcher,
     CosSinRoPE,
     GroupedExperts,
     Module,
@@ -26,7 +29,7 @@ from engine_torchtitan.library import (
     TokenChoiceTopKRouter,
 )
 
-__all__ = ["Experts", "FrequencyRoPE", "Mixture", "PackedAttention", "Router"]
+__all__ = ["Exchange", "Experts", "FrequencyRoPE", "Mixture", "PackedAttention", "Router"]
 
 
 class PackedAttention(Module):
@@ -129,6 +132,59 @@ class Experts(GroupedExperts):
         return torch.cat(outputs)
 
 
+class Exchange(AllToAllTokenDispatcher):
+    """The exchange of tokens between the ranks that experts are spread over.
+
+    torchtitan's asks torch, before each of its three collectives, for a name that came with 2.13.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        """The place of this exchange in a model tree."""
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks that experts are spread over."""
+        mesh: DeviceMesh | None = self.ep_mesh
+        assert mesh is not None, "experts that are not spread are not exchanged"
+        return mesh
+
+    def _token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: Tensor,  # noqa: N803
+        pg: Any,
+        ep_size: int,
+    ) -> Tensor:
+        del pg
+        counts = num_local_tokens_per_expert_E.view(ep_size, -1)
+        return all_to_all_single(counts, None, None, group=self._mesh)
+
+    def _dispatch_token_exchange(
+        self,
+        routed_input_ND: Tensor,  # noqa: N803
+        pg: Any,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> Tensor:
+        del pg
+        return all_to_all_single_autograd(
+            routed_input_ND, output_splits, input_splits, group=self._mesh
+        )
+
+    def _combine_token_exchange(
+        self,
+        routed_output_RD: Tensor,  # noqa: N803
+        pg: Any,
+        input_splits: list[int],
+        output_splits: list[int],
+    ) -> Tensor:
+        del pg
+        # The tokens go the way back.
+        return all_to_all_single_autograd(
+            routed_output_RD, input_splits, output_splits, group=self._mesh
+        )
+
+
 class Mixture(MoE):
     """A mixture of experts whose input keeps its gradient under tensor parallelism."""
 
@@ -141,7 +197,29 @@ class Mixture(MoE):
         # torchtitan gathers the tokens without waiting, and gives them to a local_map as they are.
         # In torch 2.13 it waits for such a tensor outside of autograd, so that the experts' inputs
         # would have no gradient. A copy waits inside.
-        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
+        inputs = x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD
+        scores, experts, _ = self.router(inputs)
+        counts = _count_tokens(experts, self.routed_experts.inner_experts.num_experts)
+        outputs: Tensor = self.routed_experts(inputs, scores, experts, counts)
+        return outputs
+
+
+def _count_tokens(experts: Tensor, number: int) -> Tensor:
+    """Return the number of tokens of each expert, as a sum over the ranks that divide the tokens.
+
+    torchtitan counts by writing into a DTensor, which torch 2.11 has no layout for.
+
+    Args:
+        experts: numbers of the chosen experts ``[1, T, K]``.
+        number: number of experts.
+    """
+    local = local_of(experts)
+    chosen = local.new_zeros(*local.shape[:-1], number, dtype=torch.bool).scatter(-1, local, True)
+    counts = chosen.sum(dim=(0, 1))
+    if not isinstance(experts, DTensor):
+        return counts
+    places = [Partial() if isinstance(one, Shard) else one for one in experts.placements]
+    return DTensor.from_local(counts, experts.device_mesh, places, run_check=False)
 
 
 class Router(TokenChoiceTopKRouter):
@@ -164,7 +242,19 @@ class Router(TokenChoiceTopKRouter):
         """
         assert expert_bias_E is None
         scores = F.softmax(self.gate(x_BLD).float(), dim=-1)
+        chosen, experts = self._choose(scores.to_local() if isinstance(scores, DTensor) else scores)
+        if isinstance(scores, DTensor):
+            # Every rank has all experts of its tokens. The gradient of the choice among the values
+            # of a DTensor fails in torch 2.11.
+            chosen, experts = (
+                DTensor.from_local(one, scores.device_mesh, scores.placements, run_check=False)
+                for one in (chosen, experts)
+            )
+        return chosen, experts, scores
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest scores and their experts ``[1, T, K]``."""
         chosen, experts = torch.topk(scores, k=self.top_k, dim=-1)
         if self.route_norm:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        return chosen, experts, scores
+        return chosen, experts

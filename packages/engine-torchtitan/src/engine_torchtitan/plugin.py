@@ -11,8 +11,11 @@ from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
 # torchtitan renames classes and moves modules from release to release, so each needs a run of the
 # conformance suite.
 TESTED_VERSION = "0.3.0"
-# torchtitan 0.3.0 imports names of torch.distributed.fsdp that torch 2.12 does not have.
-LEAST_TORCH = (2, 13)
+# The oldest torch with which this engine's layouts were run. torchtitan 0.3.0 is made for torch
+# 2.13, and the modules `library` and `modules` have what its parts need beside an older one.
+LEAST_TORCH = (2, 11)
+# torchtitan's linear layers in FP8 are classes of torchao that are not its public interface.
+TESTED_TORCHAO = "0.17.0"
 
 _INSTALL = "pip install 'engine-torchtitan[core]'"
 _DEVICES = ("cuda", "cpu")
@@ -45,6 +48,14 @@ def find_problem() -> ProbeResult | None:
     return None
 
 
+def has_torchao() -> bool:
+    """Return whether the tested torchao is installed."""
+    try:
+        return importlib.metadata.version("torchao") == TESTED_TORCHAO
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 PLUGIN = EnginePlugin(
     name="engine-torchtitan",
     contract="1.4",
@@ -72,6 +83,7 @@ PLUGIN = EnginePlugin(
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
             Capability.DISTILLATION,
+            *([Capability.FP8] if has_torchao() else []),
         }
     ),
     families=("qwen3", "llama", "qwen3_moe"),

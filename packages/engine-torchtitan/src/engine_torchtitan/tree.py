@@ -34,7 +34,14 @@ from engine_torchtitan.library import (
     set_llama3_sharding_config,
     set_qwen3_sharding_config,
 )
-from engine_torchtitan.modules import Experts, FrequencyRoPE, Mixture, PackedAttention, Router
+from engine_torchtitan.modules import (
+    Exchange,
+    Experts,
+    FrequencyRoPE,
+    Mixture,
+    PackedAttention,
+    Router,
+)
 
 __all__ = ["FAMILIES", "Family", "build_tree", "has_experts", "set_layouts"]
 
@@ -276,6 +283,7 @@ def _make_experts(hf_config: Any) -> Mixture.Config:
         **sizes, top_k=top_k, param_init={}, comm_backend="standard"
     )
     routed.inner_experts = Experts.Config(**sizes)
+    routed.token_dispatcher = Exchange.Config(num_experts=sizes["num_experts"], top_k=top_k)
     return Mixture.Config(
         num_experts=hf_config.num_experts,
         routed_experts=routed,

@@ -37,8 +37,8 @@ def probe_server(server: str, device: str) -> ProbeResult:
 VLLM = EnginePlugin(
     name="vllm",
     contract=CONTRACT,
-    # For rollout.lora: adapter, and rollout.routed_experts: replay.
-    capabilities=frozenset({Capability.LORA, Capability.ROUTER_REPLAY}),
+    # LORA is rollout.lora: adapter, ROUTER_REPLAY is rollout.routed_experts: replay.
+    capabilities=frozenset({Capability.LORA, Capability.ROUTER_REPLAY, Capability.VISION}),
     rows=(
         Row(
             backends=("vllm",),

@@ -64,8 +64,10 @@ _QWEN = _Family(
 )
 _TILE = {"size": {"height": 16, "width": 16}}
 _FAMILIES = {
+    "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "gemma3": _Family(
         tokens={"boi_token": "<soi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
         ids={
@@ -93,11 +95,24 @@ _FAMILIES = {
         also={"image_seq_length": 4},
     ),
 }
-PICTURED_FAMILIES = tuple(_FAMILIES)
+PICTURED_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
+"""Families whose processors differ."""
 
 
-def save_pictured_model(folder: Path, model_type: str, tokenizer: Any) -> Path:
-    """Write a tiny model with tokenizer and processor. Return its folder."""
+def save_pictured_model(
+    folder: Path,
+    model_type: str,
+    tokenizer: Any,
+    *,
+    served: bool = False,
+    text: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a tiny model with tokenizer and processor. Return its folder.
+
+    ``served`` gives it the sizes that servers need. ``text`` are keys of its language model, and
+    ``changes`` those of the whole.
+    """
     import transformers
 
     family = _FAMILIES[model_type]
@@ -106,8 +121,10 @@ def save_pictured_model(folder: Path, model_type: str, tokenizer: Any) -> Path:
     number = tokenizer.convert_tokens_to_ids
     tiny_pictured_model(
         model_type,
-        {"vocab_size": len(tokenizer)},
+        {"vocab_size": len(tokenizer), **(text or {})},
+        served=served,
         **{key: number(family.tokens[name]) for key, name in family.ids.items()},
+        **changes,
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"

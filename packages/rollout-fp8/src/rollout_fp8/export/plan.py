@@ -183,15 +183,29 @@ def make_plan(
 
 
 def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
-    """Return a source's tensors on the wire: itself in ``dtype``, or its FP8 weight and scales."""
+    """Return a source's tensors on the wire: itself in ``dtype``, or its FP8 weight and scales.
+
+    A router's bias stays float32.
+    """
     if not source.quantized:
-        return (WireTensor(name=source.name, shape=source.shape, dtype=dtype),)
+        own = _own_dtype(source, dtype)
+        return (WireTensor(name=source.name, shape=source.shape, dtype=own),)
     return (
         WireTensor(name=source.name, shape=source.shape, dtype=torch.float8_e4m3fn),
         WireTensor(
             name=source.name + SCALE_SUFFIX, shape=_blocks(source.shape), dtype=torch.float32
         ),
     )
+
+
+# Biases by which routers select experts. Servers keep them in float32, as transformers does,
+# because 16 bits are coarser than the differences between the biases of a trained model.
+_ROUTER_BIAS = ".e_score_correction_bias"
+
+
+def _own_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a source that is not quantized, where the others travel in ``dtype``."""
+    return torch.float32 if source.name.endswith(_ROUTER_BIAS) else dtype
 
 
 def scale_box(box: ShardSpec) -> ShardSpec:
@@ -336,7 +350,7 @@ class _Packing:
 def _part_bytes(source: Source, box: ShardSpec, dtype: torch.dtype) -> int:
     """Return the bytes in a bucket for a box of the source."""
     if not source.quantized:
-        return _padded(prod(box.shape) * dtype.itemsize)
+        return _padded(prod(box.shape) * _own_dtype(source, dtype).itemsize)
     return _padded(prod(box.shape)) + _padded(4 * prod(_blocks(box.shape)))
 
 

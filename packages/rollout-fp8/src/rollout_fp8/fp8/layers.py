@@ -2,16 +2,17 @@
 
 The weights of the linear layers inside the decoder layers are quantized. Embeddings, the LM head,
 norms, biases and the gates of routers stay as they are: they are small, and a router's choice is
-discrete.
+discrete. So do a vision tower and its projector: an image is computed once for all its tokens.
 
 Names are matched whole. (A substring "mlp.gate" would also match "mlp.gate_proj", by which other
-tables left whole MLPs unquantized.) In a pattern ``#`` is a number and ``{a,b}`` one of several.
+tables left whole MLPs unquantized.) In a pattern ``#`` is a number, ``{a,b}`` one of several, and
+``*`` any text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -29,11 +30,13 @@ class Layers:
     quantized: tuple[str, ...]
     plain: tuple[str, ...]
     plain_modules: tuple[str, ...]
+    tower_modules: tuple[str, ...] = ()
+    """Linear modules of the vision tower and its projector, which are plain."""
 
 
 @lru_cache
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    escaped = (re.escape(p).replace(r"\#", r"\d+") for p in patterns)
+    escaped = (re.escape(p).replace(r"\#", r"\d+").replace(r"\*", ".+") for p in patterns)
     groups = (re.sub(r"\\{(.*?)\\}", lambda m: f"(?:{m[1].replace(',', '|')})", p) for p in escaped)
     return re.compile("|".join(groups))
 
@@ -78,6 +81,49 @@ _DEEPSEEK = Layers(
     plain_modules=("lm_head", _GATE),
 )
 
+
+def _pictured(text: str, tower: str, modules: Sequence[str]) -> Layers:
+    """Return a dense language model whose names begin with ``text``, with a tower."""
+
+    def moved(patterns: Sequence[str]) -> tuple[str, ...]:
+        return tuple(re.sub(r"^model\.", text, pattern) for pattern in patterns)
+
+    return Layers(
+        quantized=moved(_DENSE.quantized),
+        plain=(*moved(_DENSE.plain), f"{tower}*"),
+        plain_modules=_DENSE.plain_modules,
+        tower_modules=tuple(tower + name for name in modules),
+    )
+
+
+_BLOCK = "blocks.#."
+_QWEN_ATTENTION = (_BLOCK + "attn.qkv", _BLOCK + "attn.proj")
+_QWEN2_MERGER = ("merger.mlp.0", "merger.mlp.2")
+_QWEN3_MERGERS = tuple(
+    f"{merger}linear_fc{number}"
+    for merger in ("merger.", "deepstack_merger_list.#.")
+    for number in (1, 2)
+)
+_QWEN2_VL = _pictured(
+    "model.",
+    "visual.",
+    (*_QWEN_ATTENTION, _BLOCK + "mlp.fc1", _BLOCK + "mlp.fc2", *_QWEN2_MERGER),
+)
+_QWEN2_5_VL = _pictured(
+    "model.",
+    "visual.",
+    (
+        *_QWEN_ATTENTION,
+        *(f"{_BLOCK}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+        *_QWEN2_MERGER,
+    ),
+)
+_QWEN3_VL = _pictured(
+    "model.language_model.",
+    "model.visual.",
+    (*_QWEN_ATTENTION, _BLOCK + "mlp.linear_fc1", _BLOCK + "mlp.linear_fc2", *_QWEN3_MERGERS),
+)
+
 ARCHITECTURES: Mapping[str, Layers] = {
     "LlamaForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
@@ -86,6 +132,9 @@ ARCHITECTURES: Mapping[str, Layers] = {
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
 }
 
 
@@ -127,7 +176,7 @@ def kind(architecture: str, name: str) -> Kind:
     )
 
 
-def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
+def server_config(architecture: str, num_layers: int, tower_layers: int = 0) -> dict[str, Any]:
     """Return the ``quantization_config`` of config.json by which servers quantize as ``kind`` says.
 
     ``modules_to_not_convert`` names the plain linear modules in full, layer by layer: vLLM compares
@@ -138,6 +187,7 @@ def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
     Args:
         architecture: as in config.json.
         num_layers: ``num_hidden_layers`` there.
+        tower_layers: number of layers of its vision tower.
 
     Raises:
         ConfigError: the architecture is not in the table.
@@ -147,12 +197,15 @@ def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(_modules(layers_of(architecture), num_layers)),
+        "modules_to_not_convert": [
+            *_modules(layers_of(architecture).plain_modules, num_layers),
+            *_modules(layers_of(architecture).tower_modules, tower_layers),
+        ],
     }
 
 
-def _modules(layers: Layers, num_layers: int) -> Iterator[str]:
-    for pattern in layers.plain_modules:
+def _modules(patterns: Sequence[str], num_layers: int) -> Iterator[str]:
+    for pattern in patterns:
         if "#" not in pattern:
             yield pattern
             continue

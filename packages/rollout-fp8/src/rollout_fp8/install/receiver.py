@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -46,6 +46,9 @@ class Receiver:
         load: the server's own loader of checkpoint tensors, with its processing after loading.
         read: returns a parameter by name, unpacked, for a server that packs weights; every sync
             then goes through ``load``.
+        derived: names of the parameters that the server computes from loaded ones, and that no
+            tensor is sent for.
+        derive: computes them again, in their memory, after a sync has copied into place.
 
     Raises:
         RolloutError: names that the model does not have or that are missing, other shapes or
@@ -53,7 +56,14 @@ class Receiver:
     """
 
     def __init__(
-        self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None
+        self,
+        model: nn.Module,
+        plan: WirePlan,
+        load: Load,
+        read: Read | None = None,
+        *,
+        derived: Collection[str] = (),
+        derive: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._plan = plan
@@ -62,8 +72,12 @@ class Receiver:
         self._device = next(model.parameters()).device
         self._read = read or dict(model.named_parameters()).__getitem__
         self._seed = next(_seeds)
-        self._former = _digests(model) if self._packed else {}
+        self._derived = frozenset(derived)
+        self._derive = derive
+        self._former = _digests(model, None if self._packed else self._derived)
         self.regions = self._learn(model)
+        # Of the marks; None once a sync has replaced them.
+        self._stale: dict[str, bytes] | None = self._check_derived(self._former, "loading")
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
         self._places = {name: _place(self._read(name)) for name in written}
@@ -83,8 +97,12 @@ class Receiver:
                 why=str(error),
                 remedy="use another tensor_parallel_size, or rollout.name=local",
             ) from error
-        # Unpacked copies are made for each audit.
-        self._live = None if self._packed else self._checksums.bind(views)
+        # Unpacked copies, and those in the dtype of the wire, are made for each audit.
+        copied = any(
+            self._read(region.parameter).dtype != plan.tensors[region.name].dtype
+            for region in self._readable
+        )
+        self._live = None if self._packed or copied else self._checksums.bind(views)
 
     @property
     def boxes(self) -> Boxes:
@@ -113,6 +131,12 @@ class Receiver:
             for bucket, buffer in stream.buckets():
                 with phases.phase("install"):
                     self._install(bucket, buffer)
+            if self._derived:
+                with phases.phase("install"):
+                    self._derive()
+                if self._stale is not None:
+                    self._check_derived(self._stale, "a sync")
+                    self._stale = None
 
     def served(self) -> Tensor:
         """Return checksums, int64, of the weights in memory at each of the readable ``boxes``.
@@ -120,10 +144,11 @@ class Receiver:
         They are queued on the current stream.
         """
         sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
+        if not self._packed:
+            self._check_places()
         if self._live is None:
             self._checksums.run(self._views(), sums)
         else:
-            self._check_places()
             self._live.run(sums)
         return sums
 
@@ -153,7 +178,7 @@ class Receiver:
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
         """Return the tensor at a region, in the dtype in which it came.
 
-        Packed servers keep some tensors in a wider dtype (biases, for AMX kernels).
+        Servers keep some tensors in a wider dtype (biases, routers, decays).
         """
         part = region.view(parameter)
         dtype = self._plan.tensors[region.name].dtype
@@ -239,7 +264,7 @@ class Receiver:
             for name in self._plan.tensors
             if name not in known
         ]
-        problems += uncovered(trace, live)
+        problems += uncovered(trace, [name for name in live if name not in self._derived])
         problems += misfits(trace, self._plan.tensors, {} if self._packed else live)
         if problems:
             shown = problems[:5]
@@ -284,6 +309,21 @@ class Receiver:
             )
         return unlike
 
+    def _check_derived(self, former: Mapping[str, bytes], after: str) -> dict[str, bytes]:
+        """Return digests of the derived parameters, all of which must differ from the former."""
+        now = _digests(self._model, self._derived)
+        kept = [name for name, digest in now.items() if digest == former[name]]
+        if kept:
+            raise RolloutError(
+                f"the server does not derive its weights again after {after}",
+                where=WHERE,
+                why=f"{len(kept)} parameters that it computes from others are what they were, "
+                f"{kept[0]} among them",
+                remedy="this model family cannot be synced into this server; use "
+                "rollout.name=local",
+            )
+        return now
+
     def _check_loaded(self, unlike: Container[str]) -> None:
         """Raise ``RolloutError`` that names parameters that a packed server's loader leaves."""
         now = _digests(self._model) if self._packed and unlike else {}
@@ -305,12 +345,12 @@ class Receiver:
             )
 
 
-def _digests(model: nn.Module) -> dict[str, bytes]:
-    """Return a digest of each parameter as it lies in memory, without those that are gone."""
+def _digests(model: nn.Module, names: Container[str] | None = None) -> dict[str, bytes]:
+    """Return a digest of each parameter, or of those named, without those that are gone."""
     return {
         name: hashlib.blake2b(_raw(parameter.detach()).cpu().numpy().data).digest()
         for name, parameter in model.named_parameters()
-        if parameter.numel()
+        if parameter.numel() and (names is None or name in names)
     }
 
 

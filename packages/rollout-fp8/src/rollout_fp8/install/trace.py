@@ -208,10 +208,17 @@ def misfits(
 ) -> Iterator[str]:
     """Yield a message for each parameter served differently than loaded, and for each wrong dtype.
 
-    Parameters are compared with those in ``live``. Where nothing is copied into place (``live`` is
-    empty), a vector may be served in a dtype that holds every value of the tensor's, as biases are.
-    A matrix may not: a server made for float32 would serve rounded weights.
+    Parameters are compared with those in ``live``, which is empty where nothing is copied into
+    place. A parameter may be served in a dtype that holds every value of its tensor, as biases are,
+    and as the weights of some routers are. But a server whose matrices are all so wide was made for
+    that dtype: it would serve rounded weights.
     """
+    wide = [
+        _holds(trace.layouts[region.parameter][2], tensors[region.name].dtype)
+        for region in trace.regions
+        if len(tensors[region.name].shape) > 1 and tensors[region.name].dtype.itemsize > 1
+    ]
+    made_wide = all(wide)
     for name in dict.fromkeys(region.parameter for region in trace.regions):
         if live and live.get(name) != trace.layouts[name]:
             yield (
@@ -222,7 +229,8 @@ def misfits(
         tensor = tensors[region.name]
         dtype = trace.layouts[region.parameter][2]
         wire = tensor.dtype
-        if wire != dtype and (live or len(tensor.shape) > 1 or not _holds(dtype, wire)):
+        fits = _holds(dtype, wire) and not (made_wide and len(tensor.shape) > 1)
+        if wire != dtype and not fits:
             yield f"{region.name} is sent as {wire}, but {region.parameter} is served as {dtype}"
 
 

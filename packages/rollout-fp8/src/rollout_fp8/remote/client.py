@@ -18,7 +18,13 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
-from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
+from engine_api.rollout import (
+    Completion,
+    Generation,
+    PromptImages,
+    SamplingParams,
+    SyncResult,
+)
 from engine_api.weights import WeightExport
 from rollout_fp8.export.exporter import DTYPES, collect_export
 from rollout_fp8.install.adapter import folder_of
@@ -26,7 +32,7 @@ from rollout_fp8.install.adapter_session import AdapterParts
 from rollout_fp8.model import architecture_of
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.remote.endpoint import WHERE, Endpoint, ServerProcess
-from rollout_fp8.remote.messages import from_json, to_json
+from rollout_fp8.remote.messages import from_json, images_to_json, to_json
 from rollout_fp8.remote.served import require_same
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.sender import Sender
@@ -119,12 +125,19 @@ class RemoteRollout:
             raise
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
-        """See ``Rollout.generate``."""
+        """See ``VisionRollout.generate``. The hosted rollout refuses images if it takes none."""
         self._require_weights()
+        extra = {} if images is None else {"images": images_to_json(images)}
         return _completions(
-            self._server.call("generate", prompts=_lists(prompts), sampling=to_json(sampling))
+            self._server.call(
+                "generate", prompts=_lists(prompts), sampling=to_json(sampling), **extra
+            )
         )
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:

@@ -5,14 +5,17 @@ Nothing that comes over HTTP is unpickled.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from engine_api import errors
+from engine_api.codec import CodecError, decode, encode
 from engine_api.errors import EngineError, RolloutError
-from engine_api.rollout import Completion, SamplingParams, SyncResult
+from engine_api.rollout import Completion, PromptImages, SamplingParams, SyncResult
 
 # Environment variable that holds a server's ``--config``, which may hold secrets.
 CONFIG = "ROLLOUT_FP8_CONFIG"
@@ -43,6 +46,32 @@ def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
             where="server",
             remedy="see engine_api.rollout",
         ) from error
+
+
+def images_to_json(images: Sequence[PromptImages | None] | None) -> str | None:
+    """Return the images of prompts as text: base64 of ``engine_api.codec``."""
+    return None if images is None else base64.b64encode(encode(list(images))).decode("ascii")
+
+
+def images_from_json(given: str | None) -> list[PromptImages | None] | None:
+    """Return the images of ``images_to_json``, or raise ``RolloutError`` for anything else."""
+    if given is None:
+        return None
+    why = ""
+    try:
+        found: object = decode(base64.b64decode(given, validate=True))
+    except (binascii.Error, TypeError, ValueError, CodecError) as error:
+        found = None
+        why = f"{type(error).__name__}: {error}"
+    rows = cast("list[object]", found) if isinstance(found, list) else [found]
+    if not all(row is None or isinstance(row, PromptImages) for row in rows) or found is None:
+        raise RolloutError(
+            "expected the images of prompts as base64 of a list of PromptImages or None",
+            where="server",
+            why=why,
+            remedy="see rollout_fp8.remote.messages",
+        )
+    return cast("list[PromptImages | None]", rows)
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:

@@ -9,7 +9,7 @@ It has a small HTTP API, JSON both ways. Every request carries a token made of t
 request           arguments                               reply
 ================  ======================================  ========================================
 GET /health       none                                    pid, weight_version, name, arguments
-POST /generate    prompts, sampling                       completions
+POST /generate    prompts, sampling, images               completions
 POST /submit      prompt, sampling                        id
 POST /result      id, wait_s                              done, completions
 POST /abort       id                                      none
@@ -48,19 +48,34 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any, cast
 
+from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.devices import device_of
-from engine_api.errors import EngineError, RolloutError
+from engine_api.errors import EngineError, RolloutError, UnsupportedCapability
 from engine_api.parent_watchdog import end_group_with
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import AsyncRollout, Completion, Generation, Rollout, SamplingParams
+from engine_api.rollout import (
+    AsyncRollout,
+    Completion,
+    Generation,
+    Rollout,
+    SamplingParams,
+    VisionRollout,
+)
 from engine_api.weights import WeightExport
-from rollout_fp8.remote.messages import CONFIG, dumps, error_to_json, from_json, to_json
+from rollout_fp8.remote.messages import (
+    CONFIG,
+    dumps,
+    error_to_json,
+    from_json,
+    images_from_json,
+    to_json,
+)
 from rollout_fp8.remote.served import settings_of
 from rollout_fp8.transports.channel import secret
 
-# Largest request, in bytes.
-LARGEST = 1 << 28
+# Largest request, in bytes: the images of a step take gigabytes.
+LARGEST = 1 << 32
 # Seconds after which a connection that sends nothing is closed.
 IDLE_S = 60.0
 # Seconds for a connection to show the token.
@@ -121,12 +136,36 @@ class Service:
         }
 
     def generate(
-        self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+        self,
+        *,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
+        images: str | None = None,
     ) -> dict[str, Any]:
-        """See ``Rollout.generate``."""
+        """See ``Rollout.generate``, and ``VisionRollout.generate`` where there are images."""
         wanted = from_json(SamplingParams, sampling)
+        given = images_from_json(images)
         with self._turn:
-            return {"completions": [to_json(c) for c in self._rollout.generate(prompts, wanted)]}
+            if given is None:
+                found = self._rollout.generate(prompts, wanted)
+            else:
+                found = self._vision_rollout().generate(prompts, wanted, images=given)
+            return {"completions": [to_json(c) for c in found]}
+
+    def _vision_rollout(self) -> VisionRollout:
+        """Return the rollout, which takes images.
+
+        Raises:
+            UnsupportedCapability: it takes none.
+        """
+        if "images" not in inspect.signature(self._rollout.generate).parameters:
+            raise UnsupportedCapability(
+                Capability.VISION,
+                where=f"server of {type(self._rollout).__name__}",
+                why="it takes text alone",
+                remedy="use a rollout that declares vision, or prompts without images",
+            )
+        return cast("VisionRollout", self._rollout)
 
     def submit(self, *, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """See ``AsyncRollout.submit``."""

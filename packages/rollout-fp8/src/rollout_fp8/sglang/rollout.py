@@ -18,6 +18,7 @@ import torch
 
 from engine_api.config import ModelSource
 from engine_api.errors import EngineError, RolloutError
+from engine_api.hf_vision import refuse_vision
 from engine_api.registry import Resolution
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
@@ -25,7 +26,7 @@ from engine_api.weights import WeightExport
 from rollout_fp8 import versions
 from rollout_fp8.export.exporter import DTYPES, collect_export
 from rollout_fp8.install.session import SyncSession
-from rollout_fp8.model import architecture_of
+from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.sglang import environment
 from rollout_fp8.sglang.generation import SglangGeneration
@@ -72,6 +73,7 @@ class SglangRollout:
 
     Raises:
         ConfigError: an argument or option is wrong.
+        UnsupportedCapability: the model has a vision tower.
         PluginUnavailable: SGLang is not installed, or its version was not tested.
         RolloutError: SGLang does not start: too little memory, no FP8 kernels, a model that it
             does not know.
@@ -103,6 +105,8 @@ class SglangRollout:
         versions.check(
             "sglang", resolution.device, allow_untested=self.options.allow_untested_version
         )
+        # Its plug-in does not declare vision either.
+        refuse_vision(config_of(model), (), WHERE)
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)

@@ -22,6 +22,7 @@ from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
 from rollout_fp8.experts import RoutedLayers
 from rollout_fp8.log_probs import require_finite
+from rollout_fp8.vllm.images import require_prompt
 
 WHERE = "rollout 'vllm'"
 
@@ -34,6 +35,8 @@ class _Sequence:
     prompt_index: int
     prompt: Sequence[int]
     params: vllm.SamplingParams
+    inputs: Any
+    """The prompt as the engine takes it, with its images."""
     kept: bool
     """False for another rank's completion, which this rank helps to generate."""
     tokens: list[int] = field(default_factory=list[int])
@@ -72,11 +75,13 @@ class Job:
         prompt: Sequence[int],
         params: vllm.SamplingParams,
         *,
+        inputs: Any = None,
         kept: bool = True,
     ) -> None:
         """Add one completion.
 
-        It is to be called before ``Stepper.enter``.
+        It is to be called before ``Stepper.enter``. ``inputs`` is the prompt with its images as
+        vLLM's engine takes it; None: the prompt has none.
         """
         self.sequences.append(
             _Sequence(
@@ -84,6 +89,7 @@ class Job:
                 prompt_index=prompt_index,
                 prompt=prompt,
                 params=params,
+                inputs={"prompt_token_ids": list(prompt)} if inputs is None else inputs,
                 kept=kept,
             )
         )
@@ -269,9 +275,8 @@ class Stepper:
     def _start(self, job: Job) -> None:
         try:
             for sequence in job.sequences:
-                prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
                 self._engine.add_request(
-                    sequence.request, prompt, sequence.params, lora_request=job.adapter
+                    sequence.request, sequence.inputs, sequence.params, lora_request=job.adapter
                 )
                 self._live[sequence.request] = (sequence, job)
         except Exception as error:  # noqa: BLE001 - vLLM may raise anything; other jobs continue
@@ -311,6 +316,12 @@ class Stepper:
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
         if output.finished:
+            try:
+                require_prompt(sequence.prompt, output.prompt_token_ids, WHERE)
+            except RolloutError as error:
+                del self._live[output.request_id]
+                self._drop(job, error)
+                return
             if job.routing is not None:
                 sequence.experts = new.routed_experts
             del self._live[output.request_id]

@@ -18,10 +18,13 @@ from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
+# Parameters of latent attention that no checkpoint has.
+_DERIVED = frozenset({"W_UV", "W_UK_T"})
 # Prefix of Dynamo's names.
 _COMPILED = "__compiled_fn"
 
@@ -244,6 +247,33 @@ def forget_expert_kernels(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def derived_weights(model: Any) -> list[str]:
+    """Return the names of the parameters that latent attention computes from ``kv_b_proj``.
+
+    vLLM makes them after loading, as views of that weight, or as copies where it is quantized or
+    packed (0.26.0 and 0.32.0, ``MLAAttention.process_weights_after_loading``). Upstream: no thread
+    on a sync into place known.
+    """
+    return [
+        f"{name}.{leaf}"
+        for name, layer in model.named_modules()
+        if isinstance(layer, MLAAttention)
+        for leaf, _ in layer.named_parameters(recurse=False)
+        if leaf in _DERIVED
+    ]
+
+
+def derive_weights(model: Any, dtype: torch.dtype) -> None:
+    """Compute the derived parameters again, in their memory, where CUDA graphs read them.
+
+    vLLM's own reload ends in this call (0.26.0 and 0.32.0, ``_finalize_attention_layer``).
+    Upstream: no thread known; see ``derived_weights``.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MLAAttention):
+            layer.process_weights_after_loading(dtype)
 
 
 # --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call

@@ -15,9 +15,16 @@ from engine_api.codec import register
 from engine_api.comm import GroupComm
 from engine_api.config import LoraConfig, ModelSource, check_choice
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from engine_api.hf_vision import Vision, read_vision
 from engine_api.registry import Resolution
-from engine_api.requests import check_version
-from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
+from engine_api.requests import check_images, check_version
+from engine_api.rollout import (
+    Completion,
+    Generation,
+    PromptImages,
+    SamplingParams,
+    SyncResult,
+)
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
 from rollout_fp8.experts import routed_layers
@@ -42,16 +49,19 @@ from vllm.distributed import get_tp_group  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
+from rollout_fp8.vllm.images import ImageInputs, digests, require_family  # noqa: E402
 from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# Families whose positions in time, height and width take turns in the dimensions of a head.
+_INTERLEAVED = ("qwen3_vl",)
 
 
 class VllmRollout:
     """Rollout by vLLM.
 
-    ``engine_api.rollout.AsyncRollout`` defines its members.
+    ``engine_api.rollout.AsyncRollout`` and ``VisionRollout`` define its members.
 
     The server is built from the model's configuration alone; weights come only from
     ``update_weights``.
@@ -74,6 +84,8 @@ class VllmRollout:
 
     Raises:
         ConfigError: an argument or option is wrong.
+        UnsupportedCapability: the experts of a model without any are to be recorded, or on a
+            device where vLLM cannot; the model has a vision tower of a family that is not known.
         PluginUnavailable: vLLM is not installed, or its version was not tested.
         RolloutError: vLLM does not start: too little memory, no FP8 kernels, a model that it
             does not know.
@@ -109,6 +121,7 @@ class VllmRollout:
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
+        self._images = self._read_images(model, resolution.device, dtype, lora)
         self._expected = Expected.read(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
@@ -123,6 +136,7 @@ class VllmRollout:
             tied=bool(self._expected.aliases),
             worker_extension=EXTENSION,
             routed_experts=routed_experts,
+            has_vision=self._images is not None,
         )
         self._routing = routed_layers(model) if routed_experts else None
         if routed_experts and self._plan.device.type == "cpu":
@@ -146,6 +160,8 @@ class VllmRollout:
         # Held while the state changes.
         self._gate = threading.Lock()
         self._not_ready = "no weights have been installed"
+        # Weight syncs so far: features of images are those of one of them.
+        self._syncs = 0
         self._asleep: frozenset[str] = frozenset()
         self._engine: Any = None
         self._processes: Processes | None = None
@@ -166,14 +182,18 @@ class VllmRollout:
             raise
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
-        """See ``Rollout.generate``.
+        """See ``VisionRollout.generate``.
 
         Global random generators stay as they are.
         """
         with self._generators.own() if self._plan.in_process else nullcontext():
-            job = self._begin(prompts, sampling, streamed=False)
+            job = self._begin(prompts, sampling, images, streamed=False)
             try:
                 return job.result()
             except BaseException:
@@ -195,7 +215,7 @@ class VllmRollout:
                 why="ranks that serve one replica must ask for the same at the same time",
                 remedy="rollout.options.executor=workers",
             )
-        return self._begin([prompt], sampling, streamed=True)
+        return self._begin([prompt], sampling, None, streamed=True)
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """See ``Rollout.update_weights``.
@@ -209,6 +229,7 @@ class VllmRollout:
                 check_version(version, self.weight_version, where=WHERE)
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
+                self._syncs += 1
         except BaseException as error:
             # After any error, because its holder must be able to make another rollout.
             engines.clear_frames(error)
@@ -353,7 +374,47 @@ class VllmRollout:
             audit=self.options.audit,
         )
 
+    def _read_images(
+        self, model: ModelSource, device: str, dtype: str, lora: LoraConfig | None
+    ) -> ImageInputs | None:
+        """Return the side of a model's images, or None for a model without a vision tower."""
+        config = config_of(model)
+        vision: Vision | None = read_vision(config, WHERE)
+        if vision is None:
+            return None
+        family = str(config.model_type)
+        require_family(family, device, WHERE)
+        sections = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        if family in _INTERLEAVED and not sections.get("mrope_interleaved"):
+            raise ConfigError(
+                "engine.model.path",
+                f"expected mrope_interleaved: true in rope_parameters of a {family}, got "
+                f"{sections.get('mrope_interleaved')!r}",
+                why="transformers interleaves the positions of this family in any case, and vLLM "
+                "by this key alone",
+                remedy="add it to text_config.rope_parameters in config.json, as published models "
+                "have it",
+            )
+        if not self.options.truncation:
+            raise ConfigError(
+                "rollout.options.truncation",
+                "expected true for a model with a vision tower, got false",
+                why="the processor that truncates also leaves out tokens of images",
+                remedy="set it to true, or leave it out",
+            )
+        if lora is not None:
+            raise ConfigError(
+                "rollout.lora",
+                "expected merged for a model with a vision tower, got adapter",
+                why="no test has compared an adapter beside a tower",
+                remedy="rollout.lora: merged",
+            )
+        return ImageInputs(vision, family, DTYPES[dtype])
+
     def _forget_prefixes(self) -> None:
+        if self._images is not None:
+            # Features of images, too, which the tower of the old weights has computed.
+            self._server.reset_encoder_cache()
         # Sleeping caches too: vLLM is notified of sleep only on CUDA; on other devices caches
         # survive it.
         if not self._server.reset_prefix_cache():
@@ -387,23 +448,21 @@ class VllmRollout:
         return OtherProcesses(call, aliases, parallel, self._plan.device, self._adapter)
 
     def _begin(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        images: Sequence[PromptImages | None] | None,
+        *,
+        streamed: bool,
     ) -> Job:
         with self._gate:
             self._check_ready()
-            rows = [_Asked(prompts, sampling)]
+            rows = [_Asked(prompts, sampling, images)]
             own_index = 0
             if self._plan.shared:
-                rows, own_index = _gather_requests(prompts, sampling)
+                rows, own_index = _gather_requests(rows[0])
             for row in rows:
-                draws.check_request(
-                    row.prompts,
-                    row.sampling,
-                    where=WHERE,
-                    positions=self._positions,
-                    vocabulary=self._vocabulary,
-                    truncation=self.options.truncation,
-                )
+                self._check(row)
             adapter = self._adapter.request if self._adapter else None
             job = Job(self._stepper, self.weight_version, adapter, self._routing)
             for rank, row in enumerate(rows):
@@ -411,13 +470,29 @@ class VllmRollout:
             self._stepper.enter(job)
             return job
 
+    def _check(self, asked: _Asked) -> None:
+        """Raise ``RolloutError`` that names the prompt for a request that cannot be generated."""
+        draws.check_request(
+            asked.prompts,
+            asked.sampling,
+            where=WHERE,
+            positions=self._positions,
+            vocabulary=self._vocabulary,
+            truncation=self.options.truncation,
+        )
+        vision = None if self._images is None else self._images.vision
+        check_images(asked.prompts, asked.images, vision, WHERE)
+
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
         # Other ids are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens
         # than models.
         ids = {*self._eos, *asked.sampling.stop_token_ids}
         stop = sorted(token for token in ids if 0 <= token < self._vocabulary)
-        rows = seeds(asked.prompts, asked.sampling)
+        images = asked.images or [None] * len(asked.prompts)
+        names = [[] if one is None else digests(one.media) for one in images]
+        rows = seeds(asked.prompts, asked.sampling, names)
         for index, (prompt, row) in enumerate(zip(asked.prompts, rows, strict=True)):
+            inputs = self._prompt_inputs(prompt, images[index], names[index])
             for seed in row:
                 own = seed if self.options.deterministic or self._plan.shared else None
                 params = draws.server_params(
@@ -427,7 +502,16 @@ class VllmRollout:
                     streamed=streamed,
                     normalized=self.options.truncation,
                 )
-                job.add(index, prompt, params, kept=kept)
+                job.add(index, prompt, params, inputs=inputs, kept=kept)
+
+    def _prompt_inputs(
+        self, prompt: Sequence[int], images: PromptImages | None, names: Sequence[str]
+    ) -> Any:
+        """Return a prompt with images as vLLM's engine takes it, or None for one without any."""
+        if images is None or self._images is None:
+            return None
+        # vLLM keeps features by name: those of a tower before a sync have another one.
+        return self._images.prompt(prompt, images, [f"{name}-{self._syncs}" for name in names])
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
@@ -494,26 +578,33 @@ _SYNCING = "a weight sync is running"
 class _Asked(NamedTuple):
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
+    images: Sequence[PromptImages | None] | None
 
 
-def _gather_requests(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams
-) -> tuple[list[_Asked], int]:
+def _gather_requests(asked: _Asked) -> tuple[list[_Asked], int]:
     """Return the requests of all ranks of this replica, and the index of this rank's.
 
     Their schedulers must do alike.
     """
     group = get_tp_group()
     # All ranks must draw alike, also where the caller leaves the seed open.
-    drawn = sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(62))
-    rows = GroupComm(group.cpu_group).all_gather(
-        _Asked([list(map(int, prompt)) for prompt in prompts], drawn)
-    )
+    drawn = asked.sampling
+    if drawn.seed is None:
+        drawn = replace(drawn, seed=secrets.randbits(62))
+    prompts = [list(map(int, prompt)) for prompt in asked.prompts]
+    images = None if asked.images is None else list(asked.images)
+    rows = GroupComm(group.cpu_group).all_gather(_Asked(prompts, drawn, images))
     return rows, group.rank_in_group
 
 
 def _quantization_config(source: ModelSource) -> dict[str, Any]:
-    return server_config(architecture_of(source), config_of(source).num_hidden_layers)
+    config = config_of(source)
+    tower = getattr(config, "vision_config", None)
+    return server_config(
+        architecture_of(source),
+        config.get_text_config().num_hidden_layers,
+        int(getattr(tower, "depth", 0)),
+    )
 
 
 def _device(name: str) -> torch.device:

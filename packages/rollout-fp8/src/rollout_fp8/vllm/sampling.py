@@ -5,7 +5,8 @@ The contract asks for log-probs with the temperature applied, and without top-p 
 (``processed_*``), and nothing between. ``Normalize``, a logits processor (public interface), turns
 logits into log-probs at the request's own temperature before vLLM truncates; the softmax of
 log-probs is the same distribution. ``processed_logits`` then reports them as they are, because
-truncation only masks other tokens.
+truncation only masks other tokens. So does ``Normalize`` with the tokens of images and videos,
+which no completion has.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from engine_api.errors import RolloutError
+from engine_api.hf_vision import read_vision
 from engine_api.requests import check_prompts, check_sampling
 from engine_api.rollout import SamplingParams
 
@@ -35,8 +37,13 @@ class Normalize(LogitsProcessor):
     """Processor from logits to log-probs, divided by each row's temperature first (1 if greedy)."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        del vllm_config, is_pin_memory
+        del is_pin_memory
         self._device = device
+        vision = read_vision(vllm_config.model_config.hf_config, "rollout 'vllm'")
+        given = () if vision is None else (vision.image_token, vision.video_token)
+        special = [token for token in given if token is not None]
+        # Tokens that are never drawn, and whose log-probs count in those of the others.
+        self._banned = torch.tensor(special, dtype=torch.int64, device=device) if special else None
         # Temperature by row, where it is not 1.
         self._rows: dict[int, float] = {}
         self._divisor: torch.Tensor | None = None
@@ -67,10 +74,16 @@ class Normalize(LogitsProcessor):
             self._divisor = divisor.to(self._device, non_blocking=True)[:, None]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return log-probs of logits, both ``[rows, vocabulary]`` float32."""
+        """Return log-probs of logits, both ``[rows, vocabulary]`` float32.
+
+        Those of banned tokens are minus infinity.
+        """
         if self._divisor is not None:
             logits = logits.div_(self._divisor)
-        return logits.log_softmax(-1)
+        log_probs = logits.log_softmax(-1)
+        if self._banned is None:
+            return log_probs
+        return log_probs.index_fill_(-1, self._banned, -torch.inf)
 
     def _set(self, row: int, temperature: float | None) -> None:
         if temperature is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import secrets
@@ -11,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,15 @@ CPU_CACHE_BYTES = GIB
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM's CPU build computes other log-probs than transformers with the same
 # weights (0.32.0, measured by `tools/zoo.py`).
-_WRONG_ON_CPU = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Lfm2ForCausalLM"})
+_WRONG_ON_CPU = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        # Its weights are served rightly, the derived ones of latent attention included.
+        "DeepseekV3ForCausalLM",
+        "Lfm2ForCausalLM",
+    }
+)
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -52,6 +61,7 @@ class Plan:
         adapter: rank and layers of a LoRA that is served in addition to the weights.
         worker_extension: ``module.Class`` whose methods workers get in addition to their own.
         routed_experts: True if the experts of each token are recorded.
+        has_vision: True if the model has a vision tower.
     """
 
     device: torch.device
@@ -64,6 +74,7 @@ class Plan:
     worker_extension: str | None = None
     adapter: tuple[int, Sequence[str]] | None = None
     routed_experts: bool = False
+    has_vision: bool = False
 
     @property
     def in_process(self) -> bool:
@@ -135,11 +146,13 @@ def start(plan: Plan) -> vllm.LLMEngine:
         clear_frames(error)
         free_memory(plan)
         if isinstance(error, Exception):
-            raise _explain(error) from error
+            raise _explain(error, has_vision=plan.has_vision) from error
         raise
 
 
 def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
+    if plan.has_vision:
+        _check_torchvision()
     chosen = vllm.EngineArgs(**arguments)
     config = chosen.create_model_config()
     if plan.in_process and config.using_transformers_backend():
@@ -164,6 +177,22 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
         # they do not here (see ``_arguments``).
         chosen.enable_prefix_caching = False
     return vllm.LLMEngine.from_engine_args(chosen)
+
+
+def _check_torchvision() -> None:
+    """Raise ``RolloutError`` where vLLM could not import its classes of models with a tower."""
+    try:
+        importlib.import_module("torchvision")
+    # A build for another torch lacks operators, or libraries of CUDA.
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RolloutError(
+            "vLLM did not start: torchvision cannot be imported",
+            where=WHERE,
+            why=f"vLLM's classes of models with a vision tower need it; {type(error).__name__}: "
+            f"{error}",
+            remedy="install the build of torchvision that belongs to this torch (on a CPU: "
+            "`uv pip install --torch-backend cpu torchvision`), or rollout.name=local",
+        ) from error
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
@@ -319,7 +348,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "quantization": None if plan.quantization_config is None else "fp8",
         # Weights come from the engine.
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        # vLLM plans its memory with the processor of images, which needs a tokenizer.
+        "skip_tokenizer_init": not plan.has_vision,
         # Nothing from the model's folder: the ids that end a completion come with each request.
         "generation_config": "vllm",
         "max_model_len": options.max_model_len,
@@ -341,8 +371,22 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "logits_processors": [NORMALIZE] if options.truncation else None,
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
+        **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
     }
+
+
+def _vision_arguments() -> dict[str, Any]:
+    """Return vLLM's arguments for images that come processed."""
+    arguments: dict[str, Any] = {
+        "limit_mm_per_prompt": {"video": 0},
+        # Nothing is cached before the tower.
+        "mm_processor_cache_gb": 0,
+    }
+    # Since 0.32 towers normalize pixels that come as bytes, and would do so again.
+    if any(field.name == "mm_device_do_normalize" for field in fields(vllm.EngineArgs)):
+        arguments["mm_device_do_normalize"] = False
+    return arguments
 
 
 def _cache_bytes(plan: Plan) -> int | None:
@@ -455,7 +499,7 @@ def _check_fp8(plan: Plan) -> None:
         )
 
 
-def _explain(error: Exception) -> RolloutError:
+def _explain(error: Exception, *, has_vision: bool = False) -> RolloutError:
     text = str(error)
     if "CuMem allocator" in text:
         return RolloutError(
@@ -479,6 +523,14 @@ def _explain(error: Exception) -> RolloutError:
             # All of vLLM's architectures follow.
             why=text.partition("Supported architectures")[0].strip(),
             remedy="rollout.name=local for this model",
+        )
+    if has_vision and ("processor" in text.lower() or "tokenizer" in text.lower()):
+        return RolloutError(
+            "vLLM did not start: the model's processor of images cannot be read",
+            where=WHERE,
+            why=f"{type(error).__name__}: {text}",
+            remedy="copy preprocessor_config.json (and processor_config.json, where the model has "
+            "it) and the whole tokenizer into the model's folder",
         )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (

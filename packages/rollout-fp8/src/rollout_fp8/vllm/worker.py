@@ -16,7 +16,6 @@ from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from engine_api.codec import decode, encode
-from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import whole_checksum
 from rollout_fp8.install.adapter_session import LoadedAdapter
 from rollout_fp8.install.receiver import Receiver
@@ -63,15 +62,14 @@ class SyncExtension:
             model = worker.get_model()
             self._rollout_fp8_aliases = aliases if _has_head(model) else {}
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
-            if packed is None and worker.model_config.use_mla:
-                raise RolloutError(
-                    "no weight sync for multi-head latent attention",
-                    where="learning the server's layout",
-                    why="vLLM computes with weights derived from kv_b_proj, "
-                    "which a copy in place does not renew",
-                    remedy="set VLLM_MLA_DISABLE=1, or rollout.name=sglang",
-                )
-            self._rollout_fp8 = Receiver(model, plan, self._rollout_fp8_load, packed)
+            self._rollout_fp8 = Receiver(
+                model,
+                plan,
+                self._rollout_fp8_load,
+                packed,
+                derived=private.derived_weights(model),
+                derive=lambda: private.derive_weights(model, worker.model_config.dtype),
+            )
             self._rollout_fp8_plan = plan
         assert self._rollout_fp8 is not None
         return self._rollout_fp8.boxes

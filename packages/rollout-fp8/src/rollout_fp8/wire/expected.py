@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import RolloutError
 from engine_api.hf_folder import read_saved_tensors
-from engine_api.hf_names import pieces_of
+from engine_api.hf_names import Piece, pieces_of
+from engine_api.hf_vision import find_auto_class
 from engine_api.weights import WeightExport
 from rollout_fp8.model import config_of
 from rollout_fp8.wire.format import SCALE_SUFFIX, WirePlan, WireTensor
@@ -35,13 +35,14 @@ class Expected:
     @classmethod
     def read(cls, source: ModelSource) -> Expected:
         """Return the weights of a model's folder or hub id, without reading one or using memory."""
+        config = config_of(source)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config_of(source), trust_remote_code=source.trust_remote_code
+            model = find_auto_class(config).from_config(
+                config, trust_remote_code=source.trust_remote_code
             )
         found = pieces_of(model, read_saved_tensors(source.path))
         shapes = {piece.name: piece.shape for pieces in found.values() for piece in pieces}
-        return cls(shapes=shapes, aliases=_aliases(model))
+        return cls(shapes=shapes, aliases=_aliases(model, found))
 
     def checked(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
         """Yield the export's tensors, and check that they are the model's and nothing else.
@@ -95,7 +96,12 @@ class Expected:
             )
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, str]:
+def _aliases(model: torch.nn.Module, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
+    """Return the second names of tied parameters, and the saved name of each."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+    return {
+        name: pieces[first[id(parameter)]][0].name
+        for name, parameter in every
+        if first[id(parameter)] != name
+    }

@@ -269,9 +269,11 @@ class Spmd:
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
         """Build an engine (see ``Launcher``).
 
-        Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit.
+        Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit, or the ranks would
+        share a server.
         """
         if not self._made and self._config is not None:
+            refuse_shared_server(self._config.rollout, self.comm.world_size)
             check_here(self.comm, self._config, config, device)
         engine: Engine = EngineRegistry.create(
             model_type=section.model_type, backend=section.backend, device=device, config=config
@@ -290,6 +292,7 @@ class Spmd:
 
         Raises ``PluginError``, ``ConfigError``: all ranks together.
         """
+        refuse_shared_server(spec.section, self.comm.world_size)
         policy = self._made[0]
 
         def build() -> tuple[Replica, WeightExporter]:
@@ -329,6 +332,21 @@ class Spmd:
         # The policy comes last: all engines use its process group.
         while self._made:
             self._made.pop().close()
+
+
+def refuse_shared_server(section: RolloutSection, ranks: int) -> None:
+    """Raise ``ConfigError`` where several ranks would send their weights to one server.
+
+    The server would take one rank's weights while that rank waits for the others to take part in
+    its gathers, and they wait for the server.
+    """
+    if ranks > 1 and "url" in section.options:
+        raise ConfigError(
+            "rollout.options.url",
+            f"expected one rank, got {ranks}, each of which sends to a server of its own",
+            why="a server takes the weights of one rank at a time, and the ranks send together",
+            remedy="leave url out: each rank then starts a server; or use one rank",
+        )
 
 
 def _resolve(section: EngineSection) -> Resolution:

@@ -1,0 +1,137 @@
+"""The suite's names of several steps, and the environment of each step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import suite
+from benchmarks.suite import STEPS, Step, expand, read_environments
+
+ENGINES = ("fsdp2", "megatron", "veomni", "torchtitan", "automodel")
+
+
+def write(path: Path, content: object) -> Path:
+    """Write JSON and return its file."""
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("group", ["mfu-1.7b", "mfu-8b-2"])
+def test_a_group_has_each_engine_at_its_best_and_at_its_defaults(group: str) -> None:
+    """Each engine has two steps, and other work is not among them."""
+    names = expand(group)
+    for engine in ENGINES:
+        assert {f"{group}-{engine}", f"{group}-{engine}-defaults"} <= set(names)
+        assert "--defaults" in STEPS[f"{group}-{engine}-defaults"].command
+        assert "--defaults" not in STEPS[f"{group}-{engine}"].command
+    assert not [name for name in names if "long" in name or "kept" in name]
+
+
+def test_a_step_that_is_named_twice_runs_once_where_it_was_named_first() -> None:
+    """A group does not repeat a step."""
+    names = expand("mfu-1.7b-veomni,mfu-1.7b,kernels")
+    assert names[0] == "mfu-1.7b-veomni"
+    assert names[-1] == "kernels"
+    assert sorted(names) == sorted({*names})
+
+
+def test_a_name_of_no_step_is_refused_with_the_known_ones() -> None:
+    """The error lists groups and steps."""
+    with pytest.raises(ValueError, match=r"got 'mfu-2b'; there are .*mfu-1\.7b, "):
+        expand("kernels,mfu-2b")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"torchtitn": {}}, "expected backends and steps, got 'torchtitn'"),
+        ({"fsdp2": {"OMP_NUM_THREADS": 1}}, "fsdp2: expected an object of texts"),
+        ({"fsdp2": "PYTHONPATH=/opt"}, "fsdp2: expected an object of texts"),
+    ],
+)
+def test_an_environment_of_no_step_or_of_no_texts_is_refused(
+    tmp_path: Path, content: object, message: str
+) -> None:
+    """A slip in the file does not run a step in another environment."""
+    with pytest.raises(ValueError, match=message):
+        read_environments(write(tmp_path / "environments.json", content))
+
+
+def test_a_step_runs_in_its_own_environment_and_else_in_its_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step's variables come after its backend's."""
+    print_them = (
+        "import json, os; print(json.dumps({k: os.environ.get(k) for k in ('ONE', 'TWO')}))"
+    )
+    step = Step(command=("-c", print_them), seconds=60, gpus=0, backend="fsdp2")
+    monkeypatch.setattr(suite, "STEPS", {"first": step, "second": step})
+    variables = {"fsdp2": {"ONE": "backend", "TWO": "backend"}, "second": {"TWO": "step"}}
+    file = write(tmp_path / "environments.json", variables)
+    arguments = ["--only", "first,second", "--output", str(tmp_path), "--environments", str(file)]
+    assert suite.main(arguments) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": "first", "ONE": "backend", "TWO": "backend"},
+        {"step": "second", "ONE": "backend", "TWO": "step"},
+    ]
+    assert "first" in capsys.readouterr().out
+
+
+def measured(step: str, rate: int, **given: Any) -> dict[str, Any]:
+    """Return a row as the suite writes it."""
+    row = {
+        "step": step,
+        "backend": "torchtitan",
+        "layout": "",
+        "shape": "8b",
+        "gpus": 2,
+        "tokens": 16384,
+        "micro_batches": 1,
+        "document": 4096,
+        "defaults": False,
+        "precision": "bfloat16",
+        "compile": True,
+        "recompute": "full",
+        "options": {},
+        "step_ms": 2000.0,
+        "tokens_per_s": rate,
+        "mfu": 0.4,
+        "peak_gib": 66.94,
+        "loss": 12.7,
+        "torch": "2.11.0",
+        "transformers": "5.17.0",
+        "device": "GPU",
+    }
+    return row | given
+
+
+def test_the_table_names_settings_fastest_first_and_says_what_float8_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of other measurements are left out, and only like work is compared."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    from engine_table import render  # pyright: ignore[reportMissingImports]
+
+    rows = [
+        measured("plain", 16000),
+        measured("plain-defaults", 10000, defaults=True, micro_batches=2),
+        measured("float8", 20000, precision="float8", options={"float8_recipe": "rowwise"}),
+        {"step": "kernels", "ms": 1.0},
+    ]
+    facts, *parts = render(rows).split("\n\n")
+    assert facts == (
+        "2 × GPU. torch 2.11.0, transformers 5.17.0. "
+        "Tokens a step and GPU: 16,384 in documents of 4,096."
+    )
+    lines = parts[0].splitlines()[2:]
+    assert [line.split("`")[1] for line in lines] == ["float8", "plain", "plain-defaults"]
+    assert "| float8, compiled, recomputed, float8_recipe=rowwise | 20,000 | 40.0 % |" in lines[0]
+    assert "| defaults, bfloat16, compiled, recomputed, 2 micro-batches |" in lines[2]
+    assert parts[1:] == ["`float8` is 1.25 × as fast as `plain`."]
+    monkeypatch.delitem(sys.modules, "engine_table")

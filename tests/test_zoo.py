@@ -1,0 +1,50 @@
+"""The page that tools/zoo.py writes from results of GPUs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import zoo
+
+MEASURED = {
+    "vllm": "0.26.0",
+    "transformers": "5.17.0",
+    "torch": "2.11.0+cu130",
+    "gpu": "NVIDIA H200",
+    "date": "2026-11-27",
+}
+RIGHT = {
+    "status": "right",
+    "log_probs": 0.02,
+    "greedy": 0.0,
+    "mean": 0.004,
+    "plain": 0.003,
+    "audited": False,
+    "served_as": "Qwen3MoeForCausalLM",
+}
+
+
+def test_rollouts_on_a_gpu_have_a_column_of_each_precision_with_versions_and_date() -> None:
+    refused = {"status": "refused", "why": "vLLM did not start: no such class"}
+    record = {
+        zoo.SEEN: {"none": MEASURED, "fp8": MEASURED | {"date": "2026-11-28"}},
+        "types": {
+            "qwen3_moe": {zoo.SEEN: {"none": RIGHT, "fp8": RIGHT | {"audited": True}}},
+            "afmoe": {zoo.SEEN: {"none": refused}},
+            "llama": {},
+        },
+    }
+    introduction, rows = zoo._vllm_on_gpu(record)
+    assert "bf16: as seen on one NVIDIA H200, vLLM 0.26.0, transformers 5.17.0" in introduction
+    assert "2026-11-27;\nFP8: as seen on one NVIDIA H200" in introduction
+    assert "| `qwen3_moe` | right, 4e-03 (3e-03), not every tensor audited |" in rows
+    assert "| right, 4e-03 (3e-03) |" in rows
+    assert "| `afmoe` | refused: vLLM did not start: no such class |" in rows
+    assert "llama" not in rows
+
+
+def test_a_page_without_results_of_a_gpu_has_no_section_of_them() -> None:
+    assert zoo._vllm_on_gpu({"types": {"llama": {}}}) == []
