@@ -79,6 +79,7 @@ _MODULES = (
     "rl",
     "rollout",
     "rollout_sync",
+    "rollout_images",
 )
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"

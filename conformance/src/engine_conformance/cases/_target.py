@@ -130,7 +130,7 @@ class Target:
     def partner_target(self) -> Target:
         """Return the partner's engine, data parallel and with options of its own."""
         assert self.partner is not None, "the plan asks for one"
-        return replace(self, backend=self.partner, layout=Parallelism(), options={})
+        return replace(self, backend=self.partner, layout=Parallelism(), rollout=False, options={})
 
     def with_model_type(self, model_type: str) -> Target:
         """Return the same backend's engine for another model type."""

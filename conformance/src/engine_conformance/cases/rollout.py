@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine_api.capabilities import Capability
 from engine_api.config import OptimizerConfig
 from engine_api.devices import DEVICES
 from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUnavailable
@@ -111,6 +112,8 @@ def descriptor(target: Target) -> None:
 def signatures(target: Target) -> None:
     """The class MUST take the arguments of every rollout, and its members those of the contract.
 
+    A rollout that declares `vision` takes images, too.
+
     If this fails: a renamed parameter works by position until a caller names it.
     """
     try:
@@ -125,6 +128,9 @@ def signatures(target: Target) -> None:
             parameters = list(inspect.signature(member).parameters)
             binds(getattr(cls, name), name, *([None] * len(parameters)))
             binds(getattr(cls, name), name, None, **dict.fromkeys(parameters[1:]))
+    # The argument is newer than the case.
+    if Capability.VISION in target.capabilities and target.is_asked_since("1.4"):
+        binds(cls.generate, "generate", None, [], SamplingParams(), images=[])
 
 
 @case(id="rollout.states", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
