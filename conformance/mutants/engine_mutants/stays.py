@@ -67,6 +67,11 @@ STAYS: dict[str, str] = {
         "the update as a trainer makes it, from inference to step; "
         "the core cases test its parts one by one"
     ),
+    **dict.fromkeys(
+        ("rollout.image*", "rollout.bad_images", "rollout.undeclared_images"),
+        "about rollouts: wrong ones are in "
+        "packages/trainer/tests/helpers/pictured_rollouts_with_defects.py",
+    ),
     "rollout.*": (
         "about rollouts: wrong ones are in packages/trainer/tests/helpers/rollouts_with_defects.py"
     ),

@@ -148,7 +148,7 @@ def pictured_served(
         one.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0]
         for one, c in zip(rows, completions, strict=True)
     ]
-    _require_own_images(oracle, reply, picked, 4 * bound.atol, where)
+    _name_other_images(oracle, reply, picked, bound.atol, where)
     got = [p for c in completions for p in c.log_probs]
     bounds = [0, *accumulate(map(len, picked))]
     name = f"log_probs ({where}; a document is a completion)"
@@ -175,27 +175,31 @@ def _likeliest(
     return worst
 
 
-def _require_own_images(
-    oracle: PictureOracle, reply: RolloutReply, picked: Sequence[Tensor], clear: float, where: str
+def _name_other_images(
+    oracle: PictureOracle, reply: RolloutReply, picked: Sequence[Tensor], bound: float, where: str
 ) -> None:
-    """Require that log-probs of a completion are nearest to those behind its own images.
+    """Raise `ConformanceFailure` for log-probs that other images than the prompt's own explain.
 
-    A difference between the rollout and the oracle is named by the images that explain it. Images
-    count that make a difference of more than ``clear`` nats, which rounding cannot hide.
+    Args:
+        oracle: of the served weights.
+        reply: completions with their log-probs.
+        picked: for each completion the oracle's log-probs behind its own images.
+        bound: error of a log-prob, in nats.
+        where: the call, for the error.
     """
     ask = reply.action
     assert isinstance(ask, Generate)
     for c, own in zip(reply.completions, picked, strict=True):
         got = torch.tensor(c.log_probs, dtype=torch.float64)
         near = float((got - own).abs().max())
+        if near <= bound:
+            continue
         for kind, images in _other_images(ask, c.prompt_index):
             other = _scores(oracle, ask, c, images)
             other = other.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0]
-            if float((other - own).abs().max()) <= clear:
-                continue
             apart = float((got - other).abs().max())
             must(
-                near < apart,
+                apart > bound,
                 "log_probs",
                 f"{kind} explain them to {apart:.3g} nats, the prompt's own images to {near:.3g}",
                 where=f"{where}, prompt {c.prompt_index}",

@@ -63,7 +63,7 @@ from engine_conformance.fixtures.pictures import IMAGE, LAYERS, VIDEO
 SINCE = "1.4"
 _VISION = (Capability.VISION,)
 # Nearly each token is as likely as any other.
-_FLAT = sampled(n=48, temperature=50.0)
+_FLAT = sampled(n=32, temperature=50.0)
 _SPOILS: tuple[Spoil, ...] = ("missing", "unknown", "shape", "twice")
 _TOWER = "visual."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -188,6 +189,8 @@ class _ChangesInputs(LocalRollout):
         super().__init__(**arguments)
         if self._vision is None:
             return
+        # Its own check at the first weights would find the defect.
+        self._verified = True
         prefill = self._vision.prefill
 
         def changed(*given: Any) -> Prefill | None:
@@ -279,7 +282,8 @@ class KeepsFeatures(LocalRollout):
             key = pixels.numpy().tobytes()
             if key not in kept:
                 kept[key] = compute(pixels, *given, **named)
-            return kept[key]
+            # The model changes it.
+            return copy.copy(kept[key])
 
         tower.forward = forward
 

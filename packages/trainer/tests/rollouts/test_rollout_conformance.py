@@ -29,34 +29,35 @@ OF_TEXT = {
     "Renormalizes": "rollout.truncation",
     "DrawsAtOne": "rollout.sampling",
 }
-# Those of pictured_rollouts_with_defects.py that declare `vision`.
+_NOT_REFUSED = "nothing was raised, RolloutError expected"
+# Those of pictured_rollouts_with_defects.py that declare `vision`, with words of the failure.
 OF_IMAGES = {
-    "DropsImages": "rollout.images",
-    "ExchangesImages": "rollout.images",
-    "ShiftsImages": "rollout.images",
-    "TakesNeighbours": "rollout.images",
-    "KnowsImagesByIds": "rollout.images",
-    "CompletesPlaceholders": "rollout.images",
-    "PositionsOfText": "rollout.images",
-    "DrawsImageTokens": "rollout.image_tokens",
-    "DrawsVideoTokens": "rollout.image_tokens",
-    "RenormalizesOverAllowed": "rollout.image_tokens",
-    "KeepsTower": "rollout.image_sync",
-    "KeepsFeatures": "rollout.image_sync",
-    "PassesOverTower": "rollout.image_sync",
-    "TakesMoreImages": "rollout.bad_images",
-    "TakesFewerImages": "rollout.bad_images",
-    "TakesTooManyEntries": "rollout.bad_images",
-    "TakesImagesWithoutTower": "rollout.bad_images",
-    "RaisesOwnErrors": "rollout.bad_images",
+    "DropsImages": ("rollout.images", "no images explain them"),
+    "ExchangesImages": ("rollout.images", "the images of prompt 5 explain them"),
+    "ShiftsImages": ("rollout.images", "its images in another order explain them"),
+    "TakesNeighbours": ("rollout.images", "the images of prompt 5 explain them"),
+    "KnowsImagesByIds": ("rollout.images", "the images of prompt 1 explain them"),
+    "CompletesPlaceholders": ("rollout.images", "log_probs (a mixture"),
+    "PositionsOfText": ("rollout.images", "log_probs (a mixture"),
+    "DrawsImageTokens": ("rollout.image_tokens", "has tokens of an image or a video: [60]"),
+    "DrawsVideoTokens": ("rollout.image_tokens", "has tokens of an image or a video: [61]"),
+    "RenormalizesOverAllowed": ("rollout.image_tokens", "log_probs (flat"),
+    "KeepsTower": ("rollout.image_sync", "log_probs (sync 2, write_other_tower"),
+    "KeepsFeatures": ("rollout.image_sync", "log_probs (sync 2, write_other_tower"),
+    "PassesOverTower": ("rollout.image_sync", f"the tower, missing: {_NOT_REFUSED}"),
+    "TakesMoreImages": ("rollout.bad_images", f"two images for one place: {_NOT_REFUSED}"),
+    "TakesFewerImages": ("rollout.bad_images", f"a place without an image: {_NOT_REFUSED}"),
+    "TakesTooManyEntries": ("rollout.bad_images", f"images for more prompts: {_NOT_REFUSED}"),
+    "TakesImagesWithoutTower": ("rollout.bad_images", f"without a tower: {_NOT_REFUSED}"),
+    "RaisesOwnErrors": ("rollout.bad_images", "RolloutError expected, got:"),
 }
 # Those of the same file that do not declare it.
 UNDECLARED = {
-    "DropsUndeclaredImages": "rollout.undeclared_images",
-    "NamesNoCapability": "rollout.undeclared_images",
+    "DropsUndeclaredImages": ("rollout.undeclared_images", "images was silently accepted"),
+    "NamesNoCapability": ("rollout.undeclared_images", "UnsupportedCapability of vision expected"),
 }
 RIGHT = "TakesTextAlone"
-FOUND_BY = OF_TEXT | OF_IMAGES | UNDECLARED
+FOUND_BY = {name: (case, "") for name, case in OF_TEXT.items()} | OF_IMAGES | UNDECLARED
 # It is a module of its own, because a descriptor imports no torch.
 DESCRIPTOR = f"""
 from engine_api.capabilities import Capability
@@ -127,8 +128,11 @@ def test_case(one: Case, dtype: str, root: Path) -> None:
 
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_a_defect_is_found(name: str, root: Path) -> None:
-    outcome = run_case(load_cases()[FOUND_BY[name]], rollout(name, root))
+    case, words = FOUND_BY[name]
+    outcome = run_case(load_cases()[case], rollout(name, root))
     assert outcome.status in BAD, outcome.message
+    # It fails for its defect, not for one of its own code.
+    assert words in outcome.message, outcome.message
 
 
 def test_a_rollout_without_images_that_completes_text_is_right_beside_a_tower(root: Path) -> None:
