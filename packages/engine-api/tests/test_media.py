@@ -347,6 +347,6 @@ def test_an_error_of_a_prompts_images_names_the_prompt(spoil):
     media = Media.pack([one["media"]])
     assert media is not None
     shown = PromptImages(media=spoil(media), placeholders=[], pictures=())
-    with pytest.raises(RolloutError, match="^test: prompt 1") as caught:
+    with pytest.raises(RolloutError, match=r"^test: prompt 1") as caught:
         check_images([[5], one["input_ids"]], [None, shown], VISION, "test")
     assert caught.value.remedy
