@@ -59,6 +59,7 @@ from engine_conformance.fixtures.pictured_prompts import (
     write_other_weights,
 )
 from engine_conformance.fixtures.pictures import IMAGE, LAYERS, VIDEO
+from engine_conformance.oracle import read_safetensors
 
 SINCE = "1.4"
 _VISION = (Capability.VISION,)
@@ -66,6 +67,8 @@ _VISION = (Capability.VISION,)
 _FLAT = sampled(n=32, temperature=50.0)
 _SPOILS: tuple[Spoil, ...] = ("missing", "unknown", "shape", "twice")
 _TOWER = "visual."
+# Of the model, which are max_position_embeddings in its config.json.
+_POSITIONS = 512
 
 
 @case(id="rollout.images", since=SINCE, requires=_VISION, world=(1,), profile="rollout")
@@ -74,7 +77,8 @@ def images(target: Target) -> float:
 
     Prompts with one, two and three images and none stand in one call. Some have the same ids and
     other images, one is there twice, and one begins and ends with an image. They come again in
-    another order, with others' images, one at a time, and without any image.
+    another order, with others' images, one at a time, and without any image. In float32 the same
+    seed draws the same tokens behind the same images after all of this.
 
     If this fails: images are left out in silence; features move to another prompt or to the next
     image, or are kept by the ids of a prompt; keys and values of equal ids are shared over other
@@ -100,6 +104,7 @@ def images(target: Target) -> float:
         "no images given": replace(ask_for(text_prompts(), sampled()), images=None),
         "the first alone": ask_for(prompts[:1], sampled()),
         "the second alone": ask_for(prompts[1:2], sampled()),
+        "the mixture again": ask_for(prompts, sampled(n=2)),
     }
     got = replies(target, model, [Sync(folder=model, version=3), *asks.values()])
     worked(got[0], model.name)
@@ -107,6 +112,9 @@ def images(target: Target) -> float:
         pictured_served(target, reply, model, where, version=3)
         for where, reply in zip(asks, got[1:], strict=True)
     ]
+    if target.dtype == "float32":
+        first, again = ([c.tokens for c in one.completions] for one in (got[1], got[-1]))
+        must(first == again, "tokens", "the same seed drew others behind the same images")
     differ = apart_by_images(model, got[1])
     clear = 4 * target.tolerance("log_probs", layers=LAYERS).atol
     assert target.dtype != "float32" or min(differ.values()) > clear, (
@@ -171,8 +179,9 @@ def image_sync(target: Target) -> float:
     """The tower's weights MUST be served after every sync as all others are, or nothing.
 
     The second sync changes those of the tower and its projector alone, the third all, and the
-    fourth brings the first ones back. The same images come after each of them. An export whose
-    tower misses a tensor, has one twice, one of another shape or an unknown one is refused.
+    fourth brings the first ones back. The same images come after each of them. A sync counts the
+    tower's tensors as installed. An export whose tower misses a tensor, has one twice, one of
+    another shape or an unknown one is refused.
 
     If this fails: the tower keeps its first weights, since a loader or a check knows the language
     model's names alone; features of images are kept over a sync, or keys and values of prompts
@@ -193,10 +202,14 @@ def image_sync(target: Target) -> float:
         script += [Sync(folder=first, version=9, spoil=spoil, part=_TOWER), ask]
     script += [Sync(folder=folders[1], version=9), ask]
     got = replies(target, first, script)
+    count = len(read_safetensors(first))
     margins: list[float] = []
     for place, folder in enumerate(folders):
         where = f"sync {place + 1}, {folder.name}"
         worked(got[2 * place], where)
+        installed = got[2 * place].completions.num_tensors
+        problem = f"{installed} are counted, the export has {count}"
+        must(installed == count, "num_tensors", problem, where=where)
         reply = got[2 * place + 1]
         margins.append(pictured_served(target, reply, folder, where, version=place + 1))
     begin = 2 * len(folders)
@@ -239,6 +252,8 @@ def _bad_prompts() -> dict[str, PicturedPrompt]:
             one, replace(shown, pixels=shown.pixels[:3], grid=torch.tensor([[1, 3, 1]]))
         ),
         "patches of another width": _with_media(one, replace(shown, pixels=shown.pixels[:, :-1])),
+        # It has 16 features. Behind one placeholder the completion would fit.
+        "too long": draw_prompt(4, _POSITIONS - 12, (8, 8)),
     }
 
 
@@ -254,10 +269,11 @@ def bad_images(target: Target) -> float:
     """Images that are not those of their prompt MUST raise ``RolloutError`` or ``ConfigError``.
 
     There are more images than places and fewer, more image tokens than features and fewer, tokens
-    of a video, pixels and grids of another model, and images for more prompts than there are and
-    for fewer. The error names the prompt, and the rollout stays usable. So it is with images for a
-    model without a tower. Placeholders from which a server would make other ids are an error, or
-    change nothing. In float32, because little is computed.
+    of a video, pixels and grids of another model, images for more prompts than there are and for
+    fewer, and a prompt that is too long by an image's features. The error names the prompt, and the
+    rollout stays usable. So it is with images for a model without a tower. Placeholders from which a
+    server would make other ids are an error, or change nothing. In float32, because little is
+    computed.
 
     If this fails: an image too many is dropped in silence, or one too few moves the features of the
     next one; a request ends a server's process.

@@ -172,6 +172,18 @@ class TakesTooManyEntries(_Changes):
         return prompts, [*images, None][: len(prompts)]
 
 
+class CountsPlaceholders(LocalRollout):
+    """A prompt is as long as it would be without the features of its images."""
+
+    def _check(self, prompts: Prompts, sampling: SamplingParams) -> None:
+        image = None if self._vision is None else self._vision.vision.image_token
+        short = [
+            [token for place, token in enumerate(prompt) if token != image or place == 0]
+            for prompt in prompts
+        ]
+        super()._check(short, sampling)
+
+
 class RaisesOwnErrors(LocalRollout):
     """A bad request is an error of Python."""
 
@@ -296,6 +308,26 @@ class PassesOverTower(LocalRollout):
         tower = {name: one for name, one in self._table._views.items() if "visual." in name}
         given = {name: tensor.clone() for name, tensor in export}
         return super().update_weights(iter((tower | given).items()), version)
+
+
+class CountsTextAlone(LocalRollout):
+    """A sync says that the text model's tensors alone are installed."""
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        result = super().update_weights(export, version)
+        tower = [name for name, _ in self._model.named_parameters() if ".visual." in name]
+        return replace(result, num_tensors=result.num_tensors - len(tower))
+
+
+class ForgetsSeed(LocalRollout):
+    """Behind images tokens are drawn without the request's seed."""
+
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams, *, images: Images | None = None
+    ) -> list[Completion]:
+        pictured = images is not None and any(one is not None for one in images)
+        drawn = replace(sampling, seed=None) if pictured else sampling
+        return super().generate(prompts, drawn, images=images)
 
 
 class DropsUndeclaredImages(LocalRollout):
