@@ -271,8 +271,8 @@ def bad_images(target: Target) -> float:
     There are more images than places and fewer, more image tokens than features and fewer, tokens
     of a video, pixels and grids of another model, images for more prompts than there are and for
     fewer, and a prompt that is too long by an image's features. The error names the prompt, and the
-    rollout stays usable. So it is with images for a model without a tower. Placeholders from which a
-    server would make other ids are an error, or change nothing. In float32, because little is
+    rollout stays usable. So it is with images for a model without a tower. Placeholders from which
+    a server would make other ids are an error, or change nothing. In float32, because little is
     computed.
 
     If this fails: an image too many is dropped in silence, or one too few moves the features of the
