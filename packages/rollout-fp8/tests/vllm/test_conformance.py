@@ -52,6 +52,8 @@ def run(one: Case, dtype: str, root: Path, backend: str) -> None:
         partner="fsdp2",
         rollout=True,
         options=SMALL,
+        # A busy machine may start and warm up vLLM for minutes.
+        patience=4.0,
     )
     outcome = run_case(one, target)
     assert outcome.status == "passed", outcome.message
