@@ -12,7 +12,8 @@ trainer chooses them for ``auto``. Layouts and ``--options`` still apply.
 
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L
 layers, H query heads, d head width, S document length; the attention term is the causal half;
-recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak.
+recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak. ``gpu_ms`` is the time
+of a step in which the GPU is busy, from a profile of three more steps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import tempfile
 import time
@@ -267,6 +269,8 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
                 part for part in (options.profile.stem, entry.backend, entry.text) if part
             )
             options.profile.with_stem(name).write_text(table)
+    # Every rank takes part.
+    busy = busy_ms(engine, batches[:3]) if on_gpu else 0.0
     row = {
         "backend": entry.backend,
         "layout": entry.text,
@@ -284,6 +288,7 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "recompute": engine.config.memory.recompute,
         "options": engine.config.options or {},
         "step_ms": round(step * 1e3, 1),
+        "gpu_ms": round(busy, 1),
         "tokens_per_s": round(rate),
         "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4),
         "peak_gib": round(peak, 1),
@@ -319,6 +324,32 @@ def process_group(device: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def busy_ms(engine: Any, batches: list[Batch]) -> float:
+    """Return the milliseconds of a step in which this rank's GPU computes or copies.
+
+    Kernels that run at the same time count once. A collective that waits for other ranks counts.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
+        for batch in batches:
+            engine.train_batch(batch, sft_loss)
+    events = [event for event in recorded.events() if event.device_type == DeviceType.CUDA]
+    ranges = [(event.time_range.start, event.time_range.end) for event in events]
+    return union_length(ranges) / 1e3 / len(batches)
+
+
+def union_length(ranges: list[tuple[float, float]]) -> float:
+    """Return the length of the union of ranges."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(ranges):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def profile(engine: Any, batches: list[Batch]) -> str:

@@ -289,6 +289,21 @@ STEPS = {
         # The engines are made while the replica holds its memory.
         gpu_memory_utilization=0.35,
     ),
+    **{
+        f"host-{tokens}{suffix}": mfu(
+            "fsdp2",
+            "0.6b",
+            200,
+            "--tokens",
+            str(tokens),
+            "--document",
+            str(min(tokens, 4096)),
+            "--options",
+            json.dumps({"fsdp2": {"cast_each_pass": casts}}),
+        )
+        for tokens in (2048, 8192)
+        for suffix, casts in (("", False), ("-cast", True))
+    },
     **engines("mfu-1.7b", "1.7b", 200, *WORK),
     "mfu-1.7b-long": mfu(
         "fsdp2,megatron",
@@ -387,6 +402,7 @@ STEPS = {
 
 # Names of several steps.
 GROUPS = {
+    "host": [name for name in STEPS if name.startswith("host-")],
     "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
     "mfu-8b-2-kept": [name for name in STEPS if name.startswith("mfu-8b-2-kept-")],

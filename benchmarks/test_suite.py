@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import suite
+from benchmarks.mfu import union_length
 from benchmarks.suite import STEPS, Step, expand, read_environments
 
 ENGINES = ("fsdp2", "megatron", "veomni", "torchtitan", "automodel")
@@ -135,3 +136,9 @@ def test_the_table_names_settings_fastest_first_and_says_what_float8_gains(
     assert "| defaults, bfloat16, compiled, recomputed, 2 micro-batches |" in lines[2]
     assert parts[1:] == ["`float8` is 1.25 × as fast as `plain`."]
     monkeypatch.delitem(sys.modules, "engine_table")
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    """The busy time of a GPU is the length of a union."""
+    assert union_length([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0), (5.0, 5.5)]) == 4.0
+    assert union_length([]) == 0.0

@@ -93,6 +93,36 @@ def test_chunked_head_without_entropy_and_with_a_frozen_weight() -> None:
     assert weight.grad is None
 
 
+@pytest.mark.parametrize(("chunk", "rows"), [(4, 2), (5, 5), (100, 50)])
+def test_a_pass_without_gradients_takes_half_the_memory_and_rounds_alike(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, rows: int
+) -> None:
+    hidden, weight, targets = head_inputs(torch.bfloat16)
+    products: list[int] = []
+    memories: set[int] = set()
+    compute = head.logits_of
+
+    def watched(*given: Any, out: Tensor) -> Tensor:
+        products.append(len(out))
+        memories.add(out.untyped_storage().nbytes())
+        return compute(*given, out=out)
+
+    monkeypatch.setattr(head, "logits_of", watched)
+    options: dict[str, Any] = {"temperature": 1.0, "chunk": chunk, "entropy": False}
+    trained, _ = chunked_log_probs(hidden, weight, targets, **options)
+    of_training, products, largest = products, [], max(memories)
+    memories.clear()
+    with torch.no_grad():
+        inferred, _ = chunked_log_probs(hidden, weight, targets, **options)
+    assert torch.equal(trained, inferred)
+    assert products == of_training
+    assert max(products) <= rows
+    assert len(memories) == 1
+    width = weight.shape[0] * weight.element_size()
+    assert memories == {min(rows, TOKENS) * width}
+    assert largest == min(chunk, TOKENS) * width
+
+
 def test_chunked_head_of_no_tokens() -> None:
     hidden, weight, targets = head_inputs(torch.float32)
     log_probs, _ = chunked_log_probs(

@@ -230,6 +230,19 @@ def test_a_document_whose_image_cannot_be_decoded_is_left_out_and_counted(
     assert read_metrics(tmp_path / "missing" / METRICS)[0]["data/bad_images"] == 2
 
 
+def test_a_held_out_document_that_is_left_out_of_the_loss_is_counted(tmp_path, place):
+    shutil.copytree(place, tmp_path / "place")
+    held_out = tmp_path / "held-out"
+    shutil.copytree(place, held_out)
+    file = held_out / "b.jpg"
+    file.write_bytes(file.read_bytes()[:-40])
+    drop = ("data.on_bad_image=drop", f"eval.source={held_out / 'rows.jsonl'}", "run.steps=1")
+    train_sft(configure(tmp_path / "place", tmp_path / "run", *drop))
+    first, last = read_metrics(tmp_path / "run" / METRICS)
+    assert [row["eval/bad_images"] for row in (first, last)] == [2, 2]
+    assert "train/bad_images" not in last
+
+
 def test_a_step_without_a_document_is_refused(tmp_path, place):
     shutil.copytree(place, tmp_path / "place")
     file = tmp_path / "place" / "b.jpg"

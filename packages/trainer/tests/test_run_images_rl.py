@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from pictured_models import draw, save_pictured_model, write_rows
+from rank_runs import run_on_two_ranks
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import RolloutRegistry
@@ -209,6 +210,88 @@ def test_a_broken_image_is_an_error_that_names_its_row(tmp_path, place):
     assert read_metrics(tmp_path / "run" / METRICS)[0]["data/bad_images"] == 2
 
 
+def break_pixels(place: Path, name: str = "b.jpg") -> None:
+    """Cut a file behind its header, which stays right."""
+    file = place / name
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+DROP = "data.on_bad_image=drop"
+
+
+def test_prompts_with_broken_pixels_are_left_out_of_their_step_and_counted(tmp_path, place, caplog):
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    # A right image beside the broken ones.
+    with (tmp_path / "place" / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "<image>it", "answer": "5", "images": ["a.png"]}\n')
+    config = configure(tmp_path / "place", tmp_path / "run", DROP, "algorithm.prompts_per_step=5")
+    outcome = train_rl(config)
+    rows = [row for row in read_metrics(outcome.folder / METRICS) if "train/loss" in row]
+    assert [row["train/bad_images"] for row in rows] == [2, 2]
+    assert [row["rollout/groups"] for row in rows] == [3, 3]
+    # Three completions of one image.
+    assert [row["train/images"] for row in rows] == [3, 3]
+    assert all(row["mismatch/rms"] < 1e-4 for row in rows)
+    assert "b.jpg) cannot be decoded" in caplog.text
+    table = pq.read_table(outcome.folder / "rollouts" / "step-000001.parquet")
+    assert {tuple(names) for names in table["images"].to_pylist()} == {(), ("a.png",)}
+
+
+@pytest.mark.distributed
+@pytest.mark.turn
+def test_a_rank_whose_prompts_are_all_left_out_goes_on_with_the_others(tmp_path, place):
+    """Of two ranks the first generates for the first and third row, whose pixels are broken."""
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    configure(tmp_path / "place", tmp_path / "run")
+    run_on_two_ranks(tmp_path, [["rl", str(tmp_path / "run.yaml"), DROP]])
+    rows = [row for row in read_metrics(tmp_path / "run" / METRICS) if "train/loss" in row]
+    assert [(row["train/bad_images"], row["rollout/groups"]) for row in rows] == [(2, 2), (2, 2)]
+
+
+def test_a_step_whose_prompts_all_have_broken_pixels_is_an_error(tmp_path, place):
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    with pytest.raises(DataError, match=r"no image of this step can be decoded"):
+        train_rl(
+            configure(tmp_path / "place", tmp_path / "run", DROP, "algorithm.prompts_per_step=1")
+        )
+
+
+def test_with_dynamic_sampling_prompts_with_broken_pixels_are_replaced(tmp_path, place):
+    """A round of bad images alone is no error if another one follows."""
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    rounds = "algorithm.dynamic_sampling={enabled: true, max_rounds: 4}"
+    config = configure(
+        tmp_path / "place",
+        tmp_path / "run",
+        DROP,
+        rounds,
+        "algorithm.prompts_per_step=1",
+        "algorithm.mini_batches=1",
+        "run.steps=1",
+        "rollout.n=8",
+    )
+    outcome = train_rl(config)
+    (row,) = [row for row in read_metrics(outcome.folder / METRICS) if "rollout/rounds" in row]
+    assert row["train/bad_images"] == 1
+    assert row["rollout/rounds"] > 1
+    assert row["rollout/groups"] == 1
+
+
+def test_held_out_problems_with_broken_pixels_are_not_measured_and_counted(tmp_path, place):
+    shutil.copytree(place, tmp_path / "place")
+    break_pixels(tmp_path / "place")
+    source = f"eval={{source: {tmp_path / 'place' / 'rows.jsonl'}, temperature: 0}}"
+    figures = evaluate_model(configure(tmp_path / "place", tmp_path / "run", source, DROP))
+    assert figures["eval/problems"] == 2
+    assert figures["eval/bad_images"] == 2
+    with pytest.raises(ImageError, match=r"b\.jpg\) cannot be decoded"):
+        evaluate_model(configure(tmp_path / "place", tmp_path / "error", source))
+
+
 def build(config: RLConfig, **kwargs: Any) -> PromptDataset:
     tokenizer = load_tokenizer(config.data, config.engine.model)
     return PromptDataset.build(
@@ -251,7 +334,8 @@ def test_a_rollout_gets_the_images_in_both_forms(tmp_path, place):
     from engine_trainer.data.datasets import make_prompt_images
 
     prompts = build(configure(place, tmp_path / "run")).prompts
-    images = make_prompt_images(prompts)
+    left, images = make_prompt_images(prompts, drop=False)
+    assert left == [0, 1, 2, 3]
     assert images is not None
     assert [one is None for one in images] == [False, True, False, True]
     third = images[2]
@@ -259,4 +343,4 @@ def test_a_rollout_gets_the_images_in_both_forms(tmp_path, place):
     assert [tuple(picture.shape) for picture in third.pictures] == [(24, 16, 3), (16, 40, 3)]
     assert all(picture.dtype == torch.uint8 for picture in third.pictures)
     assert third.placeholders == list(prompts[2].placeholders)
-    assert make_prompt_images(prompts[1:2]) is None
+    assert make_prompt_images(prompts[1:2], drop=False) == ([0], None)

@@ -93,14 +93,16 @@ class FSDPEngine(DTensorEngine):
         inside = {module for part in tower for module in part.modules()}
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
-        shard_model(
-            self.module,
-            blocks,
-            config,
-            layout,
-            self.options.prefetch_blocks,
-            tower=[block for block in every if block in inside],
-        )
+        copies = self._will_keep_copies(lm)
+        if not copies:
+            shard_model(
+                self.module,
+                blocks,
+                config,
+                layout,
+                self.options.prefetch_blocks,
+                tower=[block for block in every if block in inside],
+            )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
         if files is not None:
@@ -113,6 +115,8 @@ class FSDPEngine(DTensorEngine):
             std = initial_std(lm.config)
             together(self.comm, lambda: fill(self.table, files, config.seed, std))
         lora.initialize(self.table, config.seed)
+        if copies:
+            self._keep_copies(blocks)
         if self.options.verify_model:
             verify_model(
                 self,
@@ -147,7 +151,7 @@ class FSDPEngine(DTensorEngine):
         lm: Any = self.module.lm
         # torch keeps a block's compiled call under this name and has no public one.
         compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001
-        return {
+        return super()._choices() | {
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
             "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",

@@ -163,7 +163,8 @@ class DecoderEngine(DTensorEngine):
         self._built_config = built.hf_config
         self.vocab_size = int(built.hf_config.vocab_size)
         self.module = self._pack(built.lm).eval()
-        if not is_plain(config, self.topology.world_size):
+        copies = self._will_keep_copies(built.lm)
+        if not copies and not is_plain(config, self.topology.world_size):
             expert_mesh = self.layout.expert_mesh
             shard_model(
                 self.module,
@@ -182,6 +183,8 @@ class DecoderEngine(DTensorEngine):
         self._number_copies()
         # A file may be damaged on one machine only.
         together(self.comm, lambda: self._fill(built))
+        if copies:
+            self._keep_copies(built.blocks)
         if config.memory.compile:
             for block in built.blocks:
                 block.compile()
@@ -202,7 +205,7 @@ class DecoderEngine(DTensorEngine):
         if kernel == "auto":
             # The kernel depends on the micro-batch where two are as good.
             kernel = "varlen" if self.layout.cp > 1 else "cudnn or varlen"
-        return {
+        return super()._choices() | {
             "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self._layers) else "none",
             "memory.logit_chunk": self.module.logit_chunk,

@@ -6,14 +6,14 @@ An engine derives from ``DTensorEngine`` and adds its layout, its model and its 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.arguments import check_export, folder_of
@@ -33,11 +33,13 @@ from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
 from engine_torch.attention import choose_kernel, choose_kernel_of_trees
-from engine_torch.fsdp_modules import reset_after_failure
+from engine_torch.copies import clear_gradients, keep_copies, move_masters, refresh_copies
+from engine_torch.fsdp_modules import LateGradients, reset_after_failure
 from engine_torch.inputs import PackedInputs
 from engine_torch.model import DTYPES, Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
 from engine_torch.options import DTensorOptions
+from engine_torch.parallel import keeps_copies
 from engine_torch.weights import ShardedParam, trainable
 
 __all__ = ["DTensorEngine"]
@@ -69,6 +71,7 @@ class DTensorEngine(BaseEngine):
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options: Any = build_options(config.options, self.options_class)
+        self._late: LateGradients | None = None
 
     # --- hooks that a derived engine provides --------------------------------------------------
 
@@ -112,12 +115,35 @@ class DTensorEngine(BaseEngine):
             if config.memory.share_prefixes:
                 self.kernel = choose_kernel_of_trees(config, self.kernel)
             self._build_model()
+            if self.config.optimizer is not None and isinstance(self.module, FSDPModule):
+                self._late = LateGradients(self.module)
             params = [entry.param for entry in trainable(self.table)]
             self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
         # Ctrl-C included: no groups are kept for an engine that was not built.
         except BaseException:
             self._close_groups()
             raise
+
+    def _will_keep_copies(self, module: nn.Module) -> bool:
+        """Return whether ``module``, before it takes memory, will compute with copies."""
+        return keeps_copies(
+            self.config,
+            self.topology.world_size,
+            module,
+            self.device_type,
+            self.options.cast_each_pass,
+        )
+
+    def _choices(self) -> dict[str, Any]:
+        precision = self.config.precision
+        casts = precision.compute != precision.master
+        return {
+            "options.cast_each_pass": casts and all(one.copy is None for one in self.table),
+        }
+
+    def _keep_copies(self, blocks: Iterable[nn.Module]) -> None:
+        """Let the module, whose table is filled, compute with copies of its weights."""
+        keep_copies(self.module, self.table, blocks, DTYPES[self.config.precision.compute])
 
     # --- running -------------------------------------------------------------------------------
 
@@ -151,7 +177,7 @@ class DTensorEngine(BaseEngine):
         dtype = DTYPES[self.config.precision.compute]
 
         def whole(parameter: Tensor) -> Tensor:
-            (entry,) = (one for one in self.table if one.param is parameter)
+            (entry,) = (one for one in self.table if one.live is parameter)
             gathered = export.gather_parameter(entry, self.device)
             return gathered.to(dtype, copy=True)
 
@@ -176,6 +202,8 @@ class DTensorEngine(BaseEngine):
             yield
         finally:
             self.module.eval()
+            if self._late is not None:
+                self._late.is_late = not last
 
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
@@ -206,15 +234,19 @@ class DTensorEngine(BaseEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        refresh_copies(self.table)
         if self.config.memory.offload_optimizer:
             move_state(self.optimizer, torch.device("cpu"))
 
     def _zero_grad(self) -> None:
         for entry in self.table:
             entry.param.grad = None
+        clear_gradients(self.table)
 
     def _abort(self) -> None:
         reset_after_failure(self.module)
+        if self._late is not None:
+            self._late.is_late = False
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -295,6 +327,7 @@ class DTensorEngine(BaseEngine):
         """
         away = self._check_move(device, model=model, optimizer=optimizer, grad=grad)
         if model and not self.config.memory.offload_params:
+            move_masters(self.table, device, away=away)
             self.module.to(device)
             self._mark("model", away)
         if optimizer and self.optimizer is not None and not self.config.memory.offload_optimizer:
@@ -312,6 +345,7 @@ class DTensorEngine(BaseEngine):
     def _release(self) -> None:
         self._close_groups()
         self.optimizer = None
+        self._late = None
         self.table.clear()
         del self.module
         device_of(self.device_type).empty_cache()

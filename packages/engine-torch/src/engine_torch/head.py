@@ -87,6 +87,39 @@ class HeadGradients:
         return self._d_hidden, d_weight, d_bias
 
 
+class _ChunkLogits:
+    """The plain logits of one chunk after another, which take the same memory.
+
+    A pass without gradients has chunks of half the size. The products of every pass have that
+    size, so that a token is rounded alike in each of them, and a ratio on policy is exactly 1.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, *, trains: bool
+    ) -> None:
+        self._hidden = hidden
+        self._weight = weight
+        self._bias = bias
+        self._rows = chunk if chunk % 2 else chunk // 2
+        self.chunk = chunk if trains else self._rows
+        """Number of tokens of a chunk of this pass."""
+        tokens = hidden.shape[0]
+        self.parts = [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
+        """The tokens of each chunk."""
+        self._memory: Tensor | None = None
+
+    def compute(self, part: slice) -> Tensor:
+        """Return the logits ``[t, V]`` of a chunk, which overwrite those of the one before."""
+        hidden = self._hidden[part]
+        if self._memory is None:
+            # No chunk is larger than the first.
+            self._memory = hidden.new_empty(hidden.shape[0], self._weight.shape[0])
+        logits = self._memory[: hidden.shape[0]]
+        for rows, out in zip(hidden.split(self._rows), logits.split(self._rows), strict=True):
+            logits_of(rows, self._weight, self._bias, out=out)
+        return logits
+
+
 class _ChunkedLogProb(torch.autograd.Function):
     """The log-probs ``log softmax(z)[target]`` and the entropy, one chunk at a time.
 
@@ -113,20 +146,21 @@ class _ChunkedLogProb(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         shard: VocabularyShard | None,
+        trains: bool,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_probs, normalizer = (
             torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
         )
         entropy = torch.zeros_like(log_probs)
+        chunks = _ChunkLogits(hidden, weight, bias, chunk, trains=trains)
         logits = hidden.new_empty(0)
-        for start in range(0, size, chunk):
-            part = slice(start, start + chunk)
-            logits = logits_of(hidden[part], weight, bias)
+        for part in chunks.parts:
+            logits = chunks.compute(part)
             log_probs[part], normalizer[part] = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer[part], scale, cap, shard)
-        kept = logits if size <= chunk and any(ctx.needs_input_grad[:3]) else None
+        kept = logits if size <= chunk and trains else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, kept)
         ctx.scale = scale
         ctx.cap = cap
@@ -139,9 +173,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropy, kept = ctx.saved_tensors
         gradient = _fused(_gradient, hidden)
         found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = logits_of(hidden[part], weight, bias) if kept is None else kept
+        chunks = _ChunkLogits(hidden, weight, bias, ctx.chunk, trains=True)
+        for part in chunks.parts:
+            logits = chunks.compute(part) if kept is None else kept
             entropy_grad = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
                 logits,
@@ -154,7 +188,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                 ctx.cap,
             )
             found.add(part, d_logits)
-        return *found.result(), *(None,) * 6
+        return *found.result(), *(None,) * 7
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -184,9 +218,9 @@ class _KnownLogProb(torch.autograd.Function):
             torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
         )
         found = HeadGradients(hidden, weight, bias, (True, True, bias is not None))
-        for start in range(0, size, chunk):
-            part = slice(start, start + chunk)
-            logits = logits_of(hidden[part], weight, bias)
+        chunks = _ChunkLogits(hidden, weight, bias, chunk, trains=True)
+        for part in chunks.parts:
+            logits = chunks.compute(part)
             log_probs[part], normalizer = _score(logits, targets[part], scale, cap, shard)
             if with_entropy:
                 entropy[part] = _entropy_of_all(logits, normalizer, scale, cap, shard)
@@ -256,9 +290,13 @@ def _log_prob_of_shard(
     return score.masked_fill(~is_here, 0.0), z.logsumexp(-1)
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the plain logits h W^T + b of a chunk."""
-    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+def logits_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return the plain logits h W^T + b of a chunk, in the memory of ``out`` where it is given."""
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=out)
+    return torch.addmm(bias, hidden, weight.T, out=out)
 
 
 def scores_of(logits: Tensor, scale: float, cap: float | None) -> Tensor:
@@ -454,15 +492,17 @@ def chunked_log_probs(
     """
     if shard is not None:
         targets = targets - shard.first
-    trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
+    inputs = [one for one in (hidden, weight, bias) if one is not None]
+    trains = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     scale = scale / temperature
     cap = None if cap is None else cap / temperature
-    if coefficients is not None and trains and hidden.shape[0] > chunk:
+    learns_all = trains and hidden.requires_grad and weight.requires_grad
+    if coefficients is not None and learns_all and hidden.shape[0] > chunk:
         known: tuple[Tensor, Tensor] = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, coefficients, scale, cap, chunk, entropy, shard
         )
         return known[0], known[1] if entropy else None
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, cap, chunk, entropy, shard
+        hidden, weight, bias, targets, scale, cap, chunk, entropy, shard, trains
     )
     return out[0], out[1] if entropy else None

@@ -22,6 +22,15 @@ class DTensorOptions:
     prefetch_blocks: int = 1
     """Number of blocks whose weights are gathered ahead of the block that computes."""
 
+    cast_each_pass: bool | None = None
+    """True casts the weights anew for each pass where one rank computes in another dtype than that
+    of the masters. False keeps a copy of them in that dtype, which is faster and takes 2 bytes a
+    weight, and computes the same numbers.
+
+    Null is false where the copy takes at most a sixteenth of the device's free memory. Several
+    ranks and offloaded weights cast in each pass.
+    """
+
     timeout_s: int = 600
     """Seconds that a rank may delay a collective, or be silent (stopped, or its host lost).
 

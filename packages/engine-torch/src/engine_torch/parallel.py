@@ -25,7 +25,10 @@ from engine_api.errors import ConfigError
 from engine_torch.fsdp_modules import sum_gradients
 from engine_torch.model import DTYPES
 
-__all__ = ["find_shard_size", "is_plain", "set_timeouts", "shard_model"]
+__all__ = ["find_shard_size", "is_plain", "keeps_copies", "set_timeouts", "shard_model"]
+
+_SHARE_OF_COPIES = 16
+"""Divisor of the free memory that copies of the weights may take where nothing was asked."""
 
 
 def find_shard_size(parallelism: Parallelism, world: int, *others: str) -> int:
@@ -63,6 +66,28 @@ def is_plain(config: EngineConfig, world: int) -> bool:
     precision = config.precision
     one_dtype = precision.master == precision.compute == precision.reduce
     return world == 1 and one_dtype and not config.memory.offload_params
+
+
+def keeps_copies(
+    config: EngineConfig, world: int, module: nn.Module, device_type: str, cast: bool | None
+) -> bool:
+    """Return whether one rank computes with copies of its weights (see ``engine_torch.copies``).
+
+    Args:
+        config: the engine's configuration.
+        world: number of ranks.
+        module: the model, before it takes memory on the device.
+        device_type: type of the device.
+        cast: the option ``cast_each_pass``.
+    """
+    precision = config.precision
+    if world > 1 or config.memory.offload_params or precision.reduce != precision.master:
+        return False
+    if precision.compute == precision.master or cast is not None:
+        return precision.compute != precision.master and not cast
+    size = DTYPES[precision.compute].itemsize
+    need = sum(parameter.numel() * size for parameter in module.parameters())
+    return need <= device_of(device_type).room()[1] // _SHARE_OF_COPIES
 
 
 def set_timeouts(groups: Iterable[Any], device_type: str, timeout_s: int) -> None:

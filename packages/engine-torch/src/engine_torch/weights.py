@@ -47,6 +47,12 @@ class ShardedParam:
     owner: nn.Module | None = None
     """Module that computes with a saved buffer, or None for a parameter."""
 
+    copy: nn.Parameter | None = None
+    """Parameter that the module computes with in place of ``param``, its master, or None.
+
+    See ``engine_torch.copies``.
+    """
+
     _specs: list[ShardSpec] | None = None
 
     @property
@@ -66,11 +72,19 @@ class ShardedParam:
             self._specs = [piece.spec(offset, shape, self.replica) for piece in self.pieces]
         return self._specs
 
-    def publish(self) -> None:
-        """Give the module that computes with a saved buffer its current value.
+    @property
+    def live(self) -> Tensor:
+        """The parameter that the module computes with."""
+        return self.param if self.copy is None else self.copy
 
-        A parameter is its own live memory.
+    def publish(self) -> None:
+        """Give the module that computes with a saved buffer or a copy its current value.
+
+        Every other parameter is its own live memory.
         """
+        # A copy without memory is made when the weights come back to the device.
+        if self.copy is not None and self.copy.numel():
+            self.copy.detach().copy_(self.param)
         if self.owner is not None:
             live = self.owner.get_buffer(self.name.rpartition(".")[2])
             live.copy_(self.param)

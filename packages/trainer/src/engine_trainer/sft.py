@@ -278,27 +278,33 @@ def _accuracy(
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     """Return ``loss`` and ``perplexity`` of a dataset, the same on all ranks.
 
-    The loss is the mean negative log-likelihood of the learned tokens, in nats.
+    The loss is the mean negative log-likelihood of the learned tokens, in nats. ``bad_images`` is
+    the number of documents that were left out for images that cannot be decoded, if there are any.
     """
     nll = tokens = 0.0
+    documents = 0
     for start in range(0, len(dataset), EVAL_DOCUMENTS):
         batch = run.pack_local(dataset.documents[start : start + EVAL_DOCUMENTS])
         log_probs = run.engine.infer_batch(batch).log_probs
         if batch.num_tokens and run.engine.topology.is_primary:
+            documents += batch.num_documents
             assert log_probs is not None, "a language model gives log-probs"
             weight = batch.loss_weight.double()
             nll -= float((weight * where_counted(log_probs.cpu().double(), weight)).sum())
             tokens += float(weight.sum())
-    rows = run.comm.all_gather((nll, tokens))
-    learned = math.fsum(t for _, t in rows)
+    rows = run.comm.all_gather((nll, tokens, documents))
+    learned = math.fsum(t for _, t, _ in rows)
     if not learned:
         raise DataError(
             "no held-out image can be decoded",
             why="all held-out documents were left out",
             remedy="see the warnings above, and correct the files",
         )
-    loss = math.fsum(n for n, _ in rows) / learned
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    loss = math.fsum(n for n, _, _ in rows) / learned
+    bad_images = len(dataset) - sum(count for _, _, count in rows)
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))} | (
+        {"bad_images": float(bad_images)} if bad_images else {}
+    )
 
 
 def _refuse_tower(section: EngineSection) -> None:

@@ -405,8 +405,8 @@ class DataSection:
     (``data/bad_images``).
 
     An image whose header is right is decoded where its step begins. There, ``drop`` leaves the
-    document out of its step of ``sft`` (``train/bad_images``). In ``rl`` and in a measurement of
-    accuracy such an image ends the run.
+    document of ``sft`` or the prompt of ``rl`` out of its step (``train/bad_images``), and a
+    held-out row out of its measurement (``eval/bad_images``).
     """
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -274,13 +274,18 @@ def make_media(images: Sequence[DocumentImages]) -> list[dict[str, Any]]:
         return list(threads.map(DocumentImages.make_media, images))
 
 
-def make_prompt_images(prompts: Sequence[Prompt]) -> list[PromptImages | None] | None:
+def make_prompt_images(
+    prompts: Sequence[Prompt], *, drop: bool
+) -> tuple[list[int], list[PromptImages | None] | None]:
     """Return the images of each prompt as rollouts take them, or None where no prompt has any.
 
-    Raises ``ImageError`` for an image that cannot be decoded.
+    With ``drop`` a prompt with an image that cannot be decoded is left out, with a warning. The
+    first value has the indices of the prompts that are left.
+
+    Raises ``ImageError`` for such an image without ``drop``.
     """
     if all(prompt.images is None for prompt in prompts):
-        return None
+        return list(range(len(prompts))), None
 
     def make(prompt: Prompt) -> PromptImages | None:
         images = prompt.images
@@ -288,8 +293,19 @@ def make_prompt_images(prompts: Sequence[Prompt]) -> list[PromptImages | None] |
             return None
         return images.processor.make_prompt_images(images.planned, prompt.placeholders)
 
+    left: list[int] = []
+    found: list[PromptImages | None] = []
     with _decoding_threads() as threads:
-        return list(threads.map(make, prompts))
+        for index, future in enumerate([threads.submit(make, prompt) for prompt in prompts]):
+            try:
+                found.append(future.result())
+            except ImageError as error:
+                if not drop:
+                    raise
+                log.warning("a prompt is left out of this step: %s", error)
+            else:
+                left.append(index)
+    return left, found
 
 
 def _decoding_threads() -> ThreadPoolExecutor:

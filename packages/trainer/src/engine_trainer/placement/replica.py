@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.capabilities import Capability
@@ -115,6 +115,8 @@ class RolloutSpec:
     engine_config: EngineConfig
     engine_device: str
     agent: AgentSection | None = None
+    drop_bad_images: bool = False
+    """True leaves out prompts with images that cannot be decoded (``data.on_bad_image``)."""
 
     @property
     def device(self) -> str:
@@ -231,7 +233,8 @@ def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:
 class Replica:
     """A rollout and the rewards of its completions.
 
-    With an agent it generates whole conversations.
+    With an agent it generates whole conversations. With ``drop_bad_images`` a prompt with an image
+    that cannot be decoded has no completions.
     """
 
     def __init__(
@@ -241,12 +244,15 @@ class Replica:
         tokenizer: ChatTokenizer,
         timers: Timers,
         agent: AgentLoop | None = None,
+        *,
+        drop_bad_images: bool = False,
     ) -> None:
         self.rollout = rollout
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.timers = timers
         self.agent = agent
+        self._drop_bad_images = drop_bad_images
 
     @staticmethod
     def create(spec: RolloutSpec, timers: Timers) -> Replica:
@@ -256,7 +262,14 @@ class Replica:
             scorer = Scorer.from_section(spec.reward)
             stack.callback(scorer.close)
             agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
-            made = Replica(create_rollout(spec), scorer, spec.tokenizer, timers, agent)
+            made = Replica(
+                create_rollout(spec),
+                scorer,
+                spec.tokenizer,
+                timers,
+                agent,
+                drop_bad_images=spec.drop_bad_images,
+            )
             stack.pop_all()
         return made
 
@@ -281,14 +294,17 @@ class Replica:
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Generate, with the images of the prompts where any has some.
 
-        Raises ``ImageError`` for an image that cannot be decoded.
+        Raises ``ImageError`` for an image that cannot be decoded, unless its prompt is left out.
         """
-        tokens = [prompt.tokens for prompt in prompts]
-        images = make_prompt_images(prompts)
+        left, images = make_prompt_images(prompts, drop=self._drop_bad_images)
+        tokens = [prompts[index].tokens for index in left]
         if images is None:
             return self.rollout.generate(tokens, sampling)
         # Rows with images are refused before a rollout without the capability is built.
-        return cast("VisionRollout", self.rollout).generate(tokens, sampling, images=images)
+        rollout = cast("VisionRollout", self.rollout)
+        # Without any prompt, too: replicas may share a server that all of them call.
+        found = rollout.generate(tokens, sampling, images=images)
+        return [replace(c, prompt_index=left[c.prompt_index]) for c in found]
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]

@@ -18,7 +18,7 @@ from engine_trainer.config.sections import RewardSection
 from engine_trainer.data import PromptDataset, SampleOrder
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import failure_figures
-from engine_trainer.sampling.sampler import Sampler
+from engine_trainer.sampling.sampler import Sampler, require_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,14 @@ def collect_experience(
 
     With dynamic sampling, groups whose rewards are all equal are replaced by new prompts, round by
     round. After ``max_rounds`` the step takes the groups that it has, which may be fewer, or none.
+    So it is with prompts that ``data.on_bad_image: drop`` leaves out.
     """
     wanted = config.algorithm.prompts_per_step
     dynamic = config.algorithm.dynamic_sampling
     generated: list[Group] = []
     kept: list[Group] = []
     rounds = 0
+    bad_images = 0
     # Discard the seconds that an evaluation has spent since the last step.
     sampler.timers.take_spent("generate")
     while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
@@ -74,14 +76,19 @@ def collect_experience(
             temperature=config.rollout.temperature,
             seed=round_seed(config.run.seed, step, rounds),
         )
-        keep = informative(totals(new)).tolist() if dynamic.enabled else [True] * len(new)
+        chosen = dynamic.enabled and new
+        keep = informative(totals(new)).tolist() if chosen else [True] * len(new)
         generated += new
+        bad_images += len(indices) - len(new)
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
+    require_groups(generated, "this step")
     metrics = completion_figures(generated, sampler.timers.take_spent("generate")) | {
         "rollout/groups": float(len(kept)),
         "rollout/rounds": float(rounds),
     }
+    if bad_images:
+        metrics["train/bad_images"] = float(bad_images)
     return Experience(groups=kept, position=position, metrics=metrics, generated=generated)
 
 

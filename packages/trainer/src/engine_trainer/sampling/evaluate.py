@@ -23,7 +23,7 @@ from engine_trainer.rewards import failure_figures
 from engine_trainer.run.run import EVALUATION, Evaluated, Run
 from engine_trainer.sampling.pass_at_k import Vote, figures_at_k
 from engine_trainer.sampling.pictured import check_pictured
-from engine_trainer.sampling.sampler import Group, Sampler
+from engine_trainer.sampling.sampler import Group, Sampler, require_groups
 from engine_trainer.telemetry.samples import ShownSample, spread
 
 Metrics = dict[str, float]
@@ -52,8 +52,9 @@ class Evaluator:
         They are ``eval/…`` for the set without a name and ``eval/NAME/…`` for named sets:
         ``accuracy`` (fraction of correct completions; correct: the first reward gives 1),
         ``accuracy_stderr`` (over problems), ``reward``, ``response_length`` (tokens), ``truncated``
-        (fraction), ``timeouts`` and ``failures`` (of rewards), ``problems``, and for several
-        samples a problem those of ``pass_at_k``.
+        (fraction), ``timeouts`` and ``failures`` (of rewards), ``problems``, ``bad_images``
+        (problems that were left out for them, if any), and for several samples a problem those of
+        ``pass_at_k``.
 
         Raises ``RolloutError``, ``RewardError``: all ranks together.
         """
@@ -74,13 +75,15 @@ class Evaluator:
             temperature=heldout.temperature,
             seed=self.run.config.run.seed,
         )
+        require_groups(groups, f"the held-out set {heldout.name}".rstrip())
         self.sampler.failures.count(groups)
         path = self.run.folder / self.folder / heldout.name / f"step-{step:06d}.jsonl"
         comm = self.sampler.comm
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)
         name = f"eval/{heldout.name}" if heldout.name else "eval"
         self.run.log.show_samples(name, step, samples_of(groups, self.run.config.run.show_samples))
-        return summary(groups)
+        bad_images = len(heldout.problems) - len(groups)
+        return summary(groups) | ({"bad_images": float(bad_images)} if bad_images else {})
 
 
 def evaluate_model(config: RLConfig) -> Metrics:

@@ -9,6 +9,7 @@ from engine_api.comm import Comm
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import AgentSection, RewardSection, RolloutSection
 from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.errors import DataError
 from engine_trainer.placement.groups import EngineGroup, RolloutGroup
 from engine_trainer.placement.replica import Group, RolloutSpec, ScoredCompletion
 from engine_trainer.run.run import Run
@@ -70,6 +71,7 @@ class Sampler:
             engine_config=run.engine_config,
             engine_device=run.device,
             agent=agent,
+            drop_bad_images=run.config.data.on_bad_image == "drop",
         )
         rollouts = run.launcher.rollouts(spec, run.timers)
         return Sampler(
@@ -114,8 +116,11 @@ class Sampler:
     ) -> list[Group]:
         """Generate ``n`` completions per prompt and score them, in the order of ``prompts``.
 
-        Called within ``serving``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the
-        other ranks.
+        A prompt with an image that cannot be decoded is left out with ``data.on_bad_image: drop``,
+        so that there may be no group (``require_groups``).
+
+        Called within ``serving``. Raises ``RolloutError``, ``RewardError``, ``ImageError``;
+        ``RankFailure`` on the other ranks.
         """
         indices = by_replica(prompts, self.rollouts.size)
         local = [[prompts[i] for i in indices[replica]] for replica in self.rollouts.local_replicas]
@@ -126,7 +131,9 @@ class Sampler:
         for own, rows in zip(indices, found, strict=True):
             completions |= dict(zip(own, rows, strict=True))
         return [
-            Group(prompt=prompt, completions=completions[i]) for i, prompt in enumerate(prompts)
+            Group(prompt=prompt, completions=completions[i])
+            for i, prompt in enumerate(prompts)
+            if completions[i]
         ]
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
@@ -145,6 +152,16 @@ class Sampler:
     def close(self) -> None:
         """Close the rollout."""
         self.rollouts.close()
+
+
+def require_groups(groups: Sequence[Group], what: str) -> None:
+    """Raise ``DataError`` if bad images have left no group of a step or a set, ``what``."""
+    if not groups:
+        raise DataError(
+            f"no image of {what} can be decoded",
+            why="data.on_bad_image=drop has left out all of its prompts",
+            remedy="see the warnings above, and correct the files",
+        )
 
 
 def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:

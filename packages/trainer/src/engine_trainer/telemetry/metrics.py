@@ -123,8 +123,8 @@ MEANINGS: Mapping[str, str] = {
     "train/micro_batches": "Number of micro-batches that the step was computed in.",
     "train/images": "Images that the step learned from.",
     "train/patches": "Rows of pixels of these images: patches, or whole tiles.",
-    "train/bad_images": "Documents that were left out of the step because an image of theirs could "
-    "not be decoded.",
+    "train/bad_images": "Documents, or prompts of rl, that were left out of the step because an "
+    "image of theirs could not be decoded.",
     "train/skipped": "Updates that were skipped because a number was not finite; weights and "
     "optimizer stay as they were.",
     "train/updates": "Updates of the optimizer that the step applied; 0 means that nothing was "
@@ -244,6 +244,8 @@ MEANINGS: Mapping[str, str] = {
     "eval/timeouts": "Calls of reward functions that took too long in the evaluation.",
     "eval/failures": "Calls of reward functions that failed in the evaluation.",
     "eval/problems": "Number of held-out problems that were measured.",
+    "eval/bad_images": "Held-out rows that were not measured because an image of theirs could not "
+    "be decoded.",
     "eval/mean@*": "Mean accuracy over this many samples a problem.",
     "eval/best@*": "Probability that one of this many samples of a problem is correct (pass@k), "
     "without bias.",

@@ -1,0 +1,229 @@
+"""One rank in mixed precision, which computes with a copy of its weights.
+
+The numbers are those of ``fully_shard``, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_pictured_model
+from torch.distributed.fsdp import FSDPModule
+
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    LoraConfig,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Precision,
+    sft_loss,
+)
+from engine_api.devices import Device
+from engine_api.hf_vision import Vision, draw_image
+from engine_api.results import LossOutput, TokenOutputs
+
+HALF = Precision(compute="bfloat16")
+FAMILIES = ["qwen3", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "falcon_h1"]
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: lambda name=name: tiny_model(name) for name in FAMILIES},
+    "tied": lambda: tiny_model("qwen3", tie_word_embeddings=True),
+    "qwen2_5_vl": lambda: tiny_pictured_model("qwen2_5_vl"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"copied-{name}"
+        if not folder.exists():
+            MODELS[name]().save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def make(folder: Path, *, cast: bool | None, **changes: Any) -> Any:
+    settings = {
+        "optimizer": OptimizerConfig(lr=1e-2),
+        "memory": Memory(max_tokens=24),
+        "precision": HALF,
+    } | changes
+    kind = settings.pop("model_type", "language_model")
+    options = {"verify_model": False} | ({} if cast is None else {"cast_each_pass": cast})
+    engine = EngineRegistry.create(
+        model_type=kind,
+        backend="fsdp2",
+        device="cpu",
+        config=EngineConfig(model=ModelSource(path=str(folder)), options=options, **settings),
+    )
+    engine.initialize()
+    return engine
+
+
+class Squares:
+    """The squared distance of values from 1."""
+
+    needs = ("values",)
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        assert outputs.values is not None
+        return LossOutput(loss=((outputs.values - 1.0).square() * batch.loss_weight).sum())
+
+
+def texts() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (9, 14, 5, 20)
+    return [
+        {
+            "input_ids": torch.randint(3, 60, (length,), generator=generator),
+            "loss_weight": torch.tensor([0.0] + [1.0] * (length - 1)),
+        }
+        for length in lengths
+    ]
+
+
+def pictures(vision: Vision) -> list[dict[str, Any]]:
+    """Return documents without an image and with one."""
+    generator = torch.Generator().manual_seed(1)
+    media = draw_image(vision, generator)
+    image = torch.full((vision.count_features(media.grid[0].tolist()),), vision.image_token)
+    ids = torch.cat([torch.arange(3, 9), image, torch.arange(9, 14)])
+    weight = torch.ones(len(ids))
+    weight[0] = 0.0
+    shown = {"input_ids": ids, "loss_weight": weight}
+    return [*texts(), shown | {"media": {"pixels": media.pixels, "grid": media.grid}}]
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {key: tensor.detach().clone() for key, (tensor, _) in engine.state_shards().items()}
+
+
+def train(folder: Path, given: list[dict[str, Any]], **changes: Any) -> tuple[Any, ...]:
+    """Return log-probs, results of the steps, and the whole state of an engine that trained."""
+    engine = make(folder, **changes)
+    sharded = isinstance(engine.module, FSDPModule)
+    batch = Batch.pack(given)
+    losses = [engine.train_batch(batch, sft_loss) for _ in range(3)]
+    assert losses[0].num_micro_batches > 1
+    after = engine.infer_batch(batch).log_probs
+    found = state_of(engine)
+    engine.close()
+    return sharded, after, [(step.loss, step.grad_norm) for step in losses], found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_compute_the_bits_of_weights_that_are_cast_in_each_pass(
+    folder_of: Callable[[str], Path], name: str
+) -> None:
+    folder = folder_of(name)
+    given = texts()
+    if name == "qwen2_5_vl":
+        probe = make(folder, cast=False)
+        vision: Vision = probe.vision
+        probe.close()
+        given = pictures(vision)
+    sharded, *expected = train(folder, given, cast=True)
+    plain, *found = train(folder, given, cast=False)
+    assert sharded
+    assert not plain
+    check_equal(found, expected)
+
+
+def check_equal(found: list[Any], expected: list[Any]) -> None:
+    (after, steps, state), (former, known, wanted) = found, expected
+    assert steps == known
+    assert torch.equal(after, former)
+    assert state.keys() == wanted.keys()
+    assert [key for key in state if state[key].dtype != wanted[key].dtype] == []
+    assert [key for key in state if not torch.equal(state[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": LoraConfig(rank=4, target_modules=["q_proj", "up_proj"])},
+        {"memory": Memory(max_tokens=24, recompute="full")},
+        {"memory": Memory(max_tokens=24, offload_optimizer=True)},
+    ],
+    ids=["lora", "recompute", "offload_optimizer"],
+)
+def test_settings_keep_the_bits(folder_of: Callable[[str], Path], changes: dict[str, Any]) -> None:
+    folder = folder_of("qwen3")
+    _, *expected = train(folder, texts(), cast=True, **changes)
+    plain, *found = train(folder, texts(), cast=False, **changes)
+    assert not plain
+    check_equal(found, expected)
+
+
+def test_a_value_model_keeps_the_bits(folder_of: Callable[[str], Path]) -> None:
+    batch = Batch.pack(texts())
+    results = []
+    for cast in (True, False):
+        engine = make(folder_of("qwen3"), cast=cast, model_type="value_model")
+        engine.train_batch(batch, Squares())
+        results.append((engine.infer_batch(batch).values, state_of(engine)))
+        engine.close()
+    (values, state), (former, wanted) = results
+    assert torch.equal(values, former)
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+
+
+def test_a_checkpoint_of_masters_goes_into_the_copies(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    batch = Batch.pack(texts())
+    first = make(folder_of("tied"), cast=False)
+    first.train_batch(batch, sft_loss)
+    first.save_checkpoint(tmp_path / "step-1").result()
+    expected = first.infer_batch(batch).log_probs
+    first.close()
+    engine = make(folder_of("tied"), cast=False)
+    engine.train_batch(batch, sft_loss)
+    engine.train_batch(batch, sft_loss)
+    engine.load_checkpoint(tmp_path / "step-1")
+    assert torch.equal(engine.infer_batch(batch).log_probs, expected)
+    engine.close()
+
+
+def test_copies_that_would_take_much_of_the_memory_are_cast_in_each_pass(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("qwen3")
+    engine = make(folder, cast=None)
+    assert engine.resolved()["options.cast_each_pass"] is False
+    size = sum(entry.copy.nbytes for entry in engine.table)
+    engine.close()
+    for room, casts in ((16 * size, False), (16 * size - 1, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "room", lambda _, room=room: ("", room))
+            engine = make(folder, cast=None, precision=HALF)
+        assert engine.resolved()["options.cast_each_pass"] is casts
+        engine.close()
+
+
+def test_a_gradient_that_an_error_interrupts_is_dropped(
+    folder_of: Callable[[str], Path],
+) -> None:
+    batch = Batch.pack(texts())
+    engine = make(folder_of("qwen3"), cast=False)
+    before = state_of(engine)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("a loss of the user's")
+
+    with pytest.raises(RuntimeError, match="a loss of the user's"):
+        engine.train_batch(batch, failing)
+    expected = train(folder_of("qwen3"), texts(), cast=False)[2][0]
+    step = engine.train_batch(batch, sft_loss)
+    assert (step.loss, step.grad_norm) == expected
+    assert not all(
+        torch.equal(before[key], value) for key, value in state_of(engine).items() if key in before
+    )
+    engine.close()

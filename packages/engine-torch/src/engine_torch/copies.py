@@ -1,0 +1,98 @@
+"""Weights in the dtype of computation beside their masters, on a rank that shares no weight.
+
+``fully_shard`` casts every weight in every pass, on one rank too, and copies it into a buffer and
+out of it. A copy that is made once a step gives the same bits for 2 bytes a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from engine_torch.weights import ShardedParam
+
+__all__ = ["clear_gradients", "keep_copies", "move_masters", "refresh_copies"]
+
+
+def keep_copies(
+    root: nn.Module, table: Iterable[ShardedParam], blocks: Iterable[nn.Module], dtype: torch.dtype
+) -> None:
+    """Let the modules below ``root`` compute with copies of their parameters in ``dtype``.
+
+    The table keeps the masters, which get the gradients of the copies after each backward pass,
+    added in their own dtype. Blocks get their floating-point arguments in ``dtype``, as
+    ``fully_shard`` gives them.
+    """
+    copies: dict[Tensor, nn.Parameter] = {}
+    for entry in table:
+        if entry.owner is None:
+            master = entry.param
+            entry.copy = nn.Parameter(master.detach().to(dtype), requires_grad=entry.trainable)
+            copies[master] = entry.copy
+            if entry.trainable:
+                entry.copy.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, copies[parameter])
+    for block in blocks:
+        block.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
+
+
+def _add_gradient(master: Tensor, copy: Tensor) -> None:
+    """Move the gradient of a copy to its master."""
+    gradient = copy.grad
+    copy.grad = None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
+
+
+def _cast_arguments(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return the arguments of a block with floating-point tensors in ``dtype``."""
+
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats else value
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def refresh_copies(table: Iterable[ShardedParam]) -> None:
+    """Give the copies the values of their masters, all of them in a few launches."""
+    copied = [entry for entry in table if entry.copy is not None]
+    if copied:
+        # torch has no public name for a copy of many tensors at once.
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        live = [entry.live.detach() for entry in copied]
+        copy(live, [entry.param.detach() for entry in copied])
+
+
+def clear_gradients(table: Iterable[ShardedParam]) -> None:
+    """Drop the gradients of copies that an interrupted backward pass has left."""
+    for entry in table:
+        if entry.copy is not None:
+            entry.copy.grad = None
+
+
+def move_masters(table: Iterable[ShardedParam], device: str, *, away: bool) -> None:
+    """Move the masters and their gradients to ``device``.
+
+    With ``away`` the copies give their memory back, and otherwise they are made again.
+    """
+    for entry in table:
+        if entry.copy is None:
+            continue
+        entry.param.data = entry.param.data.to(device)
+        if entry.param.grad is not None:
+            entry.param.grad.data = entry.param.grad.data.to(device)
+        dtype = entry.copy.dtype
+        entry.copy.data = entry.copy.data.new_empty(0) if away else entry.param.data.to(dtype)
