@@ -27,6 +27,8 @@ FOUND_BY = {
     "ForgetsTemperature": "rollout.log_probs",
     "Renormalizes": "rollout.truncation",
     "DrawsAtOne": "rollout.sampling",
+    "KeepsCacheScales": "rollout.scales",
+    "TrustsProposals": "rollout.repeats",
 }
 # It is a module of its own, because a descriptor imports no torch.
 DESCRIPTOR = f"""
