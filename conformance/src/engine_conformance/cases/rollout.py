@@ -223,6 +223,35 @@ def log_probs(target: Target) -> float:
     return max(margins)
 
 
+@case(id="rollout.repeats", since="1.4", world=(1,), dtypes=FLOAT32, profile="rollout")
+def repeats(target: Target) -> float:
+    """In a text that repeats itself tokens and log-probs MUST be the model's, as in any other.
+
+    Prompts repeat one, two and four tokens, and completions are long enough to come
+    back to some of them. Greedily, and at temperatures 1 and 0.7.
+
+    If this fails: speculative decoding (``--option speculative=ngram``) accepts tokens
+    that the model would not have drawn, or reports the log-probs of the proposal, which
+    is certain of its tokens.
+    """
+    model = rollout_model(target)
+    prompts = ((9,) * 12, (11, 12) * 8, (5, 6, 7, 8) * 6)
+    asks = [
+        Generate(prompts=prompts, sampling=sampling)
+        for sampling in (
+            replace(GREEDY, max_new_tokens=48),
+            sampled(n=4, max_new_tokens=48),
+            sampled(n=4, max_new_tokens=48, temperature=0.7),
+        )
+    ]
+    got = replies(target, model, [Sync(folder=model, version=1), *asks])
+    worked(got[0], "sync")
+    return max(
+        served(target, reply, model, f"temperature {ask.sampling.temperature}", version=1)
+        for ask, reply in zip(asks, got[1:], strict=True)
+    )
+
+
 @case(id="rollout.truncation", world=(1,), dtypes=FLOAT32, profile="rollout")
 def truncation(target: Target) -> float:
     """``top_k`` and ``top_p`` MUST exclude tokens, but leave log-probs of the whole distribution.

@@ -28,6 +28,8 @@ OF_TEXT = {
     "ForgetsTemperature": "rollout.log_probs",
     "Renormalizes": "rollout.truncation",
     "DrawsAtOne": "rollout.sampling",
+    "KeepsCacheScales": "rollout.scales",
+    "TrustsProposals": "rollout.repeats",
 }
 _NOT_REFUSED = "nothing was raised, RolloutError expected"
 # Those of pictured_rollouts_with_defects.py that declare `vision`, with words of the failure.
