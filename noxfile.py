@@ -58,6 +58,8 @@ API, FSDP, TRAINER, SUITE = (
     "conformance",
 )
 ROLLOUT = "packages/rollout-fp8"
+# Packages with tests of FP8 in training.
+FLOAT8 = ("engine-torch", "engine-fsdp", "engine-torchtitan")
 # Folders whose tests take minutes, the longest first.
 LONGEST = (TRAINER, SUITE, "packages/engine-megatron", ".", ROLLOUT, "packages/engine-npu", API)
 EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")
@@ -566,6 +568,22 @@ def vllm(session: nox.Session) -> None:
     commands = [(*PYTEST_RUN, *part, *session.posargs) for part in found]
     variables = {"ROLLOUT_TEST_TORCHVISION": str(pictures)}
     side_by_side(session, commands, lanes=2, variables=variables)
+
+
+@nox.session
+def float8(session: nox.Session) -> None:
+    """Test FP8 with torchao, whose products are emulated on the CPU; after `--`: pytest arguments.
+
+    torchao lies in a folder that these tests alone see. With it the engines declare FP8, which the
+    certificates of other sessions do not show.
+    """
+    install(session, packages(), *PYTEST)
+    library = Path(session.virtualenv.location, "torchao").absolute()
+    wanted = project("packages/engine-torch")["optional-dependencies"]["float8"]
+    session.install("--no-deps", "--target", str(library), *wanted)
+    tests = [f"packages/{name}/tests/test_float8.py" for name in FLOAT8]
+    variables = {"PYTHONPATH": str(library), "OMP_NUM_THREADS": "1"}
+    session.run(*PYTEST_RUN, *tests, *session.posargs, env=variables)
 
 
 @nox.session(venv_backend="none")

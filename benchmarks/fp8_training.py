@@ -6,7 +6,8 @@ engine's name, spec and precision differ. Then engines in each precision compute
 held-out documents under the same trained weights, which are compared token by token with
 engine-fsdp's in float32. The output is one JSON line per way: training and held-out loss, and the
 error in nats; ``DIR/fp8_training.png`` has the curves.
-``--steps 4 --tiny --device cpu --ways fsdp2-bf16`` is a smoke test.
+``--steps 4 --tiny --device cpu --ways fsdp2-bf16`` is a smoke test, and ``--emulate`` computes
+engine-fsdp's FP8 on any device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, Precision
+from engine_torch.options import FLOAT8_RECIPES
 from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.telemetry.series import Series, load_series
@@ -35,12 +38,38 @@ sys.path[:0] = [str(RECIPE), str(RECIPE.parent / "quickstart")]
 from prepare import prepare  # noqa: E402  # pyright: ignore[reportMissingImports]
 from run import SHAPE, TINY, TINY_SFT  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-MEGATRON = ("engine.backend=megatron",)
-WAYS: dict[str, Sequence[str]] = {
-    "fsdp2-bf16": (),
-    "megatron-bf16": MEGATRON,
-    "megatron-local-bf16": (*MEGATRON, "engine.options={spec: local}"),
-    "megatron-fp8": (*MEGATRON, "engine.precision.compute=float8"),
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """An engine, its own options and its precision."""
+
+    backend: str = "fsdp2"
+    float8: bool = False
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def own(self, *, emulate: bool) -> dict[str, Any]:
+        """Return the engine's own options."""
+        emulated = emulate and self.float8 and self.backend == "fsdp2"
+        return self.options | ({"float8_emulate": True} if emulated else {})
+
+    def overrides(self, *, emulate: bool) -> list[str]:
+        """Return the way's overrides of the recipe, whose precision is the device's default."""
+        found = [
+            f"engine.backend={self.backend}",
+            f"engine.options={json.dumps(self.own(emulate=emulate))}",
+        ]
+        return [*found, "engine.precision.compute=float8"] if self.float8 else found
+
+
+WAYS = {
+    "fsdp2-bf16": Way(),
+    "megatron-bf16": Way(backend="megatron"),
+    "megatron-local-bf16": Way(backend="megatron", options={"spec": "local"}),
+    "megatron-fp8": Way(backend="megatron", float8=True),
+    **{
+        f"fsdp2-{recipe}-fp8": Way(float8=True, options={"float8_recipe": recipe})
+        for recipe in FLOAT8_RECIPES
+    },
 }
 LOSSES = {"train": "train/loss", "held_out": "eval/loss"}
 DOCUMENTS, LENGTH = 64, 256
@@ -58,7 +87,7 @@ def train(way: str, options: argparse.Namespace) -> Mapping[str, Series]:
                 "sft",
                 str(RECIPE / "sft.yaml"),
                 *overrides(options, folder),
-                *WAYS[way],
+                *WAYS[way].overrides(emulate=options.emulate),
             ]
             subprocess.run(
                 command,
@@ -132,10 +161,11 @@ def errors(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     want = log_probs(folder, "fsdp2", "float32", batch, options)
     found = {}
     for way in options.ways:
-        backend, _, compute = way.partition("-")
-        own = {"spec": "local"} if "local" in compute else None
-        precision = "float8" if compute.endswith("fp8") else "bfloat16"
-        error = (log_probs(folder, backend, precision, batch, options, own) - want)[counted]
+        chosen = WAYS[way]
+        precision = "float8" if chosen.float8 else "bfloat16"
+        own = chosen.own(emulate=options.emulate)
+        got = log_probs(folder, chosen.backend, precision, batch, options, own)
+        error = (got - want)[counted]
         found[way] = {
             "rms": float(error.square().mean().sqrt()),
             "max": float(error.abs().max()),
@@ -171,6 +201,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--emulate", action="store_true", help="engine-fsdp's products of FP8 in bfloat16"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/fp8-training"))
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):

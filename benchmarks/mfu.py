@@ -10,6 +10,10 @@ table for docs/benchmarks.md.
 micro-batch of the contract's default, and compilation, recomputation and chunks of logits as the
 trainer chooses them for ``auto``. Layouts and ``--options`` still apply.
 
+``--precision bfloat16,float8:rowwise,float8:tensorwise`` does the work of each engine in each
+precision, where the word behind the colon is the engine's ``float8_recipe``, and prints a table of
+the ratios to the first one on standard error.
+
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L
 layers, H query heads, d head width, S document length; the attention term is the causal half;
 recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak. ``gpu_ms`` is the time
@@ -23,11 +27,12 @@ import gc
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +136,19 @@ def packed(shape: dict[str, Any], tokens: int, document: int, seed: int) -> Batc
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An engine and its layout over ranks."""
+    """An engine, its layout over ranks and its precision."""
 
     backend: str
     layout: Parallelism
     text: str
+    precision: str = "bfloat16"
+    own: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def in_precision(self, word: str) -> Entry:
+        """Return the entry in a precision ``NAME[:RECIPE]`` of ``--precision``."""
+        name, _, recipe = word.partition(":")
+        own = {"float8_recipe": recipe} if recipe else {}
+        return replace(self, precision=name, own=own)
 
 
 def entries(text: str) -> list[Entry]:
@@ -194,7 +207,7 @@ def configure(options: argparse.Namespace, entry: Entry) -> EngineConfig:
         ),
         optimizer=OptimizerConfig(lr=1e-5),
         parallelism=entry.layout,
-        precision=Precision(compute=options.precision),
+        precision=Precision(compute=entry.precision),  # type: ignore[arg-type]
         memory=Memory(
             max_tokens=micro_batch_tokens(options, entry.layout),
             logit_chunk=options.chunk,
@@ -202,7 +215,7 @@ def configure(options: argparse.Namespace, entry: Entry) -> EngineConfig:
             reshard_after_forward=options.reshard,
             recompute=options.recompute,
         ),
-        options=json.loads(options.options).get(entry.backend),
+        options=json.loads(options.options).get(entry.backend, {}) | entry.own or None,
     )
 
 
@@ -300,7 +313,28 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else options.device,
     }
     engine.close()
+    # The next engine's blocks have the same code, and torch compiles a function a few times only.
+    torch.compiler.reset()
     return row
+
+
+def compare(rows: list[dict[str, Any]]) -> str:
+    """Return a table of the rows with the ratios of their rates to the first one's."""
+    lines = ["| engine | precision | ms a step | tokens/s | ratio | peak GiB | loss |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        recipe = row["options"].get("float8_recipe", "")
+        cells = (
+            row["backend"],
+            " ".join(part for part in (row["precision"], recipe) if part),
+            row["step_ms"],
+            f"{row['tokens_per_s']:,}",
+            f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f}",
+            row["peak_gib"],
+            row["loss"],
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def world_size() -> int:
@@ -378,7 +412,10 @@ def main() -> None:
     parser.add_argument(
         "--defaults", action="store_true", help="as engine-train with nothing but the backend set"
     )
-    parser.add_argument("--precision", help="of the computation; default: bfloat16, float32 on cpu")
+    parser.add_argument(
+        "--precision",
+        help="of the computation, NAME[:RECIPE] by commas; default: bfloat16, float32 on cpu",
+    )
     parser.add_argument(
         "--max-tokens", type=int, help="tokens of a micro-batch; default: a step is one"
     )
@@ -399,15 +436,22 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
+    words = options.precision.split(",")
+    if options.defaults and len(words) > 1:
+        parser.error("--defaults: one precision, which engine-train chooses")
     layouts = entries(options.backend)
     if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):
         parser.error(f"--options: {', '.join(unknown)}: no backend of --backend {options.backend}")
+    rows = []
+    is_first = os.environ.get("RANK", "0") == "0"
     with process_group(options.device):
-        for entry in layouts:
-            row = measure(options, entry)
+        for entry in (layout.in_precision(word) for layout in layouts for word in words):
+            rows.append(measure(options, entry))
             gc.collect()
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(json.dumps(row), flush=True)
+            if is_first:
+                print(json.dumps(rows[-1]), flush=True)
+    if is_first and len(words) > 1:
+        print(compare(rows), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,12 @@ def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
     )
 
 
+def fp8_training(*ways: str) -> Step:
+    """Return a step of benchmarks/fp8_training.py."""
+    command = ("-m", "benchmarks.fp8_training", "--ways", ",".join(ways))
+    return Step(command=command, seconds=500)
+
+
 # Each engine's own options at its best. The others have none that make training faster on one host.
 LIGER: dict[str, object] = dict.fromkeys(
     ("rms_norm", "rotary_pos_emb", "swiglu_mlp"), "liger_kernel"
@@ -188,8 +194,15 @@ def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> 
     return steps
 
 
-def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
-    """Return a step of benchmarks/rollout_throughput.py, FP8 over bf16."""
+def throughput(
+    server: str,
+    shape: str,
+    seconds: int,
+    *arguments: str,
+    pair: str = "quantization",
+    environment: dict[str, str] | None = None,
+) -> Step:
+    """Return a step of benchmarks/rollout_throughput.py with a pair of settings."""
     return Step(
         command=(
             "-m",
@@ -198,14 +211,22 @@ def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
             server,
             "--shape",
             shape,
-            "--both",
+            "--pair",
+            pair,
             *arguments,
         ),
         seconds=seconds,
+        environment=environment or {},
     )
 
 
 WORK = ("--tokens", "16384", "--document", "4096", "--steps", "6", "--warmup", "3")
+IN_FLOAT8 = (
+    "--recompute",
+    "full",
+    "--precision",
+    "bfloat16,float8:rowwise,float8:tensorwise",
+)
 
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
@@ -333,6 +354,8 @@ STEPS = {
         )
         for recipe in ("rowwise", "tensorwise")
     },
+    "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
+    "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
     "mechanisms": Step(
@@ -349,8 +372,52 @@ STEPS = {
         ),
         seconds=400,
     ),
-    "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),
+    # Transformer Engine computes the one, and torchao the other.
+    "fp8-training": fp8_training(
+        "fsdp2-bf16", "megatron-bf16", "megatron-local-bf16", "megatron-fp8"
+    ),
+    "fp8-training-fsdp2": fp8_training("fsdp2-bf16", "fsdp2-rowwise-fp8", "fsdp2-tensorwise-fp8"),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
+    # 512 sequences of up to 8,192 tokens.
+    "throughput-8b-cache": throughput(
+        "vllm",
+        "qwen3-8b",
+        590,
+        "--context",
+        "8192",
+        "--new",
+        "512",
+        "--memory",
+        "0.85",
+        "--warmup",
+        "0",
+        "--repeats",
+        "1",
+        "--judged",
+        "4",
+        "--rollout",
+        json.dumps({"max_model_len": 8448}),
+        pair="cache",
+        # Without kernels that a start compiles for minutes.
+        environment={"VLLM_USE_DEEP_GEMM": "0"},
+    ),
+    # Greedy completions of random weights repeat themselves: nearly all proposals are accepted.
+    "throughput-8b-ngram": throughput(
+        "vllm",
+        "qwen3-8b",
+        590,
+        "--sequences",
+        "16",
+        "--temperature",
+        "0",
+        "--new",
+        "512",
+        "--judged",
+        "4",
+        "--rollout",
+        json.dumps({"max_model_len": 1024}),
+        pair="ngram",
+    ),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(
         command=(

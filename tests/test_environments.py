@@ -36,6 +36,10 @@ class Recorder:
     installs: list[tuple[str, ...]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def virtualenv(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(location=str(self.folder))
+
     def install(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         self.installs.append(arguments)
         self.variables |= env or {}

@@ -40,6 +40,7 @@ GROUPS = {
     "perf": "Speed",
     "time": "Time by phase",
     "sync": "Weight syncs",
+    "replicas": "Replicas of an elastic run",
     "worker": "Workers of a Ray cluster",
 }
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Precision,
+    sft_loss,
+)
 from engine_api.errors import CheckpointCorrupt, CheckpointMismatch
 from engine_api.manifest import fingerprint, seal
 from engine_conformance.fixtures import write_checkpoint
@@ -189,3 +198,24 @@ def test_generators_that_cannot_be_restored_are_found_before_a_tensor_is_install
     assert same(state_of(engine), before)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert engine.weight_version == 0
+
+
+def test_inference_keeps_no_gathered_weights_that_a_checkpoint_would_not_reach(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)),
+        optimizer=ADAMW,
+        # In a single dtype one rank would not be wrapped in FSDP.
+        precision=Precision(compute="bfloat16"),
+        memory=Memory(reshard_after_forward=False),
+    )
+    engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+    engine.initialize()
+    want = engine.infer_batch(BATCH).log_probs
+    engine.save_checkpoint(tmp_path / "step-0").result()
+    engine.train_batch(BATCH, sft_loss)
+    assert not torch.equal(engine.infer_batch(BATCH).log_probs, want)
+    engine.load_checkpoint(tmp_path / "step-0")
+    assert torch.equal(engine.infer_batch(BATCH).log_probs, want)
+    engine.close()

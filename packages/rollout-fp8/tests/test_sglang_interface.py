@@ -75,7 +75,9 @@ def test_the_stand_in_takes_what_the_engine_takes(method):
 
 
 def test_the_engine_takes_every_argument_that_it_is_given():
-    options = SglangOptions(attention_backend="triton", sampling_backend="pytorch")
+    options = SglangOptions(
+        attention_backend="triton", sampling_backend="pytorch", kv_cache_dtype="fp8"
+    )
     given = engine_arguments(
         options,
         folder=Path("x"),
@@ -87,6 +89,7 @@ def test_the_engine_takes_every_argument_that_it_is_given():
     )
     known = fields("server_args.py", "ServerArgs")
     assert set(given) <= known
+    assert f'"{given["kv_cache_dtype"]}"' in text("server_args.py")
     assert {"page_size"} <= known  # with it get_server_info answers
     source, hints = text("server_args.py"), get_type_hints(SglangOptions)
     for name in ("attention_backend", "sampling_backend"):

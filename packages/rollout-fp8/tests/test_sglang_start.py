@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import sglang_fakes
+import torch
 from sglang_fakes import Engine
 from tiny_models import tiny_pictured_model
+from transformers import DeepseekV2Config, Qwen3Config
 from waiting import NEVER_S, until
 
-from engine_api.errors import RolloutError, UnsupportedCapability
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from rollout_fp8.sglang import options
+from rollout_fp8.sglang.options import SglangOptions
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
 
@@ -86,3 +90,26 @@ def test_a_model_with_a_tower_is_refused_by_name(make, folder):
     with pytest.raises(UnsupportedCapability, match="vision tower") as caught:
         make()
     assert caught.value.capability == "vision"
+
+
+def test_an_fp8_cache_is_e4m3_and_refused_by_name_where_there_is_none(monkeypatch):
+    fp8 = SglangOptions(kv_cache_dtype="fp8")
+    arguments = {
+        "dtype": "bfloat16",
+        "quantization": "none",
+        "batch_size": 1,
+        "device": torch.device("cuda", 0),
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    options.check_arguments(SglangOptions(), **arguments)
+    with pytest.raises(RolloutError, match=r"no FP8 cache(.|\n)*8\.0") as caught:
+        options.check_arguments(fp8, **arguments)
+    assert "kv_cache_dtype=auto" in caught.value.remedy
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    options.check_arguments(fp8, **arguments)
+    latent = DeepseekV2Config(kv_lora_rank=512)
+    options.check_cache(SglangOptions(), latent)
+    options.check_cache(fp8, Qwen3Config())
+    with pytest.raises(ConfigError, match="latent attention") as caught:
+        options.check_cache(fp8, latent)
+    assert "kv_cache_dtype=auto" in caught.value.remedy

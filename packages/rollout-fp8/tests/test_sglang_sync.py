@@ -107,6 +107,30 @@ def test_what_a_model_derives_from_its_weights_is_derived_after_every_sync(start
         assert torch.equal(server.model.derived, checkpoint(version)["model.norm.weight"] * 2)
 
 
+def test_scales_of_an_fp8_cache_are_1_after_every_sync(started):
+    class Quantized(ServedModel):
+        """Has scales at which SGLang starts without a checkpoint."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            layer = self.get_submodule("model.layers.0.self_attn")
+            for name in ("k_scale", "v_scale"):
+                scale = torch.nn.Parameter(torch.tensor(3e-4), requires_grad=False)
+                scale._skip_weight_check = True
+                layer.register_parameter(name, scale)
+            self.layer = (layer,)
+
+    server, session = started(Quantized())
+    (layer,) = server.model.layer
+    before = layer.k_scale.data_ptr()
+    for version in (1, 2):
+        session.run(stream_of(version), version)
+        assert (float(layer.k_scale), float(layer.v_scale)) == (1.0, 1.0)
+        assert (layer.k_scale_float, layer.v_scale_float) == (1.0, 1.0)
+        layer.k_scale.data.fill_(2.0)
+    assert layer.k_scale.data_ptr() == before
+
+
 def test_a_scheduler_that_hangs_up_in_the_middle_is_an_error(make, monkeypatch):
     rollout = make()
     rollout.update_weights(export(), 1)

@@ -9,7 +9,7 @@ import pytest
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
-from rollout_fp8.vllm import environment
+from rollout_fp8.vllm import environment, speculation
 
 
 def test_options() -> None:
@@ -52,6 +52,48 @@ def test_a_wrong_option_is_named(name: str, value: object, remedy: str) -> None:
         VllmOptions.parse({name: value})
     assert caught.value.field == f"rollout.options.{name}"
     assert remedy in caught.value.remedy
+
+
+NGRAM = {"speculative": "ngram", "truncation": False, "deterministic": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused", "words"),
+    [
+        ({"num_speculative_tokens": 2}, "options.num_speculative_tokens", "speculative=ngram"),
+        ({"prompt_lookup_max": 2}, "options.prompt_lookup_max", "speculative=ngram"),
+        ({"prompt_lookup_min": 2}, "options.prompt_lookup_min", "speculative=ngram"),
+        (NGRAM | {"truncation": True}, "options.truncation", "top_p"),
+        (NGRAM | {"deterministic": True}, "options.deterministic", "deterministic=false"),
+        (NGRAM | {"prompt_lookup_min": 5}, "options.prompt_lookup_min", "prompt_lookup_max = 4"),
+        (NGRAM | {"tensor_parallel_size": 2}, "options.tensor_parallel_size", "executor=workers"),
+        (NGRAM | {"routed_experts": True}, "routed_experts", "routed_experts=off"),
+        (NGRAM | {"adapter": True}, "lora", "lora=merged"),
+    ],
+)
+def test_options_that_speculation_excludes_are_refused_by_name(
+    given: dict[str, object], refused: str, words: str
+) -> None:
+    asked = {name: bool(given.get(name)) for name in ("routed_experts", "adapter")}
+    options = VllmOptions.parse({name: v for name, v in given.items() if name not in asked})
+    with pytest.raises(ConfigError) as caught:
+        speculation.check(options, **asked)
+    assert caught.value.field == f"rollout.{refused}"
+    assert words in str(caught.value)
+
+
+def test_n_grams_become_arguments_of_vllm_and_nothing_else_does() -> None:
+    options = VllmOptions.parse(NGRAM | {"prompt_lookup_min": 1})
+    speculation.check(options, routed_experts=False, adapter=False)
+    assert speculation.arguments(options) == {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 1,
+        }
+    }
+    assert speculation.arguments(VllmOptions()) == {}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from engine_api.config import LoraConfig, ModelSource
 from engine_api.discovery import import_target
 from engine_api.errors import RolloutError
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import SyncResult, WeightSender, WeightWire
+from engine_api.rollout import SyncResult, WatchedSender, WeightSender, WeightWire
 from rollout_fp8.export.exporter import Exporter
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
@@ -182,6 +182,28 @@ def test_a_replica_that_serves_something_else_fails_the_sync_for_all(
     assert isinstance(sent, PeerError)
     assert said in str(sent)
     assert isinstance(first, PeerError | SyncResult)  # it may have been through
+
+
+def test_the_caller_ends_a_sync_whose_receiver_is_gone_before_it_connects(ends, tmp_path) -> None:
+    """Nothing but the caller knows it; the deadline is far away."""
+    wire, other, _ = ends
+    sender = wire.serve("127.0.0.1", 2)
+    assert isinstance(sender, WatchedSender)
+    stream = exporter(tmp_path, "fp8").export(Shards(checkpoint(0), 0, 1))
+    address = sender.address
+    asked: list[None] = []
+
+    def watch() -> None:
+        asked.append(None)
+        if len(asked) > 3:
+            raise RolloutError("its process has ended", where="here")
+
+    sent, received = together(
+        lambda: sender.send_watched(stream, watch),
+        receiving(other, address, 0, SyncSession(Worker())),
+    )
+    assert "its process has ended" in str(sent)
+    assert isinstance(received, PeerError)
 
 
 def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> None:

@@ -182,8 +182,9 @@ class Precision:
     """Dtype in which the weights are stored and the optimizer updates them."""
 
     compute: DType = "float32"
-    """Dtype of forward and backward. ``float8`` is blockwise FP8 in matrix products, which
-    engine-megatron has on CUDA with Transformer Engine.
+    """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp and
+    engine-torchtitan have with torchao (scales of rows or of whole matrices).
     """
 
     reduce: DType = "float32"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -85,6 +85,8 @@ class Completion:
             of ``tokens`` by decoder layer the experts that served the token as an input, -1 where
             they are not known, as at the last token; None where the rollout does not record them
             (since contract 1.4).
+        passes: number of forward passes that generated the tokens, fewer than tokens with
+            speculative decoding; 0 where the rollout does not count them (since contract 1.4).
     """
 
     prompt_index: int
@@ -93,6 +95,7 @@ class Completion:
     weight_versions: list[int]
     finish_reason: FinishReason
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    passes: int = field(default=0, repr=False, compare=False)
 
 
 @register
@@ -181,6 +184,22 @@ class WeightSender(Protocol):
         Raises the errors of the export, and ``RolloutError`` when a receiver fails, is gone or
         falls silent. Then the sync fails at all receivers, and the export may be left unfinished:
         the caller runs it to its end.
+        """
+        ...
+
+
+@runtime_checkable
+class WatchedSender(WeightSender, Protocol):
+    """A sender that its caller may interrupt (since contract 1.4, optional).
+
+    Only the caller may know that a receiver's process has ended before it connected. Without this
+    method the sender waits for such a receiver until its deadline.
+    """
+
+    def send_watched(self, export: WeightExport, watch: Callable[[], None]) -> int:
+        """Do what ``send`` does, and call ``watch`` at least once a second while nothing arrives.
+
+        An error of ``watch`` ends the sync as a receiver's does, and is raised.
         """
         ...
 

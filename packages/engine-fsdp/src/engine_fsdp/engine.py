@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.batch import Batch
 from engine_api.comm import together
+from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_api.hf_vision import position_tokens
 from engine_api.prepare import MicroBatches
+from engine_api.registry import Resolution
+from engine_fsdp.float8 import gathers_float8, quantize_blocks, refuse_model
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
+from engine_fsdp.plugin import PLUGIN
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
+from engine_torch.float8 import (
+    GatherScales,
+    check_float8,
+    compile_blocks,
+    compute_in_bfloat16,
+    in_bfloat16,
+    refuse_without_torchao,
+    round_up,
+    takes_float8,
+)
 from engine_torch.inputs import PackedInputs, pack_inputs, pack_tree
 from engine_torch.model import (
     DTYPES,
@@ -30,6 +47,7 @@ from engine_torch.model import (
     reset_buffers,
 )
 from engine_torch.options import DTensorOptions
+from engine_torch.parallel import is_plain
 from engine_torch.verify import verify_model
 from engine_torch.vision import tower_of
 from engine_torch.weights import fill, parameter_table
@@ -54,6 +72,21 @@ class FSDPEngine(DTensorEngine):
 
     classes: ClassVar[ModelClasses] = FSDPModelClasses()
     """Classes that the model is built of, in which an engine on another library's derives."""
+
+    _float8 = False
+
+    _scales: GatherScales | None = None
+    """Scales of the weights that are gathered in FP8, or None for none."""
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        if resolution.plugin.name == PLUGIN.name:
+            install = "pip install 'engine-fsdp[float8]'"
+            refuse_without_torchao(config, PLUGIN.name, install)
+        super().__init__(config, resolution=resolution)
+        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
+        self._float8 = takes_float8(config)
+        if self._float8:
+            self.config = compute_in_bfloat16(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -93,7 +126,9 @@ class FSDPEngine(DTensorEngine):
         inside = {module for part in tower for module in part.modules()}
         every = blocks_of(lm)
         self._blocks = blocks = [block for block in every if block not in inside]
-        copies = self._will_keep_copies(lm)
+        gathered = self._float8 and self._quantize(lm)
+        # FP8 weights are made of the masters, as on several ranks.
+        copies = not gathered and self._will_keep_copies(lm)
         if not copies:
             shard_model(
                 self.module,
@@ -103,12 +138,8 @@ class FSDPEngine(DTensorEngine):
                 self.options.prefetch_blocks,
                 tower=[block for block in every if block in inside],
             )
-        home = torch.device("cpu") if config.memory.offload_params else self.device
         files = built.files
-        if files is not None:
-            self._materialize(lm, home)
-        elif not isinstance(self.module, FSDPModule):
-            self.module.to(home)
+        self._materialize(lm, drawn=files is None)
         self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
         if files is not None:
             # A file may be damaged on one machine only.
@@ -117,17 +148,51 @@ class FSDPEngine(DTensorEngine):
         lora.initialize(self.table, config.seed)
         if copies:
             self._keep_copies(blocks)
+        if gathered:
+            self._scales = GatherScales(self.module)
         if self.options.verify_model:
+            self._verify_model()
+        if config.memory.compile:
+            self._compile()
+        elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
+            log.warning(
+                "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 "
+                "is a kernel of its own: set memory.compile: true"
+            )
+
+    def _verify_model(self) -> None:
+        # In FP8 a difference of rounding would hide a wrong computation.
+        with in_bfloat16(self.module) if self._float8 else nullcontext():
             verify_model(
                 self,
                 [5, 8],
                 name=self.classes.engine,
                 reshard=self._reshard,
-                shared=3 if config.memory.share_prefixes else 0,
+                shared=3 if self.config.memory.share_prefixes else 0,
             )
-        if config.memory.compile:
-            for block in blocks:
-                block.compile(mode=self.options.compile_mode)
+
+    def _quantize(self, lm: Any) -> bool:
+        """Let the blocks compute in FP8, and return whether their weights are gathered in it."""
+        options = self.options
+        refuse_model(lm, self._blocks, self.config)
+        plain = is_plain(self.config, self.topology.world_size)
+        gather = gathers_float8(self.config, options.float8_recipe, plain=plain)
+        quantize_blocks(
+            self._blocks,
+            options.float8_recipe,
+            ranks=self.layout.shard_group.size(),
+            gather=gather,
+            emulate=options.float8_emulate,
+        )
+        return gather
+
+    def _compile(self) -> None:
+        mode = self.options.compile_mode
+        if self._float8:
+            compile_blocks(self._blocks, self.options.float8_recipe, mode)
+            return
+        for block in self._blocks:
+            block.compile(mode=mode)
 
     def build_model(self) -> BuiltModel:
         """Build the model on this rank, without sharding it.
@@ -151,7 +216,10 @@ class FSDPEngine(DTensorEngine):
         lm: Any = self.module.lm
         # torch keeps a block's compiled call under this name and has no public one.
         compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001
-        return super()._choices() | {
+        chosen = {"precision.compute": "float8"} if self._float8 else {}
+        return {
+            **super()._choices(),
+            **chosen,
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
             "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",
@@ -166,6 +234,8 @@ class FSDPEngine(DTensorEngine):
             return
         # Padding becomes a document of its own.
         padding = self.config.memory.pad_to_multiple * self.layout.ulysses
+        if self._float8:
+            padding = round_up(self.config.memory.pad_to_multiple) * self.layout.ulysses
         if padding > limit.tokens:
             raise ConfigError(
                 "memory.pad_to_multiple",
@@ -184,7 +254,14 @@ class FSDPEngine(DTensorEngine):
                 limit.kind,
             )
 
-    def _materialize(self, lm: Any, home: torch.device) -> None:
+    def _materialize(self, lm: Any, *, drawn: bool) -> None:
+        """Give the module its memory. Weights that were drawn have theirs on the CPU."""
+        home = torch.device("cpu") if self.config.memory.offload_params else self.device
+        if drawn:
+            # FSDP has moved its shards already.
+            if not isinstance(self.module, FSDPModule):
+                self.module.to(home)
+            return
         self.module.to_empty(device=home)
         # to_empty gave each module a parameter of its own, also where two share one.
         lm.tie_weights()
@@ -204,6 +281,8 @@ class FSDPEngine(DTensorEngine):
         """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
         memory = self.config.memory
         multiple = memory.pad_to_multiple
+        if self._float8:
+            multiple = round_up(multiple)
         if memory.share_prefixes:
             return pack_tree(
                 batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
@@ -222,7 +301,30 @@ class FSDPEngine(DTensorEngine):
             **given,
         )
 
+    # --- changes of the weights ----------------------------------------------------------------
+
+    def _apply_optimizer(self, lr: float) -> None:
+        self._expire_scales()
+        super()._apply_optimizer(lr)
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self._expire_scales()
+        super()._install_state(tensors)
+
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move the model, the optimizer state or both (see ``Engine.to``)."""
+        # A moved weight has lost its scale.
+        self._expire_scales()
+        super().to(device, model=model, optimizer=optimizer, grad=grad)
+
+    def _expire_scales(self) -> None:
+        if self._scales is not None:
+            self._scales.expire()
+
     def _release(self) -> None:
+        self._scales = None
         # A caller may hold the closed engine, and the blocks hold their weights.
         self._blocks.clear()
         self._positions_of = None

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-from engine_torch.options import DTensorOptions
+from engine_torch.options import Float8Options
 
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDPOptions(DTensorOptions):
+class FSDPOptions(Float8Options):
     """The options of engine-fsdp (``EngineConfig.options``)."""
 
     compile_mode: str = "default"
@@ -26,7 +26,7 @@ class FSDPOptions(DTensorOptions):
 
     def __post_init__(self) -> None:
         # A dataclass with slots is a second class, which super() without arguments does not know.
-        DTensorOptions.__post_init__(self)
+        Float8Options.__post_init__(self)
         if self.compile_mode not in _COMPILE_MODES:
             raise ConfigError(
                 "options.compile_mode",

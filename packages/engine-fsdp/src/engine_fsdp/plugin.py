@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import EnginePlugin, Row, Variant
+from engine_torch.versions import has_torchao
 
 # Both names mean fully_shard, because the older FullyShardedDataParallel wrapper is deprecated
 # upstream.
@@ -49,6 +50,7 @@ PLUGIN = EnginePlugin(
             Capability.DISTILLATION,
             Capability.VISION,
             *MECHANISMS,
+            *([Capability.FP8] if has_torchao() else []),
         }
     ),
     options="engine_fsdp.options:FSDPOptions",

@@ -38,10 +38,10 @@ FSDP = EnginePlugin(
         ),
     ),
     # torch.compile on an NPU needs a backend of torch_npu (torchair), which this package does not
-    # use. The kernel of attention takes documents, and no tree of them. The simulated device has no
-    # convolution, so no test has run a vision tower.
+    # use. Products of FP8 are CUDA's. The kernel of attention takes documents, and no tree of them.
+    # The simulated device has no convolution, so no test has run a vision tower.
     capabilities=FSDP_ELSEWHERE.capabilities
-    - {Capability.COMPILE, Capability.SHARED_PREFIXES, Capability.VISION},
+    - {Capability.COMPILE, Capability.FP8, Capability.SHARED_PREFIXES, Capability.VISION},
     options=FSDP_ELSEWHERE.options,
     variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,

@@ -29,7 +29,10 @@ class Box:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor (live memory), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # A weight that is gathered in FP8 is torchao's wrapper around the live memory.
+    plain: Tensor = getattr(local, "_tensor", local)
+    return plain
 
 
 def find_box(tensor: Tensor) -> Box:

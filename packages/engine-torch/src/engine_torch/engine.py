@@ -220,7 +220,12 @@ class DTensorEngine(BaseEngine):
         self._reshard()
 
     def _reshard(self) -> None:
-        # The root keeps its weights gathered for a backward pass, which inference does not have.
+        # Weights are kept for a backward pass, which inference does not have: the blocks' without
+        # memory.reshard_after_forward, and always the root's. Whatever changes the weights next
+        # would not reach the gathered ones.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule) and module is not self.module:
+                module.reshard()
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
 

@@ -1,12 +1,15 @@
-"""The options that every engine over DTensor has."""
+"""The options that every engine over DTensor has, and those of engines that compute in FP8."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 
-__all__ = ["DTensorOptions"]
+__all__ = ["FLOAT8_RECIPES", "DTensorOptions", "Float8Options"]
+
+FLOAT8_RECIPES = ("rowwise", "tensorwise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +31,7 @@ class DTensorOptions:
     weight, and computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
-    ranks and offloaded weights cast in each pass.
+    ranks, offloaded weights and FP8 weights (``float8_recipe: tensorwise``) cast in each pass.
     """
 
     timeout_s: int = 600
@@ -50,4 +53,34 @@ class DTensorOptions:
                 "options.timeout_s",
                 f"expected at least 1 second, got {self.timeout_s}",
                 remedy="give a positive number of seconds",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float8Options(DTensorOptions):
+    """The options of an engine over DTensor whose products may be in FP8."""
+
+    float8_recipe: str = "rowwise"
+    """Scales of the matrices that ``precision.compute: float8`` casts.
+
+    ``rowwise`` has a scale for each row, so that an outlier costs precision in its row alone, and
+    a token's log-prob does not depend on the tokens beside it. ``tensorwise`` has one for each
+    matrix, whose products are faster.
+    """
+
+    float8_emulate: bool = False
+    """True rounds to FP8 as ``precision.compute: float8`` says, and multiplies in bfloat16.
+
+    It is slow, and needs no device with products of FP8. It is for tests, and for the effect of FP8
+    on a loss.
+    """
+
+    def __post_init__(self) -> None:
+        # Slots give the class another identity, which super() without arguments does not know.
+        DTensorOptions.__post_init__(self)
+        if self.float8_recipe not in FLOAT8_RECIPES:
+            raise ConfigError(
+                "options.float8_recipe",
+                f"expected {' or '.join(FLOAT8_RECIPES)}, got {self.float8_recipe!r}",
+                remedy=near_matches(str(self.float8_recipe), FLOAT8_RECIPES),
             )

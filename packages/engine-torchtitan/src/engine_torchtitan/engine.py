@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,8 +10,16 @@ from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_api.registry import Resolution
 from engine_torch.decoder import BuiltDecoder, DecoderEngine
+from engine_torch.float8 import (
+    check_float8,
+    compile_blocks,
+    compute_in_bfloat16,
+    refuse_without_torchao,
+    round_up,
+    takes_float8,
+)
 from engine_torch.options import DTensorOptions
-from engine_torchtitan.float8 import check_float8, compile_blocks, round_up, takes_float8
+from engine_torchtitan.float8 import quantize_blocks, refuse_divided
 from engine_torchtitan.library import Hold
 from engine_torchtitan.model import (
     PackedTorchTitan,
@@ -38,13 +45,14 @@ class TorchTitanEngine(DecoderEngine):
     _float8 = False
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        install = "pip install 'engine-torchtitan[core,float8]'"
+        refuse_without_torchao(config, resolution.plugin.name, install)
         super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device)
+        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
         self._float8 = takes_float8(config)
         if self._float8:
-            # Everything but the products of the blocks computes in bfloat16.
-            precision = replace(config.precision, compute="bfloat16")
-            self.config = replace(config, precision=precision)
+            refuse_divided(config.parallelism)
+            self.config = compute_in_bfloat16(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -73,8 +81,12 @@ class TorchTitanEngine(DecoderEngine):
             self.config,
             self.layout,
             sequence_parallel=self.options.sequence_parallel,
-            float8=self.options.float8_recipe if self._float8 else None,
+            quantize=self._quantize if self._float8 else None,
         )
+
+    def _quantize(self, tree: Any) -> None:
+        options = self.options
+        quantize_blocks(tree, options.float8_recipe, emulate=options.float8_emulate)
 
     def _pack(self, lm: Any) -> PackedTorchTitan:
         return PackedTorchTitan(lm, logit_chunk=self.config.memory.logit_chunk, layout=self.layout)

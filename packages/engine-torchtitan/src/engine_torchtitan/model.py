@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ from engine_torch.model import (
     read_config,
     recompute_children,
 )
-from engine_torchtitan.float8 import quantize_blocks
-from engine_torchtitan.library import MoE, RoPE, RoutedExperts
+from engine_torchtitan.library import Decoder, MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
 from engine_torchtitan.plugin import PLUGIN
 from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
@@ -94,11 +94,15 @@ class PackedTorchTitan(PackedDecoder):
 
 
 def build_decoder(
-    config: EngineConfig, layout: Layout, *, sequence_parallel: bool, float8: str | None = None
+    config: EngineConfig,
+    layout: Layout,
+    *,
+    sequence_parallel: bool,
+    quantize: Callable[[Decoder.Config], None] | None = None,
 ) -> BuiltDecoder:
     """Build the model of ``config.model`` and divide it by tensor parallelism.
 
-    With ``float8``, the name of a recipe, the blocks' linear layers compute in FP8.
+    ``quantize`` changes the configuration of the blocks' linear layers, which then compute in FP8.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -116,8 +120,8 @@ def build_decoder(
         sequence_parallel=sequence_parallel,
         divides_experts=layout.ep > 1,
     )
-    if float8 is not None:
-        quantize_blocks(tree, float8)
+    if quantize is not None:
+        quantize(tree)
     files = None if config.model.init == "random" else WeightFiles(folder)
     names = _list_saved(hf_config, config, folder, files)
     with torch.device("meta"):

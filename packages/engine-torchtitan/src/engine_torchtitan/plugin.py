@@ -7,6 +7,7 @@ import importlib.metadata
 from engine_api.capabilities import Capability
 from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
+from engine_torch.versions import has_torchao
 
 # torchtitan renames classes and moves modules from release to release, so each needs a run of the
 # conformance suite.
@@ -14,8 +15,6 @@ TESTED_VERSION = "0.3.0"
 # The oldest torch with which this engine's layouts were run. torchtitan 0.3.0 is made for torch
 # 2.13, and the modules `library` and `modules` have what its parts need beside an older one.
 LEAST_TORCH = (2, 11)
-# torchtitan's linear layers in FP8 are classes of torchao that are not its public interface.
-TESTED_TORCHAO = "0.17.0"
 
 _INSTALL = "pip install 'engine-torchtitan[core]'"
 _DEVICES = ("cuda", "cpu")
@@ -46,14 +45,6 @@ def find_problem() -> ProbeResult | None:
             remedy=f"pip install 'torch>={least}'",
         )
     return None
-
-
-def has_torchao() -> bool:
-    """Return whether the tested torchao is installed."""
-    try:
-        return importlib.metadata.version("torchao") == TESTED_TORCHAO
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 PLUGIN = EnginePlugin(

@@ -31,6 +31,12 @@ class Options:
     scales: Literal["fp32", "pow2"] = "fp32"
     """Kind of the scales of FP8 blocks. ``pow2`` rounds them up to powers of two."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Kind of numbers in the cache of keys and values (``kv_cache_dtype`` of the servers).
+
+    ``auto`` is the rollout's dtype. ``fp8`` is e4m3, which takes half of the memory of 16 bits.
+    """
+
     audit: bool = True
     """True compares the served weights with the exported ones after every sync."""
 
@@ -111,6 +117,24 @@ class VllmOptions(Options):
     or does not accept (above 2). vLLM may then use its newer model runner, which seeds the draws
     of all sequences in one kernel.
     """
+
+    speculative: Literal["none", "ngram"] = "none"
+    """Method of speculative decoding (``method`` of vLLM's ``speculative_config``).
+
+    ``ngram`` proposes the tokens that followed the last tokens where these came before in the
+    sequence, and needs no draft weights. The served model checks them in one forward pass, and
+    tokens and log-probs follow its own distribution. It needs ``truncation: false`` and
+    ``deterministic: false``.
+    """
+
+    num_speculative_tokens: int | None = None
+    """Largest number of tokens that are proposed for one forward pass. Null is 4."""
+
+    prompt_lookup_max: int | None = None
+    """Largest number of last tokens that ``ngram`` looks for. Null is 4."""
+
+    prompt_lookup_min: int | None = None
+    """Smallest number of last tokens that ``ngram`` looks for. Null is 2."""
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import adapter_peers as peers
@@ -143,6 +144,25 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
         same_tokens([one], said["versions"][1:])
         close(one, SPLIT)
         assert one.sync.num_bytes == said["versions"][1].sync.num_bytes
+
+
+@pytest.mark.turn
+def test_an_fp8_cache_of_two_ranks_that_share_a_server_serves_each_adapter(model: str) -> None:
+    rows = get_pool(2, device=DEVICE).run(
+        "adapter_peers:on_ranks",
+        deadline=280,
+        model=model,
+        tensor_parallel_size=2,
+        kv_cache_dtype="fp8",
+    )
+    for one, _ in rows:
+        apart = [
+            abs(served - told)
+            for completion, row in zip(one.drawn, one.told, strict=True)
+            for served, told in zip(completion.log_probs, row, strict=True)
+        ]
+        # Random weights make single tokens sensitive.
+        assert fmean(apart) < 0.15
 
 
 @pytest.mark.turn

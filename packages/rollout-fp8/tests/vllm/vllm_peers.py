@@ -478,3 +478,39 @@ def recorded(
     with opened(model, routed_experts=True, **arguments) as rollout:
         first, again = (rollout.generate(PROMPTS, SAMPLED) for _ in range(2))
     return first, again, routed(model, first)
+
+
+# Tokens of a long prompt, whose keys and values are read from the cache.
+LONG_PROMPT: tuple[int, ...] = tuple(3 + 7 * i % 200 for i in range(90))
+
+
+def cached_in_fp8(model: str, other: str, **arguments: Any) -> dict[str, Any]:
+    """Run an FP8 cache over syncs of two models' weights, with fresh scales and with stale ones."""
+    asked = [*PROMPTS, LONG_PROMPT]
+    said: dict[str, Any] = {}
+    with opened(model, kv_cache_dtype="fp8", **arguments) as rollout:
+        said["first"] = rollout.generate(asked, GREEDY)
+        result = rollout.update_weights(export_of(Path(other), DEVICE), 2)
+        said["phases"] = sorted(result.seconds)
+        said["synced"] = rollout.generate(asked, GREEDY)
+        rollout.update_weights(export_of(Path(model), DEVICE), 3)
+        said["again"] = rollout.generate(asked, GREEDY)
+
+        def stale(version: int) -> None:
+            rollout._scales_version = version
+
+        with mock.patch.object(rollout, "_scale_cache", stale):
+            rollout.update_weights(export_of(Path(other), DEVICE), 4)
+        said["stale"] = rollout.generate(asked, GREEDY)
+        with mock.patch.object(rollout, "_scale_cache"):
+            rollout.update_weights(export_of(Path(other), DEVICE), 5)
+        said["refused"] = error_of(rollout.generate, asked, GREEDY)
+        rollout.sleep()
+        rollout.wake_up(kv_cache=False)
+        rollout.update_weights(export_of(Path(other), DEVICE), 6)
+        rollout.wake_up(weights=False)
+        said["woken"] = rollout.generate(asked, GREEDY)
+        rollout.sleep(weights=False)
+        rollout.wake_up(weights=False)
+        said["slept"] = rollout.generate(asked, GREEDY)
+    return said

@@ -129,6 +129,8 @@ def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
         "done",
     )
     assert trajectory.info["turns"] == ["one", "two"]
+    # Two forward passes a turn.
+    assert trajectory.passes == 4
     # The second turn continued the very tokens of the first.
     assert rollout.asked["all"][1] == prompts(chat, "q")[0].tokens + one + eos + tool
 
@@ -313,6 +315,8 @@ def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat,
         rollout, prompts(chat, "q"), sampling()
     )
     assert trajectory.weight_versions == [3, 3] + [4] * 6 + [4, 4]
+    # One of the part that was aborted, and two of its rest.
+    assert trajectory.passes == 3
     assert rollout.submitted[1][0] == prompts(chat, "q")[0].tokens + chat.encode_text("he")
     assert rollout.submitted[1][1].max_new_tokens == 6
     assert rollout.submitted[0][1].seed != rollout.submitted[1][1].seed

@@ -42,7 +42,12 @@ class Scripted:
         self.batches.append(([list(p) for p in prompts], sampling))
         return [
             Completion(
-                prompt_index=i, tokens=t, log_probs=v, weight_versions=[4] * len(t), finish_reason=r
+                prompt_index=i,
+                tokens=t,
+                log_probs=v,
+                weight_versions=[4] * len(t),
+                finish_reason=r,
+                passes=2,
             )
             for i, (t, v, r) in enumerate(self.complete(p, sampling) for p in prompts)
         ]
@@ -84,6 +89,7 @@ class Submitting(Scripted):
                 log_probs=[-1.0] * 2,
                 weight_versions=[3] * 2,
                 finish_reason="abort",
+                passes=1,
             )
         if not self.together:
             return Job(one, self.delay, self.aborted)

@@ -24,6 +24,7 @@ from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing
+from rollout_fp8.transports.weight_wire import Wire
 from rollout_fp8.wire.format import SCALE_SUFFIX
 
 CPU = torch.device("cpu")
@@ -97,5 +98,6 @@ EXPORTER, WIRE = f"{__name__}:SmallBuckets", "rollout_fp8.transports.weight_wire
 RolloutRegistry.register(backend="fp8", device="cpu", exporter=EXPORTER, wire=WIRE)(Fp8Rollout)
 RolloutRegistry.register(backend="fp8-whole", device="cpu", exporter=EXPORTER)(WholeFp8Rollout)
 if ray_faults.NAME:  # in a worker: each bucket that comes or goes may be one's last
-    for name, cls in {"take": CollectiveIncoming, "put": CollectiveOutgoing}.items():
+    STRUCK = {"take": CollectiveIncoming, "put": CollectiveOutgoing, "receive": Wire}
+    for name, cls in STRUCK.items():
         setattr(cls, name, ray_faults._with_faults(name, getattr(cls, name)))

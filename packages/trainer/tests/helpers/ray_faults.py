@@ -17,6 +17,8 @@ from pathlib import Path
 
 from engine_trainer.placement.ray.actor import Worker
 from engine_trainer.placement.ray.channel import Channel, WholeWire
+from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
+from engine_trainer.placement.ray.streams import StreamWire
 from engine_trainer.placement.replica import Replica
 from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rewards import register
@@ -25,6 +27,11 @@ from engine_trainer.rewards import register
 @register("sevens")
 def sevens():
     return lambda sample: sample.completion.count("7") / 4
+
+
+@register("deadly")
+def deadly():
+    return lambda sample: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @register("broken")
@@ -90,6 +97,10 @@ PHASES = {
     "generate_and_score": (Replica, "generate_and_score"),
     "send": (Channel, "send"),
     "receive": (WholeWire, "receive"),
+    "connect": (StreamWire, "receive"),
+    "write": (StreamWire, "_write"),
+    "read": (StreamWire, "_read"),
+    "advance": (PartialRollouts, "advance"),
 }
 if NAME:
     for _method, (_cls, _name) in PHASES.items():

@@ -20,7 +20,7 @@ from rollout_rows import rollouts_of
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
 
-CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/")
+CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/|replicas/")
 # The deadlines are for hangs: a worker that starts on a busy machine must not reach them.
 ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 600.0, "start_timeout_s": 300.0}
 

@@ -223,6 +223,16 @@ def test_blocks_that_no_compilation_was_measured_for_are_not_compiled(
     assert choices["engine.memory.compile"] is False
 
 
+@pytest.mark.parametrize("engine", [{}, {"optimizer": None}], ids=["trains", "only infers"])
+def test_products_in_float8_are_compiled_for(folder: Path, engine: dict[str, Any]) -> None:
+    launcher = Launcher("cuda")
+    launcher.capabilities["fsdp2"] |= {Capability.FP8}
+    given = {"precision": {"compute": "float8"}} | engine
+    settled, choices = choose(configure(SFTConfig, folder, DPO, **given), launcher)
+    assert choices["engine.memory.compile"] is True
+    assert settled.engine.precision.compute == "float8"
+
+
 def test_a_mixture_is_not_compiled(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(MIXTURE))
     _, choices = choose(configure(SFTConfig, folder, DPO), Launcher("cuda"))

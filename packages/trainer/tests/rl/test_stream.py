@@ -28,6 +28,37 @@ from engine_trainer.rl.fully_async import FullyAsync
 STEP = 2  # groups
 
 
+class Losing(SeparateRollouts):
+    """Replicas of an elastic run, whose work in ``dying`` ends them."""
+
+    elastic = True
+
+    def __init__(self, pool, size: int) -> None:
+        self.pool = pool
+        self.alive = list(range(size))
+        self.dying: set[int] = set()
+        self.admitted = 0
+
+    def serving(self) -> list[int]:
+        return list(self.alive)
+
+    def admit(self) -> None:
+        """Let a new replica join where none is left."""
+        if not self.alive:
+            self.admitted += 1
+            self.alive = [10 + self.admitted]
+
+    def reply(self, replica, call):
+        if replica in self.dying:
+            self.alive.remove(replica)
+            return None
+        return super().reply(replica, call)
+
+    def check_attempts(self, attempts: int) -> None:
+        if attempts > 2:
+            raise WorkerLost("the same group again", where="here", remedy="none")
+
+
 class Replicas:
     """A pool, of one unless more are ``held`` by the rollouts.
 
@@ -97,6 +128,7 @@ def stream(tmp_path, monkeypatch):
         position=0,
         pending=(),
         replicas=1,
+        elastic=False,
         **sections,
     ):
         algorithm = {"prompts_per_step": STEP, **sections.pop("algorithm", {})}
@@ -112,6 +144,8 @@ def stream(tmp_path, monkeypatch):
         monkeypatch.setattr("engine_trainer.rl.fully_async.ready", replica.ready)
         rollouts = object.__new__(SeparateRollouts)
         rollouts.pool, rollouts.local_replicas = replica, range(replicas)
+        if elastic:
+            rollouts = Losing(replica, replicas)
         sampler = SimpleNamespace(
             rollouts=rollouts,
             timers=Timers(),
@@ -269,6 +303,43 @@ def test_a_replica_that_hangs_is_lost_though_others_go_on(stream):
     replica.start = unfinished
     with pytest.raises(WorkerLost, match=r"rollout-1 \(advance\)"):
         one.take(1)
+
+
+def test_the_groups_of_a_lost_replica_go_to_the_others_before_any_new_one(stream):
+    one, policy, replica = stream(replicas=2, elastic=True)
+    one._rollouts.dying = {1}
+    taken = []
+    for step in range(1, 5):
+        taken += positions(one.take(step).groups)
+        policy.weight_version += 1
+    assert sorted(taken) == list(range(4 * STEP))
+    # The two replicas have a half each of what may be begun at first.
+    assert sorted(p for drawn in replica.drawn[:3] for p in drawn) == [0, 1, 2, 2, 3, 3]
+
+
+def test_where_no_replica_is_left_a_new_one_joins_while_groups_are_waited_for(stream):
+    one, _, _ = stream(elastic=True)
+    one._rollouts.dying = {0}
+    assert positions(one.take(1).groups) == [0, 1]
+    assert one._rollouts.admitted == 1
+
+
+def test_a_group_that_ends_one_replica_after_the_other_ends_the_run(stream):
+    one, _, _ = stream(elastic=True)
+    one._rollouts.dying = set(range(100))
+    with pytest.raises(WorkerLost, match="the same group again"):
+        one.take(1)
+
+
+def test_a_group_goes_to_the_replica_with_the_fewest_tokens_left(stream):
+    one, _, _ = stream(replicas=2, rollout={"max_new_tokens": 100})
+    with one._changed:
+        one._wanted = 1
+        # Slices have 64 tokens.
+        one._under_way = {0: {90: 0}, 1: {91: 1}}
+        one._drawn = {90, 91}
+        given = one._draw([0, 1], running=())
+    assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 1}
 
 
 def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_path):

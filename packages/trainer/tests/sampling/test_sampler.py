@@ -15,11 +15,12 @@ from engine_api.results import Topology
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import EngineSection, RewardSection, RolloutSection
 from engine_trainer.data import Prompt
+from engine_trainer.placement.groups import by_replica
 from engine_trainer.placement.replica import Replica, RolloutSpec, served_adapter
 from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rollouts.sampling import uniforms
 from engine_trainer.sampling.failure_budget import Failures
-from engine_trainer.sampling.sampler import Sampler, _sync_figures, by_replica
+from engine_trainer.sampling.sampler import Sampler, _sync_figures
 from engine_trainer.telemetry.logs import Timers
 
 

@@ -82,6 +82,7 @@ def _install(model: Any, stream: RemoteStream) -> Any:
     phases = Phases(stream.device)
     receiver.sync(stream, phases)
     private.renew_derived(model)
+    private.reset_cache_scales(model)
     sums: list[int] = []
     if stream.audit:
         with phases.phase("audit"):

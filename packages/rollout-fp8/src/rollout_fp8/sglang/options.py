@@ -75,6 +75,10 @@ def check_arguments(
         )
     if options.deterministic:
         _check_deterministic(options)
+    if options.kv_cache_dtype == "fp8":
+        _check_capability(
+            device, "this device has no FP8 cache", "e4m3", "rollout.options.kv_cache_dtype=auto"
+        )
     if quantization == "none":
         return
     if dtype == "float32":
@@ -84,16 +88,37 @@ def check_arguments(
             why="SGLang's FP8 kernels compute 16-bit activations",
             remedy="bfloat16",
         )
+    _check_capability(
+        device, "this device has no FP8 kernels", "block FP8 kernels", "rollout.quantization=none"
+    )
+
+
+def check_cache(options: SglangOptions, config: Any) -> None:
+    """Raise ``ConfigError`` for an FP8 cache of a model that has none.
+
+    ``config`` is the model's configuration of transformers.
+    """
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None)
+    if options.kv_cache_dtype == "fp8" and latent:
+        raise ConfigError(
+            "rollout.options.kv_cache_dtype",
+            f"expected auto for a {config.model_type}, got fp8",
+            why="latent attention caches no keys and values",
+            remedy="rollout.options.kv_cache_dtype=auto",
+        )
+
+
+def _check_capability(device: torch.device, what: str, kernels: str, remedy: str) -> None:
     major = 0
     minor = 0
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < 89:
         raise RolloutError(
-            "this device has no FP8 kernels",
+            what,
             where=WHERE,
-            remedy="rollout.quantization=none",
-            why=f"block FP8 kernels need compute capability 8.9, {device} has {major}.{minor}",
+            remedy=remedy,
+            why=f"{kernels} need compute capability 8.9, {device} has {major}.{minor}",
         )
 
 
@@ -182,6 +207,8 @@ def engine_arguments(
         # Weights come from the engine.
         "load_format": "dummy",
         "dtype": dtype,
+        # Its scales are 1 (``private.reset_cache_scales``).
+        "kv_cache_dtype": "fp8_e4m3" if options.kv_cache_dtype == "fp8" else "auto",
         "trust_remote_code": source.trust_remote_code,
         "tp_size": options.tensor_parallel_size,
         "base_gpu_id": gpu,

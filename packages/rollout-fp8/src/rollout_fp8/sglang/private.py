@@ -61,3 +61,18 @@ def is_constant(parameter: nn.Parameter) -> bool:
     Upstream: sgl-project/sglang#31621, on what that check does with them.
     """
     return bool(getattr(parameter, "_skip_weight_check", False))
+
+
+def reset_cache_scales(model: nn.Module) -> None:
+    """Set all scales of the key-value cache to 1, so that none belongs to certain weights.
+
+    e4m3 keeps three bits of numbers between 2⁻⁶ and 448, whatever the weights are, and SGLang
+    computes no scales itself. It has them as parameters where weights are quantized, and starts
+    with random ones because it loads no checkpoint (0.5.16, ``initialize_dummy_weights``). The
+    scales are changed in their memory, which CUDA graphs read. Upstream: no thread known.
+    """
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name in ("k_scale", "v_scale") and is_constant(parameter):
+                parameter.data.fill_(1.0)
+                setattr(layer, f"{name}_float", 1.0)

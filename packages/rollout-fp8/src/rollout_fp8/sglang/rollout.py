@@ -34,6 +34,7 @@ from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.options import (
     SglangOptions,
     check_arguments,
+    check_cache,
     context_of,
     engine_arguments,
     write_config,
@@ -107,6 +108,7 @@ class SglangRollout:
         )
         # Its plug-in does not declare vision either.
         refuse_vision(config_of(model), (), WHERE)
+        check_cache(self.options, config_of(model))
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)

@@ -19,7 +19,7 @@ from engine_api.errors import RolloutError
 from engine_api.registry import Resolution
 from engine_api.weights import WeightExport
 from rollout_fp8.export.exporter import EngineStream
-from rollout_fp8.transports.channel import WHERE
+from rollout_fp8.transports.channel import WHERE, Watch, no_watch
 from rollout_fp8.transports.remote import hang_up, receive_weights
 from rollout_fp8.transports.sender import Sender
 
@@ -64,7 +64,7 @@ class Wire:
 
 
 class WireSender:
-    """See ``engine_api.rollout.WeightSender``."""
+    """See ``engine_api.rollout.WatchedSender``."""
 
     def __init__(self, sender: Sender, key: bytes) -> None:
         self._sender = sender
@@ -77,6 +77,10 @@ class WireSender:
 
     def send(self, export: WeightExport) -> int:
         """See ``WeightSender.send``. ``export`` is an ``Exporter``'s stream of merged weights."""
+        return self.send_watched(export, no_watch)
+
+    def send_watched(self, export: WeightExport, watch: Watch) -> int:
+        """See ``WatchedSender.send_watched``."""
         if not isinstance(export, EngineStream):
             raise RolloutError(
                 f"cannot carry a {type(export).__name__} to other processes",
@@ -84,5 +88,5 @@ class WireSender:
                 remedy="use rollout_fp8.export.exporter.Exporter without lora "
                 "(rollout.lora: merged)",
             )
-        self._sender.send_weights(export)
+        self._sender.send_weights(export, watch)
         return sum(bucket.num_bytes for bucket in export.plan.buckets)

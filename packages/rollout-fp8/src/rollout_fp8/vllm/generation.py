@@ -41,6 +41,8 @@ class _Sequence:
     """False for another rank's completion, which this rank helps to generate."""
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
+    outputs: int = 0
+    """Outputs of vLLM's engine that had tokens, which are its forward passes where it streams."""
     reason: FinishReason | None = None
     """None while the completion continues."""
     experts: Any = None
@@ -51,7 +53,8 @@ class _Sequence:
 class Job:
     """Completions that were requested together, of one version of the weights (and adapter).
 
-    It is a ``Generation``.
+    It is a ``Generation``. ``counted``: completions report their forward passes, for which all
+    requests must stream.
     """
 
     def __init__(
@@ -60,9 +63,12 @@ class Job:
         version: int,
         adapter: LoRARequest | None = None,
         routing: RoutedLayers | None = None,
+        *,
+        counted: bool = False,
     ) -> None:
         self._stepper = stepper
         self.routing = routing
+        self._counted = counted
         self._version = version
         self.adapter = adapter
         self._over = threading.Event()
@@ -133,6 +139,7 @@ class Job:
             weight_versions=versions,
             finish_reason=sequence.reason,
             routed_experts=self._experts(sequence),
+            passes=sequence.outputs if self._counted else 0,
         )
 
     def _experts(self, sequence: _Sequence) -> torch.Tensor | None:
@@ -315,6 +322,7 @@ class Stepper:
         (new,) = output.outputs
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
+        sequence.outputs += bool(new.token_ids)
         if not output.finished:
             return
         if job.routing is not None:

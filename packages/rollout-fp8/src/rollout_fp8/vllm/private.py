@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+import importlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +19,12 @@ from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.sample import rejection_sampler
 
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
@@ -276,6 +281,73 @@ def derive_weights(model: Any, dtype: torch.dtype) -> None:
             layer.process_weights_after_loading(dtype)
 
 
+def attention_layers(model: Any) -> dict[str, Any]:
+    """Return vLLM's layers of a model that have a cache of keys and values, by name.
+
+    Upstream: no thread known (0.26.0 and 0.32.0).
+    """
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
+    }
+
+
+class CachedAttention:
+    """Layer of vLLM's whose cache is FP8, as a ``CacheLayer``.
+
+    vLLM computes no scales since 0.32, and 0.26 does once, at the first forward pass, and keeps
+    them over all syncs. Its kernels read scales from buffers, also in CUDA graphs, and those for
+    CPUs read numbers on the host at each call. The computation is ``impl``, which the operator that
+    splits compiled graphs looks up at each call. Upstream: no thread on scales after a sync known
+    (0.26.0 and 0.32.0).
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def observe(self, note: Callable[[str, Tensor], None]) -> None:
+        """See ``CacheLayer.observe``."""
+        layer = self._layer
+        forward = layer.impl.forward
+
+        def observed(
+            owner: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            *rest: Any,
+            **named: Any,
+        ) -> Any:
+            # None: vLLM measures its memory. Rows behind the tokens are padding.
+            if attn_metadata is not None:
+                number = attn_metadata.num_actual_tokens
+                queries = query[:number].float()
+                # Quantized before the operator, where the kernels take FP8 queries.
+                quantized = query.dtype == torch.float8_e4m3fn
+                note("q", queries * layer._q_scale if quantized else queries)  # noqa: SLF001
+                note("k", key[:number])
+                note("v", value[:number])
+            return forward(owner, query, key, value, kv_cache, attn_metadata, *rest, **named)
+
+        layer.impl.forward = observed
+
+    def forget(self) -> None:
+        """See ``CacheLayer.forget``."""
+        # The method of its class again.
+        vars(self._layer.impl).pop("forward", None)
+
+    def set_scale(self, kind: str, scale: float) -> None:
+        """See ``CacheLayer.set_scale``."""
+        getattr(self._layer, f"_{kind}_scale").fill_(scale)
+        setattr(self._layer, f"_{kind}_scale_float", scale)
+        on_host = getattr(self._layer, f"_{kind}_scale_cpu", None)
+        if on_host is not None:
+            on_host.fill_(scale)
+
+
 # --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call
 # reports an adapter's content.
 
@@ -371,3 +443,43 @@ def own_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads = kept
+
+
+# --- speculative decoding ---
+
+
+def repair_kernel_scan() -> None:
+    """Let the CPU build start where numba is loaded, which ``ngram`` looks up tokens with.
+
+    Each start looks for Triton kernels in the attributes of all modules' values, and fails at
+    llvmlite's library, whose ``__dict__`` is a foreign function: no engine would start in a process
+    after the first one with ``ngram`` (0.32.0, ``dispatcher._rebind_kernels``). Upstream: no thread
+    known.
+    """
+    if current_platform.is_cpu():
+        dispatcher: Any = importlib.import_module("vllm.triton_utils.dispatcher")
+        dispatcher.vars = _attributes
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    found: Any = vars(value)
+    return found if isinstance(found, Mapping) else {}
+
+
+def repair_expansion() -> None:
+    """Replace the CPU build's expansion of temperatures to the proposed tokens of each sequence.
+
+    Its kernel writes into a converted copy, and the sampler divides logits by memory that no one
+    has written: tokens then follow no distribution, and log-probs are wrong or NaN (0.32.0,
+    ``cpu_triton_utils._expand_kernel_impl``). Greedy draws do not come here. Upstream: no thread
+    known.
+    """
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return values.repeat_interleave(counts, output_size=num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from engine_api.weights import WeightExport
 from rollout_fp8 import versions
 from rollout_fp8.experts import routed_layers
 from rollout_fp8.export.exporter import DTYPES, EngineStream, collect_export
+from rollout_fp8.fp8.kv_scales import fixed_tokens
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.install.adapter import ExpectedAdapter
 from rollout_fp8.install.adapter_session import AdapterParts, AdapterSession
@@ -38,7 +40,7 @@ from rollout_fp8.options import QUANTIZATIONS, VllmOptions
 from rollout_fp8.seeds import seeds
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
-from rollout_fp8.vllm import environment
+from rollout_fp8.vllm import environment, speculation
 from rollout_fp8.wire.expected import Expected
 
 # Before vLLM is imported.
@@ -48,6 +50,7 @@ from vllm.distributed import get_tp_group  # noqa: E402
 
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
+from rollout_fp8.vllm.cache import require_served  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
 from rollout_fp8.vllm.images import ImageInputs, digests, require_family  # noqa: E402
 from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
@@ -118,6 +121,7 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
+        speculation.check(self.options, routed_experts=routed_experts, adapter=lora is not None)
         # No weights yet.
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
@@ -160,6 +164,8 @@ class VllmRollout:
         # Held while the state changes.
         self._gate = threading.Lock()
         self._not_ready = "no weights have been installed"
+        # Version of the weights that the scales of an FP8 cache were computed with.
+        self._scales_version = -1
         # Weight syncs so far: features of images are those of one of them.
         self._syncs = 0
         self._asleep: frozenset[str] = frozenset()
@@ -230,6 +236,8 @@ class VllmRollout:
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
                 self._syncs += 1
+                if self._plan.fp8_cache and "kv_cache" not in self._asleep:
+                    result = self._with_scales(result, version)
         except BaseException as error:
             # After any error, because its holder must be able to make another rollout.
             engines.clear_frames(error)
@@ -238,6 +246,37 @@ class VllmRollout:
             raise
         self.weight_version = version
         return result
+
+    def _with_scales(self, result: SyncResult, version: int) -> SyncResult:
+        """Compute the scales of the FP8 cache, and return the sync's result with their seconds."""
+        begin = time.perf_counter()
+        self._scale_cache(version)
+        seconds = {**result.seconds, "scales": time.perf_counter() - begin}
+        return replace(result, seconds=seconds)
+
+    def _scale_cache(self, version: int) -> None:
+        """Compute the scales of the FP8 cache for the served weights, on fixed tokens.
+
+        The cache must be awake. All ranks that serve a replica together call it.
+        """
+        self._scales_version = -1
+        require_served(self._workers.observe_cache())
+        tokens = fixed_tokens(self._vocabulary, self._positions)
+        job = Job(self._stepper, version, self._adapter.request if self._adapter else None)
+        params = draws.server_params(
+            SamplingParams(max_new_tokens=1, temperature=0.0),
+            seed=None,
+            stop=(),
+            streamed=False,
+            normalized=self.options.truncation,
+        )
+        job.add(0, tokens, params)
+        self._stepper.enter(job)
+        job.result()
+        self._workers.scale_cache(len(tokens))
+        # Keys and values of the fixed tokens, which have other scales.
+        self._forget_prefixes()
+        self._scales_version = version
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.sleep``.
@@ -304,6 +343,10 @@ class VllmRollout:
             self._asleep -= wanted
             if "weights" in wanted:
                 self._not_ready = "no weights have been installed since it woke up"
+            installed = not self._not_ready and "kv_cache" in wanted
+            if self._plan.fp8_cache and installed and self._scales_version != self.weight_version:
+                # Weights came while the cache slept.
+                self._scale_cache(self.weight_version)
 
     def close(self) -> None:
         """Close the rollout (idempotent). Unfinished generations are lost."""
@@ -464,7 +507,13 @@ class VllmRollout:
             for row in rows:
                 self._check(row)
             adapter = self._adapter.request if self._adapter else None
-            job = Job(self._stepper, self.weight_version, adapter, self._routing)
+            job = Job(
+                self._stepper,
+                self.weight_version,
+                adapter,
+                self._routing,
+                counted=self.options.speculative != "none",
+            )
             for rank, row in enumerate(rows):
                 self._fill(job, row, streamed=streamed, kept=rank == own_index)
             self._stepper.enter(job)
@@ -499,7 +548,8 @@ class VllmRollout:
                     asked.sampling,
                     seed=own,
                     stop=stop,
-                    streamed=streamed,
+                    # One output for each forward pass, by which the passes are counted.
+                    streamed=streamed or self.options.speculative != "none",
                     normalized=self.options.truncation,
                 )
                 job.add(index, prompt, params, inputs=inputs, kept=kept)
@@ -551,6 +601,15 @@ class VllmRollout:
             )
             raise RolloutError(
                 "cannot generate", where=WHERE, why=self._not_ready or asleep, remedy=remedy
+            )
+
+        if self._plan.fp8_cache and self._scales_version != self.weight_version:
+            raise RolloutError(
+                "cannot generate",
+                where=WHERE,
+                why=f"the scales of the FP8 cache are those of version {self._scales_version}, "
+                f"the weights are those of version {self.weight_version}",
+                remedy="call update_weights again",
             )
 
     def _check_idle(self, what: str) -> None:

@@ -28,7 +28,7 @@ from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.vllm import cache, environment, private
+from rollout_fp8.vllm import cache, environment, private, speculation
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
@@ -87,6 +87,11 @@ class Plan:
         return self.in_process and self.options.tensor_parallel_size > 1
 
     @property
+    def fp8_cache(self) -> bool:
+        """True if keys and values are cached in FP8."""
+        return self.options.kv_cache_dtype == "fp8"
+
+    @property
     def untie(self) -> bool:
         """True if the head is served as its own weight, and must be sent besides the embedding.
 
@@ -105,6 +110,8 @@ def start(plan: Plan) -> vllm.LLMEngine:
             know.
     """
     _check_fp8(plan)
+    if plan.fp8_cache:
+        cache.check_device(plan.device)
     if not plan.in_process:
         require_own_devices(plan.device.type, plan.options.tensor_parallel_size)
     # It stays set, because kernels are compiled whenever one is first needed.
@@ -121,6 +128,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 # This frees the memory that frames of a failed start have released since.
                 free_memory(plan)
             _join_group(plan)
+            private.repair_kernel_scan()
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
                 private.unlink_shared_memory(dist.get_rank() // size * size, size)
@@ -164,6 +172,8 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
             "transformers for the whole process, and with it the engine's model",
             remedy="rollout.name=local for this model",
         )
+    if plan.fp8_cache:
+        cache.check_model(config, has_vision=plan.has_vision)
     wrong = _WRONG_ON_CPU.intersection(config.architectures)
     if plan.device.type == "cpu" and wrong:
         raise RolloutError(
@@ -356,6 +366,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        # vLLM's ``calculate_kv_scales`` (0.26.0) is not used: it keeps the first weights' scales.
+        "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_memory_bytes": _cache_bytes(plan) or (CPU_CACHE_BYTES if cpu else None),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
@@ -373,6 +385,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
         **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
+        **speculation.arguments(options),
     }
 
 
@@ -403,7 +416,7 @@ def _cache_bytes(plan: Plan) -> int | None:
         plan.model,
         plan.max_num_seqs,
         positions=options.max_model_len,
-        dtype=plan.dtype,
+        dtype="float8_e4m3fn" if plan.fp8_cache else plan.dtype,
         parallel=options.tensor_parallel_size,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,6 +101,14 @@ class InProcess:
 
         return self._of_all(sync)
 
+    def observe_cache(self) -> list[str]:
+        """Note the numbers of the next passes for ``scale_cache``, and return refusals."""
+        return list(chain(*self._of_all(lambda: self._call("rollout_fp8_observe_cache")[0])))
+
+    def scale_cache(self, tokens: int) -> list[dict[str, float]]:
+        """Set the scales of the FP8 cache on all ranks, and return them by rank."""
+        return self._of_all(lambda: self._call("rollout_fp8_scale_cache", args=(tokens,))[0])
+
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.
 
@@ -143,6 +151,14 @@ class OtherProcesses(SentWorkers):
         """See ``Workers.learn``."""
         encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
         return [decode(boxes) for boxes in encoded]
+
+    def observe_cache(self) -> list[str]:
+        """See ``InProcess.observe_cache``."""
+        return list(chain(*self._call("rollout_fp8_observe_cache")))
+
+    def scale_cache(self, tokens: int) -> list[dict[str, float]]:
+        """See ``InProcess.scale_cache``."""
+        return self._call("rollout_fp8_scale_cache", args=(tokens,))
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[LoadedAdapter]:
         """See ``AdapterWorkers.load_adapter``.

@@ -16,12 +16,13 @@ from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from engine_api.codec import decode, encode
+from rollout_fp8.fp8.kv_scales import CacheScales
 from rollout_fp8.install.adapter import whole_checksum
 from rollout_fp8.install.adapter_session import LoadedAdapter
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
 from rollout_fp8.transports.remote import receive_weights
-from rollout_fp8.vllm import private
+from rollout_fp8.vllm import cache, private
 from rollout_fp8.vllm.packed import PackedReader
 from rollout_fp8.wire.audit import Boxes
 from rollout_fp8.wire.format import WirePlan, WireStream
@@ -33,6 +34,7 @@ class SyncExtension:
     _rollout_fp8: Receiver | None = None
     _rollout_fp8_plan: WirePlan | None = None
     _rollout_fp8_aliases: Mapping[str, str]
+    _rollout_fp8_scales: CacheScales | None = None
 
     def rollout_fp8_processes(self) -> tuple[int, int]:
         """Return the process ids of this worker and of its parent.
@@ -55,6 +57,8 @@ class SyncExtension:
         a head of its own.
         """
         worker: Any = self
+        if worker.device.type == "cpu":
+            private.repair_expansion()
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
             # Both: a plan that cannot be learnt leaves none.
             self._rollout_fp8 = None
@@ -97,6 +101,28 @@ class SyncExtension:
         with receive_weights(address, rank=worker.rank, device=worker.device) as stream:
             sums, seconds = self.rollout_fp8_sync(stream)
             stream.answer = sums, {**stream.seconds(), **seconds}
+
+    def rollout_fp8_observe_cache(self) -> list[str]:
+        """Note queries, keys and values of the next passes, and return refusals of the layers."""
+        worker: Any = self
+        if self._rollout_fp8_scales is None:
+            layers = private.attention_layers(worker.get_model())
+            if refusals := cache.refusals(layers):
+                return refusals
+            self._rollout_fp8_scales = CacheScales(
+                {name: private.CachedAttention(layer) for name, layer in layers.items()}
+            )
+        self._rollout_fp8_scales.observe()
+        return []
+
+    def rollout_fp8_scale_cache(self, tokens: int) -> dict[str, float]:
+        """Set the scales of the FP8 cache from the passes since, which had ``tokens`` tokens.
+
+        Returns:
+            The scales of this worker's layers, by name and kind.
+        """
+        assert self._rollout_fp8_scales is not None, "rollout_fp8_observe_cache comes first"
+        return self._rollout_fp8_scales.compute(tokens)
 
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
         """Return an encoded ``LoadedAdapter`` with this worker's parts of adapter ``number``."""

@@ -81,6 +81,7 @@ class Trajectory:
         problem: error that the function raised, where it failed.
         routed_experts: by token of the prompt and of ``tokens`` the experts of each layer, as the
             rollout recorded them, up to the model's last turn; None where it records none.
+        passes: forward passes that generated the model's tokens, 0 where they are not counted.
         info: notes of the function (``Episode.info``); the reward finds them in ``metadata``.
     """
 
@@ -94,6 +95,7 @@ class Trajectory:
     end: End = "done"
     problem: str = ""
     routed_experts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    passes: int = 0
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -184,6 +186,7 @@ class Episode:
         self._added: list[int] = []
         self._weights: list[float] = []
         self._log_probs: list[float] = []
+        self._passes = 0
         self._versions: list[int] = []
         self._turns: list[Turn] = []
         self._experts: torch.Tensor | None = None
@@ -282,6 +285,7 @@ class Episode:
             end=end,
             problem=problem,
             routed_experts=self._experts,
+            passes=self._passes,
             info=info,
         )
 
@@ -308,6 +312,7 @@ class Episode:
         self._added += completion.tokens
         self._weights += [1.0] * len(completion.tokens)
         self._log_probs += completion.log_probs
+        self._passes += completion.passes
         # Tokens that were appended before the first turn get the version of that turn.
         if completion.weight_versions:
             self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]

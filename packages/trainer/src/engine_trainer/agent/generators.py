@@ -350,4 +350,5 @@ def _joined(parts: Sequence[Completion]) -> Completion:
         weight_versions=[v for p in parts for v in p.weight_versions],
         finish_reason=parts[-1].finish_reason,
         routed_experts=experts,
+        passes=sum(p.passes for p in parts),
     )

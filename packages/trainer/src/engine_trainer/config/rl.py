@@ -123,6 +123,13 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
         "documents that begin alike may have teachers that saw different prompts",
         "set engine.memory.share_prefixes: false, or algorithm.teacher.kl: sampled",
     )
+    yield (
+        config.ray.elastic and (config.launcher != "ray" or config.ray.rollouts is None),
+        "ray.elastic",
+        "true needs replicas of their own",
+        "a replica that is colocated with a rank of the engine is lost together with it",
+        "launcher: ray and ray.rollouts: 1 or more, or ray.elastic: false",
+    )
     mode = config.overlap.mode
     yield (
         mode != "none" and (config.launcher != "ray" or config.ray.rollouts is None),

@@ -45,8 +45,9 @@ class PrecisionSection(Precision):
     """The dtypes of the stored weights, of the computation and of the gradient reduction."""
 
     compute: Literal["auto", "float32", "bfloat16", "float16", "float8"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Dtype of forward and backward. ``float8`` is blockwise FP8 in matrix products, which
-    engine-megatron has on CUDA with Transformer Engine.
+    """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp and
+    engine-torchtitan have with torchao (scales of rows or of whole matrices).
 
     ``auto`` is ``bfloat16`` on CUDA and NPUs where the engine declares it, and ``float32``
     elsewhere.
@@ -76,7 +77,8 @@ class MemorySection(Memory):
     have.
 
     ``auto`` is true on CUDA where the engine declares it and trains a model without experts, with
-    ``parallelism.tp: 1`` and its weights on the device, and false elsewhere.
+    ``parallelism.tp: 1`` and its weights on the device, and false elsewhere. With ``float8``, which
+    is slower than ``bfloat16`` without it, it is also true where the engine only infers.
     """
 
 
@@ -877,6 +879,15 @@ class RaySection:
     restarts: int = 3
     """Largest number of restarts from the last checkpoint after a worker or a node was lost. One
     more loss ends the run.
+    """
+
+    elastic: bool = False
+    """True replaces a lost replica of ``rollouts`` while the run goes on. The other replicas take
+    its prompts, and a new one joins with the current weights. False starts all workers again from
+    the last checkpoint, as a lost worker of the engines always does.
+
+    After more than ``restarts`` losses of the same replica without work in between, it is not
+    replaced any more. A run without any replica ends.
     """
 
     imports: Sequence[str] = field(default_factory=list[str])

@@ -313,10 +313,12 @@ def _choose_compute(device: str, capabilities: Collection[Capability]) -> Choice
 
 def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> tuple[bool, str]:
     where = "on a CPU" if around.device == "cpu" else f"on {around.device}"
+    # Without compilation each cast to FP8 is a kernel of its own, also in inference.
+    casts = section.precision.compute == "float8"
     reasons = {
         where: not device_of(around.device).compiles_elementwise,
         "the engine declares no compile": Capability.COMPILE not in around.capabilities,
-        "an engine that only infers": section.optimizer is None,
+        "an engine that only infers": section.optimizer is None and not casts,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
         "weights on the host": section.memory.offload_params,
         "a model with experts": text is not None and has_experts(text),

@@ -158,6 +158,13 @@ class RolloutGroup(Protocol):
         """Bring the policy's current weights to every replica, and return a result for each."""
         ...
 
+    def admit(self) -> None:
+        """Bring the weights to replicas that have started since the last sync, where some may.
+
+        Called by the process and thread that drives the engines, while they do nothing else.
+        """
+        ...
+
     def wake_up(self, *, weights: bool) -> None:
         """Allocate the memory of the weights, or that of the caches.
 
@@ -294,3 +301,18 @@ def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:
     """
     bins = balance(lengths, group.dp_size)
     return [bins[rank] for rank in group.local_dp_ranks]
+
+
+def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """Assign ``prompts`` to ``size`` replicas in turn, equal prompts to the same replica.
+
+    Prompts with different images are not equal. The result has the indices of each replica's
+    prompts. A rollout distinguishes equal prompts by their order. Two replicas, which have the same
+    seed, would give them equal completions.
+    """
+    turns: dict[tuple[int | str, ...], int] = {}
+    indices: list[list[int]] = [[] for _ in range(size)]
+    for i, prompt in enumerate(prompts):
+        turn = turns.setdefault(prompt.key, len(turns))
+        indices[turn % size].append(i)
+    return indices

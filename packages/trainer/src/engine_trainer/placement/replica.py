@@ -77,6 +77,8 @@ class ScoredCompletion:
     """
     finish_reason: str = ""
     """The rollout's reason of the end (``FinishReason``), or ``stop`` or the agent's (``End``)."""
+    passes: int = 0
+    """Forward passes that generated the tokens (``Completion``), 0 where they are not counted."""
 
     @property
     def num_generated(self) -> int:
@@ -336,6 +338,7 @@ class Replica:
                 weight_versions=c.weight_versions,
                 routed_experts=c.routed_experts,
                 finish_reason=c.finish_reason,
+                passes=c.passes,
             )
             for c, text, score in zip(completions, texts, scores, strict=True)
         ]
@@ -407,6 +410,7 @@ def _score_trajectory(trajectory: Trajectory, score: Score) -> ScoredCompletion:
         problem=trajectory.problem,
         routed_experts=trajectory.routed_experts,
         finish_reason="stop" if trajectory.finished else trajectory.end,
+        passes=trajectory.passes,
     )
 
 

@@ -181,6 +181,9 @@ class SpmdRollouts:
         """
         return together(self.policy.comm, self._sync)
 
+    def admit(self) -> None:
+        """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
+
     def wake_up(self, *, weights: bool) -> None:
         """See ``RolloutGroup``."""
         together(

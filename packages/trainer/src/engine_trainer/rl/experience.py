@@ -191,6 +191,9 @@ def completion_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[st
         "rollout/truncated": fmean(not a.finished for a in completions),
         "rollout/tokens": float(sum(a.num_generated for a in completions)),
     }
+    # Rollouts that generate one token with each pass need not count them.
+    if passes := sum(a.passes for a in completions):
+        figures["rollout/accepted_length"] = figures["rollout/tokens"] / passes
     if seconds:
         figures["perf/generated_tokens_per_s"] = figures["rollout/tokens"] / seconds
     figures |= failure_figures([a.score for a in completions])

@@ -1,8 +1,9 @@
 """Fully asynchronous experience, where replicas generate all the time.
 
-A step takes the groups that are complete. Prompts are drawn in the run's order. The state of each
-step names the prompts that were drawn and not trained on; a resumed run draws them again, so that
-no prompt is lost.
+A step takes the groups that are complete. Prompts are drawn in the run's order. A group goes as a
+whole to the replica with the least work left. The state of each step names the prompts that were
+drawn and not trained on; a resumed run draws them again, so that no prompt is lost. In an elastic
+run, so do the other replicas with the groups of one that is lost.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
-from engine_trainer.placement.ray.calls import Call, WorkerFailed, ready, silent
+from engine_trainer.placement.ray.calls import Call, Reply, WorkerFailed, ready, silent
 from engine_trainer.placement.ray.rollouts import SeparateRollouts
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.experience import (
@@ -81,8 +83,10 @@ class FullyAsync:
         self._changed = threading.Condition()
         self._paused = True
         self._busy = 0  # running calls
-        # Groups that are being generated, by replica.
-        self._under_way = dict.fromkeys(self._rollouts.local_replicas, 0)
+        # Slices that were generated of each group under way, by position, by replica.
+        self._under_way: dict[int, dict[int, int]] = {}
+        # Replicas that were lost with a group, by position.
+        self._attempts: Counter[int] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         sampling = sampler.sampling(
@@ -153,20 +157,36 @@ class FullyAsync:
         return generated, kept
 
     def _next(self, wanted: int) -> Group:
-        """Return one of the ``wanted`` groups that the step still needs."""
+        """Return one of the ``wanted`` groups that the step still needs.
+
+        Replicas that have started meanwhile join, because this thread drives the engines.
+        """
         with self._changed:
             self._wanted = wanted
             self._changed.notify_all()
-            while True:
-                self._changed.wait_for(lambda: bool(self._ready) or self._failed is not None)
+        seconds = POLL_S if self._rollouts.elastic else None
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: bool(self._ready) or self._failed is not None, timeout=seconds
+                )
                 self._raise()
-                position, group = self._ready.pop(0)
-                self._drawn.discard(position)
-                self._changed.notify_all()
-                if self._is_fresh(group):
-                    self._wanted -= 1
-                    return group
-                self._dropped.append(group)
+                group = self._pop_fresh()
+            if group is not None:
+                return group
+            self._rollouts.admit()
+
+    def _pop_fresh(self) -> Group | None:
+        """Return the next ready group that is fresh, None without one. Others are dropped."""
+        while self._ready:
+            position, group = self._ready.pop(0)
+            self._drawn.discard(position)
+            self._changed.notify_all()
+            if self._is_fresh(group):
+                self._wanted -= 1
+                return group
+            self._dropped.append(group)
+        return None
 
     def _is_fresh(self, group: Group) -> bool:
         oldest = self._oldest()
@@ -201,43 +221,67 @@ class FullyAsync:
             )
             if self._paused or self._closed:
                 return
-            for replica in self._rollouts.local_replicas:
-                new = [] if replica in running else self._draw(replica)
-                if replica not in running and self._under_way[replica]:
+            serving = self._rollouts.serving()
+            self._give_up([r for r in self._under_way if r not in serving and r not in running])
+            for replica, new in self._draw(serving, running).items():
+                if self._under_way.get(replica):
                     self._calls += 1
                     self._busy += 1
-                    call = self._rollouts.pool.start(
-                        replica, "advance", new, self._seed + self._calls
-                    )
+                    call = self._rollouts.start(replica, "advance", new, self._seed + self._calls)
                     running[replica] = _Slice(
                         call=call, until=time.monotonic() + self._rollouts.pool.timeout_s
                     )
+            if not running:
+                # No replica serves: a new one may join.
+                self._changed.wait(POLL_S)
 
     def _finish(self, running: dict[int, _Slice]) -> None:
         """Collect the calls that are done.
 
-        Waits for them, but only briefly while an idle replica may get work. Raises ``WorkerLost``.
+        Waits for them, but only briefly while an idle replica may get work. Raises ``WorkerLost``
+        unless the run is elastic.
         """
-        pool = self._rollouts.pool
-        idle = len(running) < len(self._rollouts.local_replicas)
+        rollouts = self._rollouts
+        idle = rollouts.elastic or len(running) < len(rollouts.serving())
         slices = list(running.values())
         left = min(s.until for s in slices) - time.monotonic()
         done = ready([s.call for s in slices], max(0.0, min(left, POLL_S) if idle else left))
-        late = [s.call for s in slices if s.call not in done and time.monotonic() >= s.until]
-        if late:
-            raise silent(late, pool.timeout_s)
-        for replica in [r for r, s in running.items() if s.call in done]:
-            found: list[tuple[int, list[ScoredCompletion]]] = pool.finish(
-                [running.pop(replica).call]
-            )[0].value
-            with self._changed:
-                self._busy -= 1
-                self._under_way[replica] -= len(found)
-                self._ready += [
-                    (position, Group(prompt=self._prompt(position), completions=completions))
-                    for position, completions in found
-                ]
-                self._changed.notify_all()
+        now = time.monotonic()
+        for replica, one in list(running.items()):
+            if one.call in done:
+                self._note(replica, rollouts.reply(replica, running.pop(replica).call))
+            elif now >= one.until:
+                rollouts.lose(replica, silent([one.call], rollouts.pool.timeout_s))
+                running.pop(replica)
+                self._note(replica, None)
+
+    def _note(self, replica: int, reply: Reply | None) -> None:
+        """Take the groups of a slice, or give them up where the replica is lost."""
+        with self._changed:
+            self._busy -= 1
+            if reply is None:
+                self._give_up([replica])
+            else:
+                found: list[tuple[int, list[ScoredCompletion]]] = reply.value
+                under_way = self._under_way[replica]
+                for position, completions in found:
+                    del under_way[position]
+                    self._attempts.pop(position, None)
+                    group = Group(prompt=self._prompt(position), completions=completions)
+                    self._ready.append((position, group))
+                for position in under_way:
+                    under_way[position] += 1
+            self._changed.notify_all()
+
+    def _give_up(self, replicas: Sequence[int]) -> None:
+        """Let other replicas begin the groups of lost ones again, first of all."""
+        for replica in replicas:
+            positions = sorted(self._under_way.pop(replica, {}))
+            self._attempts.update(positions)
+            self._drawn.difference_update(positions)
+            self._positions_to_redraw = [*positions, *self._positions_to_redraw]
+            for position in positions:
+                self._rollouts.check_attempts(self._attempts[position])
 
     def _has_work(self) -> bool:
         return any(self._under_way.values()) or self._groups_to_begin() > 0
@@ -252,25 +296,50 @@ class FullyAsync:
         ahead = self._config.algorithm.prompts_per_step * self._config.overlap.max_staleness
         return self._wanted + ahead - len(self._drawn)
 
-    def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
-        """Draw groups for the free slots of a replica.
+    def _draw(
+        self, serving: Sequence[int], running: Container[int]
+    ) -> dict[int, list[tuple[int, Prompt]]]:
+        """Draw groups for the free slots of the replicas that are idle, and return them by replica.
 
-        A replica gets no more than its fraction of all groups that are or may be started.
+        Each group goes to the replica with the fewest tokens left to generate. A replica gets no
+        more than its fraction of all groups that are or may be started.
         """
+        idle = [replica for replica in serving if replica not in running]
+        if not idle:
+            return {}
         section = self._config.rollout
-        count = self._groups_to_begin()
-        total = sum(self._under_way.values()) + count
-        per_replica = math.ceil(total / len(self._rollouts.local_replicas))
-        slots = min(per_replica, max(1, section.batch_size // section.n))
-        positions: list[int] = []
-        for _ in range(min(count, slots - self._under_way[replica])):
-            if self._positions_to_redraw:
-                positions.append(self._positions_to_redraw.pop(0))
-            else:
-                positions.append(self._position)
-                self._position += 1
+        left = self._groups_to_begin()
+        total = sum(map(len, self._under_way.values())) + left
+        slots = min(math.ceil(total / len(serving)), max(1, section.batch_size // section.n))
+        counts = dict.fromkeys(idle, 0)
+        loads = {replica: self._tokens_left(replica) for replica in idle}
+        free = {replica: slots - len(self._under_way.get(replica, ())) for replica in idle}
+        while left > 0 and any(free[r] > counts[r] for r in idle):
+            chosen = min((r for r in idle if free[r] > counts[r]), key=lambda r: loads[r])
+            counts[chosen] += 1
+            loads[chosen] += section.max_new_tokens
+            left -= 1
+        return {replica: self._begin(replica, count) for replica, count in counts.items()}
+
+    def _tokens_left(self, replica: int) -> int:
+        """Return the largest number of tokens that each completion's place of a replica has left.
+
+        It is a sum over the groups. A conversation may have more turns, and counts as one token.
+        """
+        limit = self._config.rollout.max_new_tokens
+        size = self._config.overlap.slice_tokens
+        slices = self._under_way.get(replica, {}).values()
+        return sum(max(limit - done * size, 1) for done in slices)
+
+    def _begin(self, replica: int, count: int) -> list[tuple[int, Prompt]]:
+        """Draw ``count`` groups for a replica: those to draw again, then new ones."""
+        positions = self._positions_to_redraw[:count]
+        self._positions_to_redraw = self._positions_to_redraw[count:]
+        new = range(self._position, self._position + count - len(positions))
+        self._position = new.stop
+        positions += new
         self._drawn |= set(positions)
-        self._under_way[replica] += len(positions)
+        self._under_way.setdefault(replica, {}).update(dict.fromkeys(positions, 0))
         return [(position, self._prompt(position)) for position in positions]
 
     def _prompt(self, position: int) -> Prompt:

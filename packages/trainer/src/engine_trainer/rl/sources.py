@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Protocol
 
 from engine_trainer.rl.experience import Experience, staleness_figures
 from engine_trainer.sampling.sampler import Sampler
+
+LOOK_S = 0.1
+"""Seconds between two looks at replicas that may have started."""
 
 Collect = Callable[[int, int], Experience]
 """Collects from (step, position of the first prompt), within ``sampler.serving``."""
@@ -83,6 +86,7 @@ class OneStepOff:
         """See ``Source``."""
         generation = self._begin(step) if self._next is None else self._next
         with self._sampler.timers.phase("wait"):
+            self._await(generation)
             experience = generation.result()
         self._position = experience.position
         self._next = None
@@ -99,8 +103,8 @@ class OneStepOff:
     def settle(self) -> None:
         """Wait for the generation that runs (see ``Source``)."""
         if self._next is not None:
-            # Waits; the next take raises the error.
-            self._next.exception()
+            # The next take raises the error.
+            self._await(self._next)
 
     def close(self) -> None:
         """Close the source (see ``Source``).
@@ -108,6 +112,14 @@ class OneStepOff:
         A generation that runs ends with its workers.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _await(self, generation: Future[Experience]) -> None:
+        """Wait for a generation, and bring the weights to replicas that start meanwhile.
+
+        The thread that generates must not call the engine, and may wait for such a replica.
+        """
+        while not wait([generation], timeout=LOOK_S).done:
+            self._sampler.rollouts.admit()
 
     def _begin(self, step: int) -> Future[Experience]:
         """Sync the current weights, then generate in the background.

@@ -10,7 +10,7 @@ from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import AgentSection, RewardSection, RolloutSection
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.errors import DataError
-from engine_trainer.placement.groups import EngineGroup, RolloutGroup
+from engine_trainer.placement.groups import EngineGroup, RolloutGroup, by_replica
 from engine_trainer.placement.replica import Group, RolloutSpec, ScoredCompletion
 from engine_trainer.run.run import Run
 from engine_trainer.sampling.failure_budget import Failures
@@ -162,21 +162,6 @@ def require_groups(groups: Sequence[Group], what: str) -> None:
             why="data.on_bad_image=drop has left out all of its prompts",
             remedy="see the warnings above, and correct the files",
         )
-
-
-def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-    """Assign ``prompts`` to ``size`` replicas in turn, equal prompts to the same replica.
-
-    Prompts with different images are not equal. The result has the indices of each replica's
-    prompts. A rollout distinguishes equal prompts by their order. Two replicas, which have the same
-    seed, would give them equal completions.
-    """
-    turns: dict[tuple[int | str, ...], int] = {}
-    indices: list[list[int]] = [[] for _ in range(size)]
-    for i, prompt in enumerate(prompts):
-        turn = turns.setdefault(prompt.key, len(turns))
-        indices[turn % size].append(i)
-    return indices
 
 
 def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:

@@ -169,6 +169,9 @@ MEANINGS: Mapping[str, str] = {
     "synchronous step waits for.",
     "rollout/truncated": "Share of completions that were cut off before they ended by themselves.",
     "rollout/tokens": "Tokens that the model generated in the step.",
+    "rollout/accepted_length": "Mean number of tokens that a forward pass of the rollout adds to a "
+    "completion, with speculative decoding (`rollout.options.speculative`): 1 is no gain, and "
+    "generation is faster by at most this factor.",
     "rollout/replayed": "Share of tokens of prompts and completions whose experts the engine takes "
     "from the rollout (`rollout.routed_experts`).",
     "rollout/groups": "Problems that the step learns from.",
@@ -276,6 +279,10 @@ MEANINGS: Mapping[str, str] = {
     "before.",
     "time/reference": "Seconds of the reference model's log-probs since the row before.",
     "time/*": "Seconds of this phase since the row before.",
+    "replicas/serving": "Replicas of the rollout that serve (``ray.elastic``).",
+    "replicas/lost": "Replicas that were lost since the row before (``ray.elastic``).",
+    "replicas/rejoin_s": "Seconds from the loss of a replica to the moment in which its successor "
+    "serves, the longest since the row before (``ray.elastic``).",
     "worker/idle": "Share of the time in which workers had nothing to do, a mean over workers.",
     "worker/*/idle": "Share of the time in which this worker had nothing to do.",
     "worker/*_s": "Seconds that this worker spent in this call since the row before.",

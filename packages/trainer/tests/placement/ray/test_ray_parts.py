@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ray_runs import on_ray
-from waiting import DEADLINE_S
+from ray_runs import configure, on_ray
+from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
@@ -35,9 +35,10 @@ pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer.placement.ray import calls, channel, cluster
+from engine_trainer.placement.ray import buckets, calls, channel, cluster
 from engine_trainer.placement.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.placement.ray.meter import Meter
+from engine_trainer.placement.ray.streams import StreamWire
 from engine_trainer.placement.ray.workers import EngineWorker
 from engine_trainer.rl import on_ray as controller
 
@@ -51,10 +52,10 @@ TENSORS = {
 
 
 def carried(
-    export, receivers: int = 2
+    export, receivers: int = 2, wire=channel.WholeWire
 ) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
     """Return the sender's error (or None), and each receiver's error and tensors."""
-    sender = channel.WholeWire("cpu", 20.0).serve("127.0.0.1", receivers)
+    sender = wire("cpu", 20.0).serve("127.0.0.1", receivers)
     outcomes: list[object] = [None] * (receivers + 1)
     got: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(receivers)]
 
@@ -63,7 +64,7 @@ def carried(
             if rank == 0:
                 sender.send(export)
                 return
-            with channel.WholeWire("cpu", 20.0).receive(sender.address, rank - 1) as received:
+            with wire("cpu", 20.0).receive(sender.address, rank - 1) as received:
                 got[rank - 1] = [(name, t.clone()) for name, t in received]
         except (OSError, RolloutError) as error:
             outcomes[rank] = error
@@ -73,13 +74,18 @@ def carried(
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
+    sender.close()
     return outcomes, got
 
 
+WIRES = pytest.mark.parametrize("wire", [channel.WholeWire, StreamWire])
+
+
+@WIRES
 @pytest.mark.parametrize("bucket", [1, 50, 1 << 20])
-def test_weights_arrive_bit_for_bit_in_order_whatever_the_buckets(monkeypatch, bucket):
-    monkeypatch.setattr(channel, "BUCKET_BYTES", bucket)
-    outcomes, got = carried(iter(TENSORS.items()))
+def test_weights_arrive_bit_for_bit_in_order_whatever_the_buckets(monkeypatch, bucket, wire):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
+    outcomes, got = carried(iter(TENSORS.items()), wire=wire)
     assert outcomes == [None] * 3
     for received in got:
         assert [name for name, _ in received] == list(TENSORS)
@@ -90,24 +96,86 @@ def test_weights_arrive_bit_for_bit_in_order_whatever_the_buckets(monkeypatch, b
             )
 
 
-def test_an_export_that_lends_its_tensors_is_copied_in_time():
+@WIRES
+def test_an_export_that_lends_its_tensors_is_copied_in_time(wire):
     def lending():
         buffer = torch.empty(4)
         for i in range(3):
             yield f"t{i}", buffer.fill_(float(i))
 
-    _, got = carried(lending(), receivers=1)
+    _, got = carried(lending(), receivers=1, wire=wire)
     assert [t.tolist() for _, t in got[0]] == [[float(i)] * 4 for i in range(3)]
 
 
-def test_an_export_that_fails_is_told_to_the_receivers():
+@WIRES
+def test_an_export_that_fails_is_told_to_the_receivers(wire):
     def failing():
         yield "a", torch.ones(2)
         raise OSError("lost")
 
-    outcomes, _ = carried(failing())
+    outcomes, _ = carried(failing(), wire=wire)
     assert isinstance(outcomes[0], OSError)
     assert all(isinstance(o, RolloutError) for o in outcomes[1:])
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_receiver_that_has_ended_ends_the_sync_at_once(monkeypatch, comes):
+    """It has never connected, or it connected and reads no more. The other one hears of it."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 20)
+    sender = StreamWire("cpu", NEVER_S).serve("127.0.0.1", 2)
+    outcomes: list[object] = []
+
+    def receive() -> None:
+        try:
+            with StreamWire("cpu", NEVER_S).receive(sender.address, 0) as received:
+                outcomes.append(list(received))
+        except RolloutError as error:
+            outcomes.append(error)
+
+    def ended() -> None:
+        raise RolloutError("its process has ended", where="weight sync")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    if comes:
+        with StreamWire("cpu", NEVER_S).receive(sender.address, 1) as received:
+            iter(received)
+            next_tensor = threading.Thread(target=lambda: next(received))
+            next_tensor.start()
+            with pytest.raises(RolloutError, match="its process has ended"):
+                sender.send_watched(((str(i), torch.ones(1 << 18)) for i in range(99)), ended)
+            next_tensor.join(DEADLINE_S)
+    else:
+        with pytest.raises(RolloutError, match="its process has ended"):
+            sender.send_watched(iter(TENSORS.items()), ended)
+    thread.join(DEADLINE_S)
+    sender.close()
+    (outcome,) = outcomes
+    assert isinstance(outcome, RolloutError)
+
+
+def test_a_stranger_and_a_receiver_of_another_sync_take_no_part():
+    sender = StreamWire("cpu", NEVER_S).serve("127.0.0.1", 1)
+    place, count, key = sender.address.rsplit(":", 2)
+    refused = [f"{place}:{count}:{'00' * 32}", f"{place}:{int(count) + 1}:{key}"]
+
+    def others() -> None:
+        for address in refused:
+            with (
+                pytest.raises(RolloutError, match="ended the sync"),
+                StreamWire("cpu", NEVER_S).receive(address, 0) as received,
+            ):
+                list(received)
+        with StreamWire("cpu", NEVER_S).receive(sender.address, 0) as received:
+            done.append([name for name, _ in received])
+
+    done: list[list[str]] = []
+    thread = threading.Thread(target=others)
+    thread.start()
+    sender.send(iter(TENSORS.items()))
+    thread.join(DEADLINE_S)
+    sender.close()
+    assert done == [list(TENSORS)]
 
 
 def test_a_start_has_the_longer_of_two_deadlines(monkeypatch):
@@ -187,6 +255,14 @@ def test_weights_of_another_version_than_the_controllers_are_not_sent():
     assert worker.wire_address(3) == "a"
     with pytest.raises(RolloutError, match="the engine has weights of version 3, not 4"):
         worker.wire_address(4)
+
+
+def test_elastic_replicas_are_replicas_of_their_own(tmp_path):
+    for section in ({"elastic": True}, {"elastic": True, "rollouts": None}):
+        with pytest.raises(ConfigError, match=r"(?s)ray.elastic.*replicas of their own"):
+            on_ray(tmp_path, tmp_path, ray=section)
+    with pytest.raises(ConfigError, match=r"(?s)ray.elastic.*replicas of their own"):
+        configure(tmp_path, tmp_path, ray={"elastic": True, "rollouts": 2})
 
 
 def test_a_workers_time_and_idle_share(monkeypatch):

@@ -149,6 +149,39 @@ def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_pat
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [fault("rollout-0", "take", 3), fault("rollout-1", "take", 8)],
+        [fault("rollout-0", "receive", 1), fault("rollout-1", "receive", 3)],
+    ],
+    ids=["in the middle", "before it connects"],
+)
+def test_an_elastic_run_repeats_a_sync_without_the_replica_that_was_killed(
+    model, tmp_path, plan, beside, caplog, faults
+):
+    plan.write_text(json.dumps(faults))
+    out = run(model, tmp_path / "out", rollouts=2, elastic=True)
+    assert json.loads(plan.read_text()) == []
+    assert "restarting from the last checkpoint" not in caplog.text
+    assert result_of(out) == result_of(beside(2))
+    assert result_of(out)[1][-1]["sync/audited"] == 1
+
+
+@pytest.mark.nightly
+def test_an_elastic_run_replaces_a_replica_that_hangs_in_a_sync(
+    model, tmp_path, plan, beside, caplog
+):
+    plan.write_text(json.dumps([fault("rollout-0", "take", 2, "hang")]))
+    out = run(
+        model, tmp_path / "out", rollouts=2, elastic=True, timeout_s=240.0, start_timeout_s=300.0
+    )
+    assert "rollout-0 is lost, and another one is started" in caplog.text
+    assert "restarting from the last checkpoint" not in caplog.text
+    assert result_of(out) == result_of(beside(2))
+
+
+@pytest.mark.nightly
 def test_a_replica_that_hangs_in_a_sync_is_lost_within_the_deadline(model, tmp_path, plan):
     plan.write_text(json.dumps([fault("rollout-0", "take", 2, "hang")]))
     with pytest.raises(WorkerLost, match=r"(?s)rollout-0 \(receive\).*no response within 240 s"):

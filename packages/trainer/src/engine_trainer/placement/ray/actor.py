@@ -75,6 +75,9 @@ class Worker:
         }
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
 
+    def ping(self) -> None:
+        """Do nothing, so that an ended process is noticed while it has no work."""
+
     def profile(self, folder: Path | None) -> None:
         """Begin or end a trace (see ``Launcher.profile``)."""
         if folder is None:

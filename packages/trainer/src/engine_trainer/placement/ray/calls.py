@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from engine_api.errors import EngineError, RankFailure
+from engine_api.errors import EngineError, RankFailure, RolloutError
 from engine_trainer.placement.ray.meter import Meter
 
 SHOWN = 400
@@ -158,6 +158,73 @@ def finish(
     return [replies[call.ref] for call in calls]
 
 
+def settle(calls: Sequence[Call], timeout_s: float, grace_s: float) -> list[Reply | EngineError]:
+    """Return every call's reply or error, in order, where some may fail without ending the run.
+
+    Calls that do not respond within ``timeout_s``, or within ``grace_s`` after the first failure,
+    are ``WorkerLost``.
+    """
+    left = {call.ref: call for call in calls}
+    found: dict[Any, Reply | EngineError] = {}
+    end = time.monotonic() + timeout_s
+    failed = False
+    while left:
+        done, _ = ray.wait(list(left), timeout=max(0.0, end - time.monotonic()))
+        if not done:
+            break
+        for ref in done:
+            call = left.pop(ref)
+            try:
+                found[ref] = ray.get(ref)
+            except RayError as error:
+                found[ref] = _translate(call, error)
+                if not failed:
+                    end = min(end, time.monotonic() + grace_s)
+                failed = True
+    for ref, call in left.items():
+        found[ref] = silent([call], grace_s if failed else timeout_s)
+    return [found[call.ref] for call in calls]
+
+
+def choose(errors: Sequence[EngineError]) -> EngineError:
+    """Return the error that explains the others.
+
+    A death comes first, then an error of its own, then one that a neighbour caused.
+    """
+
+    def rank(error: EngineError) -> int:
+        order = [
+            isinstance(error, WorkerLost),
+            not isinstance(error, WorkerFailed | RankFailure),
+            isinstance(error, WorkerFailed),
+        ]
+        return order.index(True) if any(order) else len(order)
+
+    return min(errors, key=rank)
+
+
+def require_running(refs: Sequence[Any]) -> None:
+    """Raise ``RolloutError`` if a process has ended in the middle of one of its calls.
+
+    A call that raised is none of these: its process tells the others by itself.
+    """
+    if not refs:
+        return
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayTaskError:
+            continue
+        except RayError as error:
+            raise RolloutError(
+                "a replica's process has ended",
+                where="weight sync",
+                why=textwrap.shorten(str(error), SHOWN),
+                remedy="see the worker's log in Ray's session folder",
+            ) from error
+
+
 def ready(calls: Sequence[Call], seconds: float) -> list[Call]:
     """Return the calls that are done, after waiting at most ``seconds`` for the first one."""
     done, _ = ray.wait([call.ref for call in calls], timeout=seconds)
@@ -174,22 +241,12 @@ def attempt(work: Callable[[], object]) -> None:
 
 
 def _telling(failures: Sequence[tuple[Call, RayError]], left: Sequence[Call] = ()) -> EngineError:
-    """Return the failure that explains the others.
+    """Return the failure that explains the others (see ``choose``).
 
-    A death comes first, then an error of its own, then one that a neighbour caused. Where all
-    failed workers blame a neighbour, the workers ``left``, which do not respond, are lost.
+    Where all failed workers blame a neighbour, the workers ``left``, which do not respond, are
+    lost.
     """
-    errors = [_translate(call, error) for call, error in failures]
-
-    def rank(error: EngineError) -> int:
-        order = [
-            isinstance(error, WorkerLost),
-            not isinstance(error, WorkerFailed | RankFailure),
-            isinstance(error, WorkerFailed),
-        ]
-        return order.index(True) if any(order) else len(order)
-
-    found = min(errors, key=rank)
+    found = choose([_translate(call, error) for call, error in failures])
     if not isinstance(found, RankFailure) or not left:
         return found
     return WorkerLost(

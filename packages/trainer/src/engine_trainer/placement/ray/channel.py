@@ -1,14 +1,13 @@
 """Weights from the engine's first process to rollouts in processes of their own.
 
 They travel over the rollout's own wire, or as whole tensors. Whole tensors are broadcast in
-buckets. A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype
-travels over every backend: the device's (NCCL, HCCL) or gloo. The group has a store of its own,
-apart from the default group of the engine's ranks.
+buckets (``buckets``), so that every dtype travels over every backend: the device's (NCCL, HCCL) or
+gloo. The group has a store of its own, apart from the default group of the engine's ranks. In an
+elastic run they travel over a connection to each replica instead (``streams``).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,18 +22,13 @@ from engine_api.registry import RolloutRegistry
 from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
 from engine_api.stores import reach_store, serve_store
 from engine_api.weights import WeightExport
+from engine_trainer.placement.ray.buckets import pack, unpack
+from engine_trainer.placement.ray.streams import StreamWire
 from engine_trainer.placement.replica import RolloutSpec, create_exporter
 
-BUCKET_BYTES = 256 << 20
-"""Bytes of a bucket on each side; one larger tensor makes a larger bucket."""
-ALIGNMENT = 16
-"""Alignment in bytes of a tensor in a buffer, which allows a view of any dtype."""
 # Values sent instead of a header's length.
 END = 0
 FAILED = -1
-
-Entry = tuple[str, str, list[int], int]
-"""Name, dtype, shape and first byte of a tensor in a bucket."""
 
 
 def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
@@ -59,14 +53,23 @@ def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
     return ""
 
 
-def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire:
-    """Build an end of either kind of wire. Raises ``PluginError``."""
+def make_wire(
+    spec: RolloutSpec, timeout_s: float, *, whole: bool, elastic: bool = False
+) -> WeightWire:
+    """Build an end of either kind of wire.
+
+    With ``elastic`` no replica's end can leave another process in a collective operation.
+
+    Raises ``PluginError``.
+    """
     if not whole:
         wire = RolloutRegistry.create_wire(
             name=spec.section.name, device=spec.device, timeout_s=timeout_s
         )
         assert wire is not None, "why_whole said so"
         return wire
+    if elastic:
+        return StreamWire(spec.device, timeout_s)
     return WholeWire(spec.device if spec.device == spec.engine_device else "cpu", timeout_s)
 
 
@@ -148,7 +151,7 @@ class Channel:
         notified.
         """
         sent = 0
-        buckets = _buckets(export, self._device)
+        buckets = pack(export, self._device)
         while True:
             try:
                 bucket = next(buckets, None)
@@ -183,7 +186,7 @@ class Channel:
                 )
             header = self._broadcast(torch.empty(size, dtype=torch.uint8))
             buffer = self._broadcast(torch.empty(length, dtype=torch.uint8))
-            yield from _unpack(bytes(header.cpu().numpy()), buffer)
+            yield from unpack(bytes(header.cpu().numpy()), buffer)
 
     def close(self) -> None:
         """Abort hanging broadcasts, and free the group."""
@@ -193,32 +196,3 @@ class Channel:
         moved = buffer.to(self._device)
         self._group.broadcast(moved, 0).wait()
         return moved
-
-
-def _buckets(export: WeightExport, device: torch.device) -> Iterator[tuple[bytes, torch.Tensor]]:
-    entries: list[Entry] = []
-    parts: list[torch.Tensor] = []
-    size = 0
-    for name, tensor in export:
-        # A copy, because the export may reuse the tensor when the next one is requested.
-        flat = tensor.detach().to(device, copy=True).contiguous().reshape(-1).view(torch.uint8)
-        if parts and size + len(flat) > BUCKET_BYTES:
-            yield json.dumps(entries).encode(), torch.cat(parts)
-            entries = []
-            parts = []
-            size = 0
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
-        padding = -len(flat) % ALIGNMENT
-        parts += [flat, flat.new_zeros(padding)]
-        size += len(flat) + padding
-    if parts:
-        yield json.dumps(entries).encode(), torch.cat(parts)
-
-
-def _unpack(header: bytes, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, dtype, shape, start in json.loads(header):
-        kind: torch.dtype = getattr(torch, dtype)
-        count = kind.itemsize
-        for length in shape:
-            count *= length
-        yield name, buffer[start : start + count].view(kind).view(shape)

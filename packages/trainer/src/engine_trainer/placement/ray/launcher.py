@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm
@@ -16,8 +18,10 @@ from engine_trainer.placement import memory
 from engine_trainer.placement.memory import FreeMemory
 from engine_trainer.placement.ray import cluster
 from engine_trainer.placement.ray.calls import Pool, WorkerLost, attempt, finish
+from engine_trainer.placement.ray.elastic import ElasticRollouts
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.ray.meter import Meter
+from engine_trainer.placement.ray.replicas import Replicas, Starter
 from engine_trainer.placement.ray.rollouts import ColocatedRollouts, SeparateRollouts
 from engine_trainer.placement.ray.workers import EngineWorker, RolloutWorker
 from engine_trainer.placement.replica import RolloutSpec, rollout_device
@@ -50,8 +54,10 @@ class OnRay:
         cluster.require(self._each, self.section.engines + (self.section.rollouts or 0), patience_s)
         self._placements: list[cluster.Placement] = []
         self._pools: list[Pool] = []
+        self._starters: dict[str, Starter] = {}  # by the name of their pool
         self._policy: RayEngines | None = None
         self._rollout_pool: Pool | None = None  # None: colocated with the engines
+        self._elastic: ElasticRollouts | None = None  # None: a lost replica ends this launcher
         self._num_engines = 0
 
     def resolve(
@@ -105,8 +111,22 @@ class OnRay:
                     why=f"ray.rollouts is {self.section.rollouts}",
                     remedy="leave one of the two out",
                 )
-        self._connect(spec, self._policy.pool, self._rollout_pool)
-        return SeparateRollouts(self._rollout_pool, self._policy, timers)
+        build = self._connect(spec, self._policy.pool, self._rollout_pool)
+        if not self.section.elastic:
+            return SeparateRollouts(self._rollout_pool, self._policy, timers)
+        self._elastic = ElasticRollouts(
+            Replicas(
+                self._rollout_pool,
+                replace(self._starters[self._rollout_pool.name], build=build),
+                self.section,
+            ),
+            self._policy,
+            timers,
+            batch_size=spec.section.batch_size,
+            # Where no replica is replaced, another one still takes the work of a lost one.
+            attempts=self.section.restarts + 1,
+        )
+        return self._elastic
 
     def why_unusable(self, error: BaseException) -> str | None:
         """See ``Launcher``."""
@@ -116,18 +136,23 @@ class OnRay:
 
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""
-        return self.meter.take()
+        return self.meter.take() | ({} if self._elastic is None else self._elastic.figures())
 
     def profile(self, folder: Path | None) -> None:
         """See ``Launcher``."""
         for pool in self._pools:
-            pool.call_all("profile", folder)
+            if self._elastic is None or pool is not self._rollout_pool:
+                pool.call_all("profile", folder)
+        if self._elastic is not None:
+            self._elastic.profile(folder)
 
     def close(self) -> None:
         """Close all workers (see ``Launcher``).
 
         Workers close their engines and rollouts where they still can, and are ended in any case.
         """
+        if self._elastic is not None:
+            self._elastic.stop()
 
         def close_workers() -> None:
             finish([call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S)
@@ -166,17 +191,19 @@ class OnRay:
     def _pool(self, name: str, cls: type, workers: int) -> Pool:
         placement = cluster.Placement(self._each, workers, self.section.start_timeout_s)
         self._placements.append(placement)
-        actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
-        pool = Pool(name, actors, self.section.timeout_s, self.meter)
         # Engines come first, so that their numbers are their ranks.
         before = sum(len(other) for other in self._pools)
-        self._pools.append(pool)
         where = (str(Path.cwd()), sys.path, list(self.section.imports))
         seed = self.config.run.seed
-        starting = [
-            pool.start(number, "setup", *where, (seed, before + number))
-            for number in range(workers)
-        ]
+        starter = Starter(
+            actor=lambda rank: placement.start(cls, rank, f"{name}-{rank}"),
+            setup=lambda rank: (*where, (seed, before + rank)),
+        )
+        self._starters[name] = starter
+        actors = [starter.actor(rank) for rank in range(workers)]
+        pool = Pool(name, actors, self.section.timeout_s, self.meter)
+        self._pools.append(pool)
+        starting = [pool.start(rank, "setup", *starter.setup(rank)) for rank in range(workers)]
         pool.finish(starting, start_timeout_s=self.section.start_timeout_s)
         return pool
 
@@ -191,7 +218,8 @@ class OnRay:
             ]
         )
 
-    def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> None:
+    def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> tuple[Any, ...]:
+        """Build the replicas and both ends of the wire, and return the arguments of a replica."""
         why = engines.finish([engines.start(0, "why_whole", spec)])[0].value
         log.info(
             "weights go to %d replicas %s",
@@ -199,7 +227,12 @@ class OnRay:
             f"as whole tensors: {why}" if why else "over the rollout's own wire",
         )
         # The controller's deadline comes first: a worker that hangs is then lost, and a restart
-        # replaces it; with the wire's deadline first it would be a failed sync.
-        timeout_s = 2 * self.section.timeout_s
-        rollouts.call_all("make_rollout", spec, timeout_s, bool(why))
-        engines.call_all("make_wire", spec, len(rollouts), timeout_s, bool(why))
+        # replaces it; with the wire's deadline first it would be a failed sync. In an elastic run
+        # the wire's comes first: a failed sync leaves the replica that hangs, which is replaced.
+        elastic = self.section.elastic
+        timeout_s = self.section.timeout_s if elastic else 2 * self.section.timeout_s
+        whole = bool(why)
+        build = (spec, timeout_s, whole, elastic)
+        rollouts.call_all("make_rollout", *build)
+        engines.call_all("make_wire", spec, len(rollouts), timeout_s, whole, elastic)
+        return build

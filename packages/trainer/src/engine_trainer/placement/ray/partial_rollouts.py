@@ -127,4 +127,5 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         log_probs=[*first.log_probs, *rest.log_probs],
         weight_versions=[*first.weight_versions, *rest.weight_versions],
         routed_experts=join_experts(first.routed_experts, rest.routed_experts),
+        passes=first.passes + rest.passes,
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
-from engine_trainer.placement.ray.calls import Pool, Reply
+from engine_trainer.placement.ray.calls import Call, Pool, Reply, WorkerLost
 from engine_trainer.placement.ray.engines import RayEngines
 from engine_trainer.placement.replica import ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
+
+POLL_S = 0.05
+"""Seconds between two looks at replicas that may get work, or may have started."""
 
 
 class ColocatedRollouts:
@@ -34,6 +38,9 @@ class ColocatedRollouts:
         results: list[SyncResult] = self._pool.call_all("sync")[0]
         return results
 
+    def admit(self) -> None:
+        """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
+
     def wake_up(self, *, weights: bool) -> None:
         """See ``RolloutGroup``."""
         self._pool.call_all("wake_up", weights)
@@ -50,7 +57,9 @@ class ColocatedRollouts:
             self._pool.start(rank, "generate_and_score", list(own), sampling)
             for rank, own in enumerate(prompts)
         ]
-        return _scored_completions(self._pool.finish(calls), self._timers)
+        replies = self._pool.finish(calls)
+        note_phases(self._timers, [reply.phases for reply in replies])
+        return [reply.value for reply in replies]
 
     def close(self) -> None:
         """See ``RolloutGroup``."""
@@ -60,8 +69,12 @@ class ColocatedRollouts:
 class SeparateRollouts:
     """Replicas in processes of their own, which receive the weights.
 
-    They need not sleep, because no engine needs their memory.
+    They need not sleep, because no engine needs their memory. A caller that gives them work one by
+    one names them by numbers, those of ``serving``.
     """
+
+    elastic = False
+    """True if replicas may be lost and others may join while the run goes on."""
 
     def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
         self.pool = pool
@@ -85,6 +98,37 @@ class SeparateRollouts:
         wire_bytes: int = values[self.size]
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
+    def admit(self) -> None:
+        """Do nothing, because the replicas stay the same (see ``RolloutGroup``)."""
+
+    def serving(self) -> list[int]:
+        """Return the replicas that have weights and may be given work."""
+        return list(self.local_replicas)
+
+    def start(self, replica: int, method: str, *arguments: Any) -> Call:
+        """Start a call of one replica."""
+        return self.pool.start(replica, method, *arguments)
+
+    def reply(self, replica: int, call: Call) -> Reply | None:
+        """Return the reply of a call that is done, or None if the replica is lost and replaced.
+
+        Raises the call's error, and ``WorkerLost`` unless the run is elastic.
+        """
+        del replica
+        (reply,) = self.pool.finish([call])
+        return reply
+
+    def lose(self, replica: int, error: WorkerLost) -> None:
+        """Replace a replica that does not respond.
+
+        Raises ``error`` unless the run is elastic.
+        """
+        del replica
+        raise error
+
+    def check_attempts(self, attempts: int) -> None:
+        """Raise an error if so many replicas were lost with the same group."""
+
     def wake_up(self, *, weights: bool) -> None:
         """Do nothing (see the class)."""
 
@@ -103,16 +147,16 @@ class SeparateRollouts:
             self.pool.start(rank, "generate_and_score", list(own), sampling)
             for rank, own in enumerate(prompts)
         ]
-        return _scored_completions(self.pool.finish(calls), self._timers)
+        replies = self.pool.finish(calls)
+        note_phases(self._timers, [reply.phases for reply in replies])
+        return [reply.value for reply in replies]
 
     def close(self) -> None:
         """See ``RolloutGroup``."""
         self.pool.call_all("close_rollout")
 
 
-def _scored_completions(
-    replies: Sequence[Reply], timers: Timers
-) -> list[list[list[ScoredCompletion]]]:
+def note_phases(timers: Timers, phases: Sequence[Mapping[str, float]]) -> None:
+    """Add the seconds of the slowest replica to each phase, from the phases of every replica."""
     for phase in ("generate", "reward"):
-        timers.add(phase, max(reply.phases.get(phase, 0.0) for reply in replies))
-    return [reply.value for reply in replies]
+        timers.add(phase, max((own.get(phase, 0.0) for own in phases), default=0.0))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
-from engine_api.rollout import SamplingParams, SyncResult, WeightExporter, WeightSender
+from engine_api.rollout import (
+    SamplingParams,
+    SyncResult,
+    WatchedSender,
+    WeightExporter,
+    WeightSender,
+    WeightWire,
+)
 from engine_api.stores import reach_store, serve_store
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.data import Prompt
@@ -26,6 +34,7 @@ from engine_trainer.placement.groups import Trained
 from engine_trainer.placement.ray import channel
 from engine_trainer.placement.ray.actor import Worker, address
 from engine_trainer.placement.ray.agent_rollouts import AgentRollouts
+from engine_trainer.placement.ray.calls import require_running
 from engine_trainer.placement.ray.partial_rollouts import PartialRollouts
 from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion
 from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
@@ -49,6 +58,7 @@ class EngineWorker(Worker):
         # For replicas in other processes; the sender is on the first rank.
         self._exporter: WeightExporter | None = None
         self._sender: WeightSender | None = None
+        self._make_wire: Callable[[], WeightWire] | None = None
 
     def close(self) -> None:
         """Close rollout, engines and process group."""
@@ -222,12 +232,24 @@ class EngineWorker(Worker):
         """See ``channel.why_whole``."""
         return channel.why_whole(spec, self._engines[0].engine.capabilities)
 
-    def make_wire(self, spec: RolloutSpec, receivers: int, timeout_s: float, whole: bool) -> None:
+    def make_wire(
+        self, spec: RolloutSpec, receivers: int, timeout_s: float, whole: bool, elastic: bool
+    ) -> None:
         """Build the exporter, and on the first rank the wire's end."""
         self._exporter = channel.exporter_for(spec, whole=whole)
         if self._engines[0].engine.topology.rank == 0:
-            self._wire = channel.make_wire(spec, timeout_s, whole=whole)
-            self._sender = self._wire.serve(address(), receivers)
+            self._make_wire = partial(
+                channel.make_wire, spec, timeout_s, whole=whole, elastic=elastic
+            )
+            self.serve_wire(receivers)
+
+    def serve_wire(self, receivers: int) -> None:
+        """Replace the wire's end, for other replicas or after a failed sync, on the first rank."""
+        assert self._make_wire is not None
+        if self._wire is not None:
+            self._wire.close()
+        self._wire = self._make_wire()
+        self._sender = self._wire.serve(address(), receivers)
 
     def wire_address(self, version: int) -> str:
         """Return the address for the next ``send``, of weights of ``version``, on the first rank.
@@ -244,12 +266,21 @@ class EngineWorker(Worker):
             )
         return self._sender.address
 
-    def send(self) -> int:
-        """Export, send from the first rank, and return the bytes that each replica received."""
+    def send(self, receiving: Sequence[Any] = ()) -> int:
+        """Export, send from the first rank, and return the bytes that each replica received.
+
+        Args:
+            receiving: references of the replicas' calls; the sync ends with an error where a
+                replica's process ends in its call.
+        """
         assert self._exporter is not None
         export = self._exporter.export(self._engines[0].engine)
         try:
-            return 0 if self._sender is None else self._sender.send(export)
+            if self._sender is None:
+                return 0
+            if isinstance(self._sender, WatchedSender):
+                return self._sender.send_watched(export, lambda: require_running(receiving))
+            return self._sender.send(export)
         finally:
             # All ranks take part in the gathers to the end, the first one also after a failed sync.
             for _ in export:
@@ -275,10 +306,10 @@ class RolloutWorker(Worker):
         assert self._replica is not None
         return self._replica
 
-    def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool) -> None:
+    def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool, elastic: bool) -> None:
         """Build the replica and the wire's end (see ``Replica.create``)."""
         self._replica = Replica.create(spec, self.timers)
-        self._wire = channel.make_wire(spec, timeout_s, whole=whole)
+        self._wire = channel.make_wire(spec, timeout_s, whole=whole, elastic=elastic)
 
     def receive(self, address: str, rank: int, version: int) -> SyncResult:
         """Install the weights that the engine sends to replica ``rank``."""

@@ -1,0 +1,116 @@
+"""FP8 in matrix products: what is refused by name, its options, padding and compilation.
+
+Tests with torchao itself are engine-fsdp's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine_api import EngineConfig, ModelSource, Precision
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_torch import float8, versions
+from engine_torch.options import Float8Options
+
+
+def ask(**precision: Any) -> EngineConfig:
+    return EngineConfig(model=ModelSource(path="any"), precision=Precision(**precision))
+
+
+def refuse(config: EngineConfig, device: str = "cuda", *, emulate: bool = False) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        float8.check_float8(config, device, emulate=emulate)
+    return caught.value
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("name", ["master", "reduce"])
+def test_float8_is_no_precision_of_weights_or_of_their_gradients(name: str, emulate: bool) -> None:
+    error = refuse(ask(**{name: "float8"}), emulate=emulate)
+    assert error.field == f"precision.{name}"
+    assert error.what == "expected another dtype, got float8"
+
+
+def test_a_device_without_products_of_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "(cpu)" in refuse(ask(compute="float8"), "cpu").what
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "compute capability 8.9" in refuse(ask(compute="float8")).why
+
+
+def test_a_device_with_products_of_float8_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    float8.check_float8(ask(compute="float8"), "cuda", emulate=False)
+
+
+def test_emulated_products_need_no_device_of_their_own() -> None:
+    float8.check_float8(ask(compute="float8"), "cpu", emulate=True)
+
+
+@pytest.mark.parametrize("found", [None, "0.9.0"])
+def test_torchao_that_is_absent_or_untested_is_named_with_its_installation(
+    monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise versions_of.PackageNotFoundError(name)
+        return found
+
+    from engine_api import devices
+
+    versions_of = devices.importlib.metadata
+    monkeypatch.setattr(versions_of, "version", version)
+    assert not versions.has_torchao()
+    with pytest.raises(UnsupportedCapability, match=found or "not installed") as caught:
+        float8.refuse_without_torchao(ask(compute="float8"), "an engine", "pip install it")
+    assert caught.value.capability == "fp8"
+    assert "pip install it, or compute in bfloat16" in caught.value.remedy
+    float8.refuse_without_torchao(ask(compute="bfloat16"), "an engine", "pip install it")
+
+
+def test_sides_that_float8_does_not_take_are_refused_by_layer() -> None:
+    float8.check_sides("a", 16, 4096)
+    with pytest.raises(ConfigError, match=r"layers\.3\.up of 64 x 120, got float8"):
+        float8.check_sides("layers.3.up", 64, 120)
+
+
+@pytest.mark.parametrize(("multiple", "rounded"), [(1, 16), (16, 16), (24, 48), (128, 128)])
+def test_a_ranks_tokens_are_padded_to_what_float8_takes(multiple: int, rounded: int) -> None:
+    assert float8.round_up(multiple) == rounded
+
+
+class Compiled(torch.nn.Module):
+    """A block that keeps the arguments of its compilation."""
+
+    def compile(self, **given: Any) -> None:
+        """Keep the arguments."""
+        self.given = given
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "options"),
+    [
+        ("rowwise", "default", {"emulate_precision_casts": True}),
+        (
+            "rowwise",
+            "reduce-overhead",
+            {"emulate_precision_casts": True, "triton.cudagraphs": True},
+        ),
+        ("tensorwise", "default", {}),
+        ("tensorwise", "reduce-overhead", {"triton.cudagraphs": True}),
+    ],
+)
+def test_scales_by_row_are_compiled_with_their_rounding(
+    recipe: str, mode: str, options: dict[str, bool]
+) -> None:
+    block = Compiled()
+    float8.compile_blocks([block], recipe, mode)
+    assert block.given == {"options": options}
+
+
+def test_an_unknown_recipe_is_refused_with_the_near_ones() -> None:
+    with pytest.raises(ConfigError, match="got 'rowise'") as caught:
+        Float8Options(float8_recipe="rowise")
+    assert "rowwise" in caught.value.remedy
