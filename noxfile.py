@@ -553,8 +553,9 @@ def vllm(session: nox.Session) -> None:
     chosen = environment(load(), "vllm_cpu")
     install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
     # vLLM's classes of models with a tower import torchvision. It lies in a folder that their tests
-    # alone see, because PyPI's build fails beside a CPU torch.
-    pictures = Path(session.create_tmp(), "torchvision").absolute()
+    # alone see, because PyPI's build fails beside a CPU torch. It is not below `create_tmp`, which
+    # sets TMPDIR to a folder of the environment, where Ray's workers refuse to start.
+    pictures = Path(session.virtualenv.location, "torchvision").absolute()
     wanted = ("--no-deps", "-c", chosen.constraints, "--target", str(pictures), "torchvision")
     session.install(*wanted, env=chosen.variables())
     whole = f"{ROLLOUT}/tests/vllm"

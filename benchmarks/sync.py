@@ -26,15 +26,12 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,24 +52,13 @@ from engine_api.devices import device_of
 from engine_api.errors import PluginUnavailable
 from engine_api.process_groups import ensure_process_group
 from engine_api.rollout import SyncResult
-from rollout_fp8.transports.channel import secret
+from rollout_fp8.remote.endpoint import ServerProcess
 
 LINK = 450e9
 """Bytes per second in one direction, of NVLink 4 with 18 links."""
 
 START_S = 600.0
 """Seconds for a server in an environment of its own to answer."""
-
-# Variables that torchrun gives a rank: with them a server would take itself for that rank.
-LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 @contextmanager
@@ -95,49 +81,13 @@ def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> It
 @contextmanager
 def server_of(python: str, name: str, device: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Start a rollout's server on this rank's device in another environment, and yield its URL."""
-    # Made here if there is none: the server and its client share it.
-    secret("http")
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in LAUNCHER and not key.startswith("TORCHELASTIC_")
-    }
-    if device == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-        environment["CUDA_VISIBLE_DEVICES"] = names[torch.cuda.current_device()]
     config = {**arguments, "model": asdict(arguments["model"])}
-    with tempfile.TemporaryDirectory(prefix="sync-server-") as scratch:
-        announce = Path(scratch) / "announce.json"
-        command = [python, "-m", "rollout_fp8.remote.server", "--name", name, "--device", device]
-        command += ["--config", json.dumps(config), "--announce", str(announce), "--with-parent"]
-        # It prints its address, and this command's output is rows alone.
-        server = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + START_S
-            while not announce.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"expected the address of the server that {python} starts within "
-                        f"{START_S:.0f} s, got nothing (exit status {server.poll()}): see its "
-                        "output above"
-                    )
-                time.sleep(0.2)
-            news = json.loads(announce.read_text())
-            if "url" not in news:
-                raise RuntimeError(f"the server did not start: {news['error']}")
-            yield news["url"]
-        finally:
-            # It ends when its standard input is closed.
-            assert server.stdin is not None, "it is a pipe"
-            server.stdin.close()
-            server.wait()
+    gpus = 1 if device == "cuda" else 0
+    server = ServerProcess(name, device, config, gpus=gpus, timeout_s=START_S, python=python)
+    try:
+        yield server.url
+    finally:
+        server.close()
 
 
 def timed(

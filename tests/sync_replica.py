@@ -1,4 +1,4 @@
-"""What runs inside the ranks of test_sync_benchmark."""
+"""Functions that test_sync_benchmark runs inside ranks."""
 
 from __future__ import annotations
 

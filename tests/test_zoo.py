@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import zoo
+from tiny_rollouts import keep_larger
 
 MEASURED = {
     "vllm": "0.26.0",
@@ -48,3 +50,10 @@ def test_rollouts_on_a_gpu_have_a_column_of_each_precision_with_versions_and_dat
 
 def test_a_page_without_results_of_a_gpu_has_no_section_of_them() -> None:
     assert zoo._vllm_on_gpu({"types": {"llama": {}}}) == []
+
+
+def test_a_difference_that_is_no_number_is_not_forgotten_for_a_later_one() -> None:
+    found = {"log_probs": 0.0, "engine": 0.0}
+    keep_larger(found, {"log_probs": math.nan, "engine": 2e-6})
+    keep_larger(found, {"log_probs": 1e-6, "engine": 1e-6})
+    assert found == {"log_probs": math.inf, "engine": 2e-6}

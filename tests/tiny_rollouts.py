@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,7 @@ def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str,
                 apart = _compare_pictured(
                     completions, prompts, images, vision, model, engine, temperature
                 )
-                for key, value in apart.items():
-                    # A difference that is not a number must not pass a comparison.
-                    if not value <= found[key]:
-                        found[key] = value
+                keep_larger(found, apart)
                 tokens = [token for one in completions for token in one.tokens]
                 found["banned"] += sum(
                     token in (vision.image_token, vision.video_token) for token in tokens
@@ -233,8 +230,7 @@ def _compare_pictured(
         scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         want = scores.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
         apart = float((want - torch.tensor(one.log_probs, dtype=torch.float64)).abs().max())
-        if not apart <= found["log_probs"]:
-            found["log_probs"] = apart
+        keep_larger(found, {"log_probs": apart})
         rows.append({"input_ids": ids.tolist()})
         media.append(Media.none(1) if own is None else own.media)
     batch = Batch.pack(rows)
@@ -244,9 +240,14 @@ def _compare_pictured(
     for one, told in zip(completions, parts, strict=True):
         given = torch.tensor(one.log_probs)
         apart = float((told[-len(given) :] - given).abs().max())
-        if not apart <= found["engine"]:
-            found["engine"] = apart
+        keep_larger(found, {"engine": apart})
     return found
+
+
+def keep_larger(found: dict[str, Any], apart: Mapping[str, float]) -> None:
+    """Keep the larger of each two differences in ``found``; one that is no number is infinite."""
+    for key, value in apart.items():
+        found[key] = max(found[key], math.inf if math.isnan(value) else value)
 
 
 def refusal(folder: str | Path) -> EngineError | None:
@@ -272,8 +273,7 @@ def _compare_syncs(
         saved = folder.with_name(f"{folder.name}-{version}")
         engine.save_hf(saved)
         apart = _compare_completions(rollout.generate(PROMPTS, GREEDY), saved, on_gpu=on_gpu)
-        for key, value in apart.items():
-            found[key] = max(found[key], value)
+        keep_larger(found, apart)
     return found | {"served_as": served_as}
 
 
@@ -307,9 +307,7 @@ def _compare_completions(
         told = torch.tensor(completion.log_probs, dtype=torch.float64)
         differences.append((own - told).abs())
         apart = {"log_probs": differences[-1].max(), "greedy": (best - own).max()}
-        for key, value in apart.items():
-            # A difference that is not a number must not pass a comparison.
-            found[key] = max(found[key], math.inf if value.isnan() else float(value))
+        keep_larger(found, {key: float(value) for key, value in apart.items()})
         rounded.append(own)
     if not on_gpu:
         return found

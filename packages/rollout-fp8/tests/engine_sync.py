@@ -1,4 +1,4 @@
-"""What runs inside the ranks of test_engines."""
+"""Functions that test_engines runs inside ranks."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,24 @@ from engine_api.comm import GroupComm, SingleComm, together
 from engine_api.errors import ConfigError
 
 T = TypeVar("T")
+
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def launcher_variables() -> list[str]:
+    """Return the variables that torchrun gives a rank.
+
+    A process that a rank starts would take itself for that rank.
+    """
+    return [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
 
 
 def of_all(work: Callable[[], T]) -> list[T]:

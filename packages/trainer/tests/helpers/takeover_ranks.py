@@ -1,4 +1,4 @@
-"""What runs inside the ranks of test_takeover."""
+"""Functions that test_takeover runs inside ranks."""
 
 from __future__ import annotations
 

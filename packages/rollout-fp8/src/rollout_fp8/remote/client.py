@@ -131,12 +131,14 @@ class RemoteRollout:
         *,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
-        """See ``VisionRollout.generate``. The hosted rollout refuses images if it takes none."""
+        """Generate as ``VisionRollout`` says. A hosted rollout without vision refuses images."""
         self._require_weights()
-        extra = {} if images is None else {"images": images_to_json(images)}
         return _completions(
             self._server.call(
-                "generate", prompts=_lists(prompts), sampling=to_json(sampling), **extra
+                "generate",
+                prompts=_lists(prompts),
+                sampling=to_json(sampling),
+                images=images_to_json(images),
             )
         )
 

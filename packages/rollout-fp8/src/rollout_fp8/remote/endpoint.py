@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 
 from engine_api.errors import RolloutError
+from rollout_fp8.ranks import launcher_variables
 from rollout_fp8.remote.messages import CONFIG, dumps, error_from_json
 from rollout_fp8.transports.channel import secret
 
@@ -33,16 +34,6 @@ HEARTBEAT_S = 2.0
 GRACE_S = 10.0
 # Lines of the server's log in an error.
 LOG_LINES = 20
-# Variables that torchrun gives a rank: with them the server would take itself for that rank.
-_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 class ServerProcess:
@@ -54,6 +45,8 @@ class ServerProcess:
         config: content of ``--config``.
         gpus: number of GPUs that it may see, from this process's current one on.
         timeout_s: deadline for the server to announce its address.
+        python: interpreter of the server, which may be of another environment that has this package
+            in the same version.
 
     Raises:
         EngineError: the rollout's constructor raised it in the server.
@@ -61,12 +54,19 @@ class ServerProcess:
     """
 
     def __init__(
-        self, name: str, device: str, config: Mapping[str, Any], *, gpus: int, timeout_s: float
+        self,
+        name: str,
+        device: str,
+        config: Mapping[str, Any],
+        *,
+        gpus: int,
+        timeout_s: float,
+        python: str = sys.executable,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-server-")
         announce = Path(self._folder.name) / "announce.json"
         command = [
-            sys.executable,
+            python,
             "-m",
             "rollout_fp8.remote.server",
             "--name",
@@ -158,11 +158,8 @@ class ServerProcess:
 def _environment(gpus: int) -> dict[str, str]:
     # Made here if there is none.
     secret("http")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
-    }
+    own = launcher_variables()
+    kept = {name: value for name, value in os.environ.items() if name not in own}
     if gpus:
         first = torch.cuda.current_device()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -142,7 +142,7 @@ class Service:
         sampling: Mapping[str, Any],
         images: str | None = None,
     ) -> dict[str, Any]:
-        """See ``Rollout.generate``, and ``VisionRollout.generate`` where there are images."""
+        """Generate as ``Rollout`` says, and as ``VisionRollout`` does where images are given."""
         wanted = from_json(SamplingParams, sampling)
         given = images_from_json(images)
         with self._turn:

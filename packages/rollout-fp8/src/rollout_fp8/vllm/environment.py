@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from engine_api.errors import RolloutError
+from rollout_fp8.ranks import launcher_variables
 
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 
@@ -26,17 +27,6 @@ _DEFAULTS = {
     # a NUMA node for each worker.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# Variables that torchrun gives a rank. A worker process of vLLM's own would take itself for that
-# rank.
-_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def prepare() -> None:
@@ -88,9 +78,7 @@ def workers(first_device: int | None, count: int) -> Iterator[None]:
 
     It uses ``count`` devices from ``first_device`` on (None: the CPU).
     """
-    changes: dict[str, str | None] = dict.fromkeys(
-        [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
-    )
+    changes: dict[str, str | None] = dict.fromkeys(launcher_variables())
     changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if first_device is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

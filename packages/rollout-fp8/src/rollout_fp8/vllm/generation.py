@@ -315,34 +315,19 @@ class Stepper:
         (new,) = output.outputs
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
-        if output.finished:
-            try:
-                require_prompt(sequence.prompt, output.prompt_token_ids, WHERE)
-            except RolloutError as error:
-                del self._live[output.request_id]
-                self._drop(job, error)
-                return
-            if job.routing is not None:
-                sequence.experts = new.routed_experts
-            del self._live[output.request_id]
-            # Aborts by this class are not reported here.
-            if new.finish_reason not in ("stop", "length"):
-                what = (
-                    f"prompt {sequence.prompt_index} ended with {new.finish_reason!r} "
-                    f"after {len(sequence.tokens)} tokens"
-                )
-                self._drop(
-                    job,
-                    RolloutError(
-                        what,
-                        where=WHERE,
-                        why="vLLM aborted it",
-                        remedy="see its own messages for details",
-                    ),
-                )
-                return
-            sequence.reason = new.finish_reason
-            self._end_if_over(job)
+        if not output.finished:
+            return
+        if job.routing is not None:
+            sequence.experts = new.routed_experts
+        del self._live[output.request_id]
+        try:
+            _require_whole(sequence, new.finish_reason)
+            require_prompt(sequence.prompt, output.prompt_token_ids, WHERE)
+        except RolloutError as error:
+            self._drop(job, error)
+            return
+        sequence.reason = new.finish_reason
+        self._end_if_over(job)
 
     def _end_if_over(self, job: Job) -> None:
         if all(s.reason is not None for s in job.sequences):
@@ -354,3 +339,18 @@ class Stepper:
             if job in self._jobs:
                 self._jobs.remove(job)
                 job.end(failure)
+
+
+def _require_whole(sequence: _Sequence, reason: str | None) -> None:
+    """Raise ``RolloutError`` for a completion that vLLM gave up.
+
+    Aborts by ``Stepper`` are not reported by vLLM.
+    """
+    if reason not in ("stop", "length"):
+        raise RolloutError(
+            f"prompt {sequence.prompt_index} ended with {reason!r} "
+            f"after {len(sequence.tokens)} tokens",
+            where=WHERE,
+            why="vLLM aborted it",
+            remedy="see its own messages for details",
+        )

@@ -188,7 +188,7 @@ class VllmRollout:
         *,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
-        """See ``VisionRollout.generate``.
+        """Generate completions as ``VisionRollout.generate`` defines them.
 
         Global random generators stay as they are.
         """

@@ -276,9 +276,20 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch, caplog):
     assert "it is tried again" in caplog.text
 
 
-def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
-    """Run in a process of its own, because Ray keeps the folder."""
+@pytest.mark.parametrize("said", ["Not a directory", "outside the virtual environment"])
+def test_a_folder_that_ray_cannot_use_is_said(tmp_path, said):
+    """Run in a process of its own, because Ray keeps the folder.
+
+    In a folder below the virtual environment ``ray.init`` waited for ever for workers that ended.
+    """
     (tmp_path / "file").write_text("")
+    variables = {
+        "Not a directory": {"RAY_TMPDIR": str(tmp_path / "file" / "below")},
+        "outside the virtual environment": {
+            "RAY_TMPDIR": str(tmp_path / "below"),
+            "VIRTUAL_ENV": str(tmp_path),
+        },
+    }
     code = (
         "from engine_trainer.placement.ray.cluster import connected\n"
         "from engine_trainer.config.sections import RaySection\n"
@@ -288,14 +299,14 @@ def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "RAY_TMPDIR": str(tmp_path / "file" / "below")},
+        env={**os.environ, **variables[said]},
         capture_output=True,
         text=True,
         check=False,
         timeout=DEADLINE_S,
     )
     assert "SAID" in done.stdout, done.stderr
-    assert "Not a directory" in done.stdout
+    assert said in done.stdout
 
 
 def test_an_interrupt_while_a_cluster_starts_leaves_none():

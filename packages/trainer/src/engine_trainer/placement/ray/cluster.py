@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -27,6 +28,7 @@ POLL_S = 1.0
 """Seconds between two looks at a cluster that may grow."""
 STARTS = 3
 """Attempts to start a cluster on this machine."""
+LOGS = "the logs in ray/session_latest/logs below RAY_TMPDIR, TMPDIR or /tmp"
 log = logging.getLogger("engine_trainer")
 Resources = dict[str, float]
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
@@ -69,10 +71,16 @@ def start_cluster(**arguments: Any) -> None:
     was too slow end with this one. ``arguments`` and errors are those of ``ray.init``.
 
     Workers run at the priority of this process, unless ``RAY_worker_niceness`` says otherwise.
+
+    Raises ``ConfigError`` where Ray's workers refuse the folder of its sessions.
     """
+    _require_folder_outside_environment()
     # Ray's default is 15: engines and servers would get a thirtieth of what any other process of
     # the machine gets, and training is what the machine is for.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # By default ray.init waits for workers that Ray starts ahead of the first task, for ever where
+    # they end with an error. Workers that start with their actor have ray.start_timeout_s.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     for left in reversed(range(STARTS)):
         try:
             ray.init(address="local", **arguments)
@@ -84,6 +92,22 @@ def start_cluster(**arguments: Any) -> None:
             log.warning("Ray did not start within its 30 s on this busy machine: it is tried again")
 
 
+def _require_folder_outside_environment() -> None:
+    """Raise ``ConfigError`` if Ray's sessions would lie in the virtual environment.
+
+    Ray starts with such a folder, and each of its workers ends with an error in a log.
+    """
+    environment = os.environ.get("VIRTUAL_ENV")
+    folder = Path(get_default_ray_temp_dir()).resolve()
+    if environment and folder.is_relative_to(Path(environment).resolve()):
+        raise ConfigError(
+            "RAY_TMPDIR",
+            f"expected a folder outside the virtual environment {environment}, got {folder}",
+            why="Ray's workers refuse to start there",
+            remedy="set RAY_TMPDIR (or TMPDIR) to another folder",
+        )
+
+
 def _start(section: RaySection, **local: Any) -> None:
     """Join the cluster, or start one."""
     arguments = {"logging_level": logging.ERROR, "log_to_driver": section.log_workers, **local}
@@ -93,6 +117,8 @@ def _start(section: RaySection, **local: Any) -> None:
         else:
             _keep_token_private()
             start_cluster(**arguments)
+    except ConfigError:
+        raise
     # Ray raises a bare Exception where a node does not start, and any error of its files and ports.
     except Exception as error:
         raise _not_connected(section, error) from error
@@ -241,7 +267,8 @@ class Placement:
                 "ray",
                 f"{workers} workers of {_text(each)} could not be placed within {timeout_s:g} s",
                 why=f"free now: {_text({n: ray.available_resources().get(n, 0.0) for n in each})}",
-                remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s",
+                remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s; "
+                f"{LOGS} tell of workers that ended when they started",
             ) from error
 
     def start(self, cls: type, bundle: int, *arguments: Any) -> Any:
@@ -287,7 +314,7 @@ def _not_connected(section: RaySection, error: Exception) -> ConfigError:
         "ray.address",
         "no cluster could be started here",
         why=why,
-        remedy="see /tmp/ray/session_latest/logs; set RAY_TMPDIR to a folder with free space, "
+        remedy=f"see {LOGS}; set RAY_TMPDIR to a folder with free space, "
         "or join a cluster: ray.address",
     )
 
