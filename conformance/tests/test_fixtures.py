@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine_conformance.cases._expect import documents
+from engine_conformance.cases._pictured import mixed_prompts
 from engine_conformance.cases.rl import _grouped
 from engine_conformance.fixtures import (
     LENGTHS,
@@ -17,6 +19,13 @@ from engine_conformance.fixtures import (
     packed_documents,
     write_checkpoint,
 )
+from engine_conformance.fixtures.pictured_prompts import (
+    draw_prompt,
+    write_other_tower,
+    write_other_weights,
+    write_served_model,
+)
+from engine_conformance.fixtures.pictures import IMAGE, PictureOracle
 from engine_conformance.oracle import read_safetensors
 from engine_conformance.seeds import current_seed, use_seed
 
@@ -113,3 +122,52 @@ def test_rewards_of_grpo_follow_the_seed() -> None:
 def test_lengths_must_be_positive() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         packed_documents(0, [3, 0])
+
+
+def test_pictures_of_prompts_become_the_patches_of_the_models_own_processor(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    transformers = pytest.importorskip("transformers")
+    folder = write_served_model(tmp_path / "model")
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    for prompt in mixed_prompts():
+        if prompt.images is None:
+            assert IMAGE not in prompt.ids
+            continue
+        pictures = [picture.numpy() for picture in prompt.images.pictures]
+        made = processor(images=pictures, return_tensors="pt")
+        assert torch.equal(made["pixel_values"], prompt.images.media.pixels)
+        assert torch.equal(made["image_grid_thw"], prompt.images.media.grid)
+        # A server that replaces each placeholder by as many tokens arrives at the prompt's ids.
+        counts = iter((prompt.images.media.grid.prod(-1) // 4).tolist())
+        expanded = [
+            [token] * (next(counts) if token == IMAGE else 1)
+            for token in prompt.images.placeholders
+        ]
+        assert [token for run in expanded for token in run] == list(prompt.ids)
+
+
+def test_a_served_model_may_have_another_tower_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    first, tower, whole = (
+        read_safetensors(write(tmp_path / write.__name__))
+        for write in (write_served_model, write_other_tower, write_other_weights)
+    )
+    assert first.keys() == tower.keys() == whole.keys()
+    changed = {name for name in first if not torch.equal(first[name], tower[name])}
+    assert changed == {name for name in first if name.startswith("visual.")}
+    assert changed
+    assert not any(torch.equal(first[name], whole[name]) for name in first)
+
+
+def test_prompts_with_the_same_ids_and_other_pictures_have_other_log_probs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    oracle = PictureOracle(write_served_model(tmp_path / "model"))
+    rows = []
+    for pictures in (1, 2):
+        prompt = draw_prompt(5, 3, (2, 4), 2, pictures=pictures)
+        assert prompt.images is not None
+        media = prompt.images.media
+        with torch.no_grad():
+            logits = oracle.logits(torch.tensor(prompt.ids), media.pixels, media.grid)
+        rows.append(logits.log_softmax(-1)[-1])
+    assert float((rows[0] - rows[1]).abs().max()) > 1

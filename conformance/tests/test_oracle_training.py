@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
+from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents, write_adapter
 from engine_conformance.oracle import (
     AdamWConfig,
+    OracleModel,
     Schedule,
     adamw_step,
     load_oracle,
@@ -249,3 +250,23 @@ def test_an_error_of_a_gradient_stays_in_the_first_moment(checkpoint: Any) -> No
         moved.append(weight)
 
     assert torch.allclose(torch.stack(moved).std(0), result.sensitivity[name][:4, :4], rtol=0.1)
+
+
+def test_a_bias_whose_gradient_cancels_is_moved_by_rounding(checkpoint: Any) -> None:
+    oracle = load_oracle(checkpoint(family="phi", tied=False))
+    name = "model.layers.0.self_attn.k_proj.bias"
+    batch = packed_documents(0, LENGTHS["uneven"])
+
+    def cancel(model: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+        # Half of a head is not rotated, where the gradient is zero or 1e-20, as rounding decides.
+        bias = model.params[name].clone()
+        bias[8] = bias[8].detach()
+        return sft(replace(model, params={**model.params, name: bias}), batch, denominator)
+
+    result = train_steps(oracle, [batch], cancel)
+
+    assert result.optimizer.exp_avg_sq[name][8] == 0
+    assert result.sensitivity[name][8] > 100 * result.sensitivity[name].median()
+    embedding = "model.embed_tokens.weight"
+    absent = sorted(set(range(len(result.params[embedding]))) - set(batch.input_ids.tolist()))
+    assert not result.sensitivity[embedding][absent].any(), "an absent token has no rounding error"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -179,6 +180,17 @@ class ExtraDropped(LoopbackEngine):
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         del extra
         return super().save_checkpoint(directory)
+
+
+@mutant("faults.links", group="core")
+class SavedThroughLink(LoopbackEngine):
+    """A save to a name that links to an earlier checkpoint replaces that checkpoint."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        place = Path(directory)
+        if place.is_symlink() and self.layout.rank == 0:
+            shutil.rmtree(place.resolve(), ignore_errors=True)
+        return super().save_checkpoint(place.resolve(), extra=extra)
 
 
 @mutant("checkpoint.into_stepped", group=GROUP)

@@ -121,6 +121,15 @@ class NoTokenIsTheFirst(Model):
         return super().next_rows(given, padding)
 
 
+@mutant("distill.fields", group="distillation", part="model", dtype="bfloat16")
+class TeacherInComputedDtype(Model):
+    """The teacher's log-probs are rounded to the dtype of the computation."""
+
+    def next_rows(self, rows: Tensor, padding: int) -> Tensor:
+        given = rows.to(self.dtype).float() if rows.dtype == torch.float32 else rows
+        return super().next_rows(given, padding)
+
+
 @mutant("distill.chunks_bound", group="distillation", part="model")
 class AllTeachersLogitsExist(Model):
     """The divergence is computed for all tokens of a micro-batch at once."""

@@ -444,6 +444,16 @@ class UnfinishedFolderStays(LoopbackEngine):
             raise
 
 
+@mutant("faults.links", group="core")
+class LinkReplaced(LoopbackEngine):
+    """``save_hf`` replaces a link by a folder, and the folder that a server reads stays old."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        if directory.is_symlink():
+            directory.unlink()
+        super().write_folder(directory, tensors)
+
+
 @mutant("faults.killed_in_save_hf", group="save-hf")
 class RemainsInTheWay(LoopbackEngine):
     """The unfinished folder of a save_hf that was killed is in the way of the next one."""

@@ -60,11 +60,17 @@ STAYS: dict[str, str] = {
     "contract.defaults": "about defaults of torch, which no other case changes",
     "memory.away": "about parts that are away, which they are on an accelerator alone",
     "memory.chunks": "the only one with padding, chunks and kept weights together",
+    "memory.float8": "about FP8, which the mutants do not have",
     "memory.precisions": "the only one whose masters, computation and sums differ in their dtypes",
     "lora.*": "the whole life of an adapter; narrower cases catch single defects as well",
     "rl.*": (
         "the update as a trainer makes it, from inference to step; "
         "the core cases test its parts one by one"
+    ),
+    **dict.fromkeys(
+        ("rollout.image*", "rollout.bad_images", "rollout.undeclared_images"),
+        "about rollouts: wrong ones are in "
+        "packages/trainer/tests/helpers/pictured_rollouts_with_defects.py",
     ),
     "rollout.*": (
         "about rollouts: wrong ones are in packages/trainer/tests/helpers/rollouts_with_defects.py"

@@ -23,6 +23,27 @@ from engine_mutants.mutant import mutant
 
 Parts = Sequence[Batch]
 
+
+@mutant("train.fields", group="core", dtype="bfloat16")
+class FieldsInComputedDtype(LoopbackEngine):
+    """The float32 fields of a batch are rounded to the dtype of the computation."""
+
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        rounded = [
+            part.with_fields(
+                **{
+                    name: value.to(self.model.dtype).float()
+                    for name, value in part.fields.items()
+                    if value.dtype == torch.float32
+                }
+            )
+            for part in parts
+        ]
+        return super()._run_train(rounded, loss, denominator, temperature)
+
+
 # --- scales -------------------------------------------------------------------------------------
 
 

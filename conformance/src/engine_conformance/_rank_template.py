@@ -1,7 +1,7 @@
-"""The process that has imported torch and the suite, no engine, and forks itself into ranks.
+"""The process that has imported torch, transformers and the suite, and forks itself into ranks.
 
-Importing torch and the suite takes seconds of computation, and a rank is new after each failure. A
-copy of this process has both at once, and is as new otherwise: no engine has lived in it.
+Importing them takes seconds of computation, and a rank is new after each failure. A copy of this
+process has all of them at once, and is as new otherwise: no engine has lived in it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -36,6 +37,9 @@ def main(descriptor: int) -> None:
         from engine_conformance.cases import load_cases
 
         load_cases()
+        # Most engines build their models from it. The names are what makes it load its modules.
+        if importlib.util.find_spec("transformers") is not None:
+            from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     serve(descriptor, run_rank)
 
 

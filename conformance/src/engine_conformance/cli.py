@@ -227,6 +227,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="simulate CUDA on the CPU, for an engine that knows only CUDA; "
         "with --device npu: an NPU, and no certificate",
     )
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        metavar="N",
+        help="run N cases at the same time, each on ranks of its own; default: one for each core "
+        "up to 4 on the CPU, and 1 on an accelerator or for a rollout",
+    )
     parser.add_argument("--quiet", action="store_true", help="one line only for what did not pass")
     parser.set_defaults(command=_run)
 
@@ -296,6 +303,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         deviations=deviations,
         limit=options.limit,
         earlier=read_document(earlier)[0] if earlier else None,
+        lanes=options.lanes,
         listen=listen,
     )
     if earlier:
@@ -410,6 +418,8 @@ def _selection(options: argparse.Namespace) -> Selection:
         )
     if not 0 < options.patience < math.inf:
         raise UsageError(f"--patience: expected a finite factor above 0, got {options.patience}")
+    if options.lanes is not None and options.lanes < 1:
+        raise UsageError(f"--lanes {options.lanes}: expected a whole number of 1 or more")
     if options.seed < 0:
         raise UsageError(f"--seed {options.seed}: expected a whole number of 0 or more")
     return selection

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,8 @@ class _Template:
 
     def __init__(self, log: IO[bytes], environment: Mapping[str, str]) -> None:
         self.environment = environment
+        # Lanes ask at the same time, and each must receive the answer to its own request.
+        self._asking = threading.Lock()
         # Messages keep their boundaries.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_SECONDS)
@@ -116,6 +119,10 @@ class _Template:
 
     def _ask(self, request: bytes, descriptors: Sequence[int] = ()) -> bytes:
         """Return the answer to a request, which is empty if the template has ended or hangs."""
+        with self._asking:
+            return self._ask_alone(request, descriptors)
+
+    def _ask_alone(self, request: bytes, descriptors: Sequence[int]) -> bytes:
         answer = b""
         try:
             socket.send_fds(self._socket, [request], descriptors)
@@ -141,6 +148,7 @@ class Templates:
 
     def __init__(self) -> None:
         self._running: dict[int, _Template] = {}
+        self._starting = threading.Lock()
 
     def start(self, rank: int, log: IO[bytes], environment: Mapping[str, str]) -> None:
         """Start the template of a rank, unless one of this environment runs already.
@@ -152,12 +160,13 @@ class Templates:
                 are imported, so that another environment needs another template.
         """
         wanted = {name: value for name, value in environment.items() if name not in _LATE}
-        running = self._running.get(rank)
-        if running is not None:
-            if running.runs() and running.environment == wanted:
-                return
-            running.close()
-        self._running[rank] = _Template(log, wanted)
+        with self._starting:
+            running = self._running.get(rank)
+            if running is not None:
+                if running.runs() and running.environment == wanted:
+                    return
+                running.close()
+            self._running[rank] = _Template(log, wanted)
 
     def fork(
         self, rank: int, descriptor: int, log: IO[bytes], environment: Mapping[str, str]

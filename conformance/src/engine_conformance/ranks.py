@@ -1,6 +1,7 @@
 """A pool of ranks: processes that share one process group, driven over pipes by name of function.
 
-The parent holds no process group. A rank that raises, dies or stalls fails the call
+The parent holds no process group. Each of its threads that calls ranks is a lane with pools of its
+own. A rank that raises, dies or stalls fails the call
 with a report of every rank's state; the pool is then killed, by its own process ids
 only, and the next call starts a new one: one failure never becomes many.
 """
@@ -15,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
@@ -38,6 +40,8 @@ __all__ = [
     "close_pools",
     "get_pool",
     "launched_by",
+    "stop_pools",
+    "use_lane",
     "warm_up",
 ]
 
@@ -135,6 +139,13 @@ def warm_up(world: int, device: str) -> None:
                 _templates.start(rank, log, _environment())
 
 
+class PoolsStopped(BaseException):
+    """End of a lane that calls ranks after `stop_pools`.
+
+    As an interrupt, it is no error of the case that was running.
+    """
+
+
 class RankPool:
     """``world`` processes in one process group: gloo on ``cpu``, NCCL on ``cuda``.
 
@@ -197,7 +208,10 @@ class RankPool:
 
         Raises:
             RankError: if a rank cannot start, as when there are fewer devices than ranks.
+            PoolsStopped: after `stop_pools`.
         """
+        if _stopped.is_set():
+            raise PoolsStopped
         if self._processes:
             return
         _running.add(self)
@@ -276,6 +290,13 @@ class RankPool:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(job)
         return self._collect(function, limit)
+
+    def stop(self) -> None:
+        """Kill the ranks from another thread, so that the call which waits for them ends."""
+        for process in list(self._processes):
+            # The thread that waits may have found the end of the process already.
+            with contextlib.suppress(OSError):
+                process.kill()
 
     def close(self) -> None:
         """Let the ranks leave, then make sure that they are gone.
@@ -432,29 +453,55 @@ def _wait(process: RankProcess, seconds: float) -> None:
         process.wait(max(0.0, seconds))
 
 
-_pools: dict[tuple[int, str], RankPool] = {}
+class _Lane(threading.local):
+    """Number of this thread's lane."""
+
+    number = 0
+
+
+_lane = _Lane()
+_pools: dict[tuple[int, int, str], RankPool] = {}
 _running: set[RankPool] = set()
+_stopped = threading.Event()
+
+
+def use_lane(number: int) -> None:
+    """Let `get_pool` return the pools of a lane in this thread; they are lane 0's at first."""
+    _lane.number = number
 
 
 def get_pool(world: int, device: str = "cpu") -> RankPool:
-    """Return the pool of this world size and device, kept for the life of the process.
+    """Return this lane's pool of this world size and device, kept for the life of the process.
 
-    Only one world size stays alive on an accelerator, whose memory idle ranks would
+    Only one world size of a lane stays alive on an accelerator, whose memory idle ranks would
     hold.
     """
+    own = (_lane.number, world, device)
     if device != "cpu":
-        for key in [key for key in _pools if key[1] == device and key[0] != world]:
-            _pools.pop(key).close()
-    if (world, device) not in _pools:
-        _pools[world, device] = RankPool(world, device=device)
-    return _pools[world, device]
+        for key in list(_pools):
+            if key[0] == own[0] and key[1] != world and key[2] == device:
+                _pools.pop(key).close()
+    if own not in _pools:
+        _pools[own] = RankPool(world, device=device)
+    return _pools[own]
+
+
+def stop_pools() -> None:
+    """Kill all running ranks, and let no lane start others until `close_pools`.
+
+    It is called while lanes wait for ranks, whose calls end by it.
+    """
+    _stopped.set()
+    for pool in list(_running):
+        pool.stop()
 
 
 def close_pools() -> None:
     """Close every pool that still runs, and forget those that `get_pool` kept.
 
-    The templates of ranks end as well.
+    The templates of ranks end as well. No other thread may be calling ranks.
     """
+    _stopped.clear()
     _pools.clear()
     for pool in list(_running):
         pool.close()

@@ -6,8 +6,9 @@ than 0.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 __all__ = ["cached_by_seed", "current_seed", "use_seed"]
@@ -42,7 +43,18 @@ def current_seed() -> int:
 
 
 def cached_by_seed(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the function's results, which are made of batches, until another seed is used."""
+    """Keep the function's results, which are made of batches, until another seed is used.
+
+    One thread computes at a time: a batch is the key of other results by its identity, so that all
+    lanes need the same object.
+    """
     kept = cache(function)
     _clear.append(kept.cache_clear)
-    return kept  # type: ignore[return-value] - called as before, with arguments that have a hash
+    computing = threading.RLock()
+
+    @wraps(function)
+    def find(*args: P.args, **kwargs: P.kwargs) -> T:
+        with computing:
+            return kept(*args, **kwargs)  # pyright: ignore[reportArgumentType] - they have a hash
+
+    return find

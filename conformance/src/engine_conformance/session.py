@@ -8,6 +8,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,20 @@ from engine_conformance.cases.plugin import find_missing_class
 from engine_conformance.deviations import Deviation, with_deviations
 from engine_conformance.environment import commits, environment, parts_of, sources, suite
 from engine_conformance.errors import CannotRun
+from engine_conformance.lanes import MOST_HANGS, default_lanes, rows_in_order
 from engine_conformance.oracle.config import FAMILIES
-from engine_conformance.plan import Item, Selection, choose_part, make_plan, resolve
+from engine_conformance.plan import (
+    Item,
+    Selection,
+    choose_part,
+    make_plan,
+    resolve,
+    resolve_kind,
+)
 from engine_conformance.ranks import RankError, close_pools
 from engine_conformance.report.merge import check_same_plan, shown
 from engine_conformance.results import Key, Outcome, Row, SuiteRun
+from engine_conformance.seeds import use_seed
 from engine_conformance.variants import GROUP, changed_sizes
 
 __all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
@@ -35,7 +45,6 @@ Listener = Callable[[Row], None]
 # An engine that hangs in one case hangs in many, and each takes its whole deadline: after the first
 # one deadlines are this many times as long, and after a few the run ends.
 _SHORTER = 0.25
-_MOST_HANGS = 3
 
 
 def run_selection(
@@ -47,6 +56,7 @@ def run_selection(
     deviations: Sequence[Deviation] = (),
     limit: float = float("inf"),
     earlier: SuiteRun | None = None,
+    lanes: int | None = None,
     listen: Listener | None = None,
 ) -> SuiteRun:
     """Run everything that was selected.
@@ -62,7 +72,9 @@ def run_selection(
         deviations: the known deviations of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
         earlier: the run that this one continues, whose rows that have shown something are left out.
-        listen: called with each row as it comes.
+        lanes: number of cases that run at the same time, on which no row but its seconds depends;
+            None is `default_lanes`.
+        listen: called with each row, in the plan's order.
 
     Raises:
         UsageError, CannotRun: see `make_plan`; also if a class of the descriptor is not there, or
@@ -72,6 +84,8 @@ def run_selection(
     about = describe_run(selection, command=command, certify=certify, commit=commit)
     # The oracle's tensors are so small that threads would cost more than they gain.
     torch.set_num_threads(1)
+    # Before there are lanes, which would forget each other's batches.
+    use_seed(selection.seed)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         in_parts = certify and not selection.complete
         whole = replace(selection, cases=(), part="") if in_parts else selection
@@ -84,16 +98,23 @@ def run_selection(
             done = shown(earlier)
         items = [item for item in chosen if item.key not in done]
         rows: list[Row] = []
+
+        def run_next(item: Item, before: Sequence[Row]) -> Row:
+            late = "out of time (--limit)" if time.monotonic() - began > limit else ""
+            hung = [row.case for row in before if row.outcome.status == "timeout"]
+            if len(hung) >= MOST_HANGS:
+                late = f"stopped: {', '.join(hung)} hung; fix these first"
+            return run_item(item, selection, deviations, late=late, hung=hung)
+
+        if lanes is None:
+            lanes = default_lanes(selection.device, rollout=resolve_kind(selection))
         try:
             _check_classes(items)
-            for item in items:
-                late = "out of time (--limit)" if time.monotonic() - began > limit else ""
-                hung = [row.case for row in rows if row.outcome.status == "timeout"]
-                if len(hung) >= _MOST_HANGS:
-                    late = f"stopped: {', '.join(hung)} hung; fix these first"
-                rows.append(run_item(item, selection, deviations, late=late, hung=hung))
-                if listen:
-                    listen(rows[-1])
+            with closing(rows_in_order(items, run_next, lanes=lanes)) as coming:
+                for row in coming:
+                    rows.append(row)
+                    if listen:
+                        listen(row)
         finally:
             close_pools()
     return replace(about, seconds=time.monotonic() - began, rows=rows, planned=planned)

@@ -10,12 +10,20 @@ import torch
 
 from engine_api import Batch, EngineConfig, Memory, ModelSource, Topology
 from engine_api.codec import decode, encode
-from engine_api.errors import BatchError, ConfigError, RankFailure, UnsupportedCapability
+from engine_api.errors import (
+    BatchError,
+    ConfigError,
+    RankFailure,
+    RolloutError,
+    UnsupportedCapability,
+)
 from engine_api.hf_noise import noise_rates
 from engine_api.hf_vision import Vision, find_runs, read_vision, refuse_vision
 from engine_api.media import Media
 from engine_api.microbatch import PixelBudget, least_bins, split_micro_batches
 from engine_api.prepare import prepare
+from engine_api.requests import check_images
+from engine_api.rollout import PromptImages
 
 IMAGE = 90
 VISION = Vision(image_token=IMAGE, video_token=91, row_shape=(3,), merge=2)
@@ -323,3 +331,22 @@ def test_noise_of_a_tower_is_found():
 
     config = InternVLConfig(vision_config={"hidden_dropout_prob": 0.1})
     assert noise_rates(config)["vision_config.hidden_dropout_prob"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda media: replace(media, pixels=media.pixels[:, :2]),
+        lambda media: replace(media, grid=torch.tensor([[1, 1, 8]])),
+        lambda media: replace(media, pixels=media.pixels[:4], grid=torch.tensor([[1, 2, 2]])),
+    ],
+    ids=["patches of another width", "a grid that does not merge", "another size"],
+)
+def test_an_error_of_a_prompts_images_names_the_prompt(spoil):
+    one = document(2, (2, 4))
+    media = Media.pack([one["media"]])
+    assert media is not None
+    shown = PromptImages(media=spoil(media), placeholders=[], pictures=())
+    with pytest.raises(RolloutError, match=r"^test: prompt 1") as caught:
+        check_images([[5], one["input_ids"]], [None, shown], VISION, "test")
+    assert caught.value.remedy

@@ -79,6 +79,7 @@ _MODULES = (
     "rl",
     "rollout",
     "rollout_sync",
+    "rollout_images",
 )
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"
@@ -130,6 +131,8 @@ class Case:
         slow: takes more than about ten seconds.
         provisional: reported, but no part of the verdict until the next minor version.
         partner: is about two engines, and runs only where a second one is named.
+        alone: no other case runs at the same time, since it measures what processes share: the
+            memory of a device, or time.
         families: the model families that it is about, of which the engine must build one; empty if
             any family will do.
     """
@@ -147,6 +150,7 @@ class Case:
     slow: bool
     provisional: bool
     partner: bool
+    alone: bool
     families: tuple[str, ...]
 
     @property
@@ -231,6 +235,7 @@ def case(
     slow: bool = False,
     provisional: bool = False,
     partner: bool = False,
+    alone: bool = False,
     families: tuple[str, ...] = (),
 ) -> Callable[[CaseFunction], CaseFunction]:
     """Register a case, whose arguments `Case` explains."""
@@ -253,6 +258,7 @@ def case(
             slow=slow,
             provisional=provisional,
             partner=partner,
+            alone=alone or profile == "rollout",
             families=families or (EXPERTS if Capability.MOE in (*requires, probes) else ()),
         )
         return function

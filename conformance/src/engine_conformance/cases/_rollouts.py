@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,11 @@ from torch import Tensor
 from engine_api.batch import Batch
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, RankFailure
+from engine_api.hf_vision import has_vision
 from engine_api.losses import sft_loss
+from engine_api.media import Media
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import Completion, Rollout, SamplingParams
+from engine_api.rollout import Completion, PromptImages, Rollout, SamplingParams
 from engine_api.weights import WeightExport
 from engine_conformance.cases._ranks import local_batch, opened
 from engine_conformance.cases._target import Setup
@@ -40,6 +43,7 @@ __all__ = [
     "arguments",
     "chain",
     "drive",
+    "generate",
 ]
 
 Prompts = tuple[tuple[int, ...], ...]
@@ -50,19 +54,24 @@ EOS = 2  # as the generated config.json says
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """Action ``update_weights`` with the tensors of a folder, corrupted in one way or whole."""
+    """Action ``update_weights`` with the tensors of a folder, corrupted in one way or whole.
+
+    Corrupted is a tensor in the middle of those whose names contain ``part``.
+    """
 
     folder: Path
     version: int
     spoil: Spoil | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generate:
-    """Action ``generate``."""
+    """Action ``generate``, whose argument ``images`` is left out where it is None."""
 
     prompts: Prompts
     sampling: SamplingParams
+    images: tuple[PromptImages | None, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +129,10 @@ def drive(
     def act(action: Action) -> Any:
         if isinstance(action, Sync):
             return rollout.update_weights(
-                export_of(action.folder, setup.device, action.spoil), action.version
+                export_of(action.folder, setup.device, action.spoil, action.part), action.version
             )
         if isinstance(action, Generate):
-            return rollout.generate(action.prompts, action.sampling)
+            return generate(rollout, action)
         parts = (
             {part: part == action.only for part in ("weights", "kv_cache")} if action.only else {}
         )
@@ -133,6 +142,13 @@ def drive(
         return [_attempt(rollout, action, partial(act, action), setup.device) for action in actions]
     finally:
         rollout.close()
+
+
+def generate(rollout: Any, ask: Generate) -> list[Completion]:
+    """Return the completions of a rollout, which gets images where the request has any."""
+    shown = {} if ask.images is None else {"images": ask.images}
+    found: list[Completion] = rollout.generate(ask.prompts, ask.sampling, **shown)
+    return found
 
 
 def _attempt(
@@ -161,24 +177,30 @@ def _used(device: str) -> int:
     return total - free
 
 
-def export_of(folder: Path, device: str, spoil: Spoil | None = None) -> WeightExport:
-    """Yield a folder's tensors as an engine exports them.
+def export_of(
+    folder: Path, device: str, spoil: Spoil | None = None, part: str = ""
+) -> WeightExport:
+    """Yield a folder's tensors as an engine exports them, one of them corrupted (see `Sync`).
 
     A tensor is gone when the next one is asked for.
     """
     stored = read_safetensors(folder)
-    names = list(expected_shapes(read_config(folder)))
-    for name, tensor in _spoilt([(name, stored[name]) for name in names], spoil):
+    # The oracle reads no model with a tower. Such a folder has nothing beside what is exported.
+    pictured = has_vision(json.loads((folder / "config.json").read_text()))
+    names = list(stored if pictured else expected_shapes(read_config(folder)))
+    for name, tensor in _spoilt([(name, stored[name]) for name in names], spoil, part):
         sent = tensor.to(device, copy=True)
         yield name, sent
         sent.fill_(math.nan if sent.is_floating_point() else -1)
 
 
 def _spoilt(
-    tensors: Sequence[tuple[str, Tensor]], spoil: Spoil | None
+    tensors: Sequence[tuple[str, Tensor]], spoil: Spoil | None, part: str
 ) -> Iterator[tuple[str, Tensor]]:
+    chosen = [place for place, (name, _) in enumerate(tensors) if part in name]
+    middle = chosen[len(chosen) // 2]
     for place, (name, tensor) in enumerate(tensors):
-        if place != len(tensors) // 2:
+        if place != middle:
             yield name, tensor
         elif spoil == "raises":
             raise RankFailure({1: "the export ended in the middle"})
@@ -189,9 +211,9 @@ def _spoilt(
         elif spoil != "missing":
             yield name, tensor
     if spoil == "unknown":
-        yield "model.layers.0.no_such.weight", tensors[0][1]
+        yield (f"{part}no_such.weight" if part else "model.layers.0.no_such.weight"), tensors[0][1]
     if spoil == "twice":
-        yield tensors[1]
+        yield tensors[middle if part else 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +230,7 @@ class Link:
 
 
 def chain(
-    setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask: Generate
+    setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments | Batch], ask: Generate
 ) -> list[Link]:
     """Step, sync, generate, and ask the engine about the same tokens, once per batch."""
     rollout: Rollout = RolloutRegistry.create(
@@ -218,15 +240,19 @@ def chain(
         with opened(trainer) as engine:
             links: list[Link] = []
             for batch in batches:
-                engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+                own = (
+                    batch.to(setup.device)
+                    if isinstance(batch, Batch)
+                    else local_batch(engine, batch, setup.device)
+                )
+                engine.train_batch(own, sft_loss)
                 version = engine.weight_version
                 export = engine.get_per_tensor_param()
                 install = partial(rollout.update_weights, export, version)
                 sync = _attempt(
                     rollout, Sync(folder=Path(), version=version), install, setup.device
                 )
-                generate = partial(rollout.generate, ask.prompts, ask.sampling)
-                generated = _attempt(rollout, ask, generate, setup.device)
+                generated = _attempt(rollout, ask, partial(generate, rollout, ask), setup.device)
                 told = _asked(engine, ask, generated.completions or [], setup.device)
                 links.append(
                     Link(sync=sync, generated=generated, engine_version=version, log_probs=told)
@@ -245,10 +271,12 @@ def _asked(
     texts = [[*ask.prompts[c.prompt_index], *c.tokens] for c in completions]
     lengths = [len(text) for text in texts]
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    batch = Batch(
-        input_ids=torch.tensor([t for text in texts for t in text]), cu_seqlens=bounds
-    ).to(device)
-    told = engine.infer_batch(batch, temperature=ask.sampling.temperature).log_probs
+    batch = Batch(input_ids=torch.tensor([t for text in texts for t in text]), cu_seqlens=bounds)
+    if ask.images is not None:
+        shown = [ask.images[c.prompt_index] for c in completions]
+        own = [Media.none(1) if one is None else one.media for one in shown]
+        batch = batch.with_media(Media.concat(own))
+    told = engine.infer_batch(batch.to(device), temperature=ask.sampling.temperature).log_probs
     assert told is not None, "a language model answered without log-probs"
     rows = told.cpu().split(lengths)
     return [row[-len(c.tokens) :] for row, c in zip(rows, completions, strict=True)]

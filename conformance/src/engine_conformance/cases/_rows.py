@@ -60,8 +60,8 @@ def two_chunks(seed: int, world: int, chunk: int) -> PackedDocuments:
 
 def require_bounded_rows(
     many: Sequence[tuple[int, int]], few: Sequence[tuple[int, int]], chunk: int
-) -> float:
-    """Require that logits exist a chunk at a time, and return the margin.
+) -> None:
+    """Require that logits exist a chunk at a time.
 
     Args:
         many: `Rows.most` and `Rows.live` of each rank, for a batch of many chunks.
@@ -74,4 +74,3 @@ def require_bounded_rows(
         # Several tensors of a chunk's size may exist at a time: logits, probabilities, gradients.
         problem = f"{live} rows live at a time, {base} with two chunks alone: chunks are kept"
         must(live <= base + chunk, "logits", problem, where=where)
-    return max(most for most, _ in (*many, *few)) / chunk

@@ -302,15 +302,17 @@ def _comparable(
     return (oracle.routing_margin(ids, [0, len(ids)]) > gap)[len(prompt) :]
 
 
-def engine_matches(target: Target, link: Link, where: str) -> float:
+def engine_matches(
+    target: Target, link: Link, where: str, *, vocab: int = 256, layers: int = 2
+) -> float:
     """Compare the rollout's log-probs with the engine's.
 
     Each may be off from the truth by its own tolerance.
     """
-    completions = well_formed(link.generated, where, version=link.engine_version)
+    completions = well_formed(link.generated, where, version=link.engine_version, vocab=vocab)
     got = torch.tensor([p for c in completions for p in c.log_probs])
     bounds = [0, *accumulate(len(c.tokens) for c in completions)]
-    tol = Tolerance(atol=2 * target.tolerance("log_probs").atol)
+    tol = Tolerance(atol=2 * target.tolerance("log_probs", layers=layers).atol)
     return assert_close_per_token(
         f"log_probs ({where})", got, torch.cat(link.log_probs), tol, cu_seqlens=bounds
     )

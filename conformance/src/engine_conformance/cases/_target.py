@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ __all__ = ["EPS", "Setup", "Target"]
 # in a direction that rounding decides, and every later step differs by it: half of all seeds then
 # leave the tolerance after three steps.
 EPS = 1e-5
+# Lanes write models into one folder.
+_writing = threading.Lock()
 LONGEST = 890.0  # seconds; shorter than the ranks' collectives wait for each other
 
 
@@ -130,7 +133,7 @@ class Target:
     def partner_target(self) -> Target:
         """Return the partner's engine, data parallel and with options of its own."""
         assert self.partner is not None, "the plan asks for one"
-        return replace(self, backend=self.partner, layout=Parallelism(), options={})
+        return replace(self, backend=self.partner, layout=Parallelism(), rollout=False, options={})
 
     def with_model_type(self, model_type: str) -> Target:
         """Return the same backend's engine for another model type."""
@@ -150,12 +153,11 @@ class Target:
         } | kwargs
         model = TinyModel(**arguments)
         folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
-        return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
+        return _write_once(folder, lambda empty: write_checkpoint(empty, model))
 
     def written(self, write: Callable[[Path], Path]) -> Path:
         """Return the folder of the model that ``write`` writes, written once."""
-        folder = self.root / "models" / write.__name__
-        return folder if (folder / "config.json").exists() else write(folder)
+        return _write_once(self.root / "models" / write.__name__, write)
 
     def edited(self, model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
         """Return a copy of a model's folder with the ``config.json`` that ``change`` returns."""
@@ -240,3 +242,9 @@ class Target:
         """The precision of computation."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+
+def _write_once(folder: Path, write: Callable[[Path], Path]) -> Path:
+    """Return a model's folder, which ``write`` writes unless it is there."""
+    with _writing:
+        return folder if (folder / "config.json").exists() else write(folder)

@@ -49,10 +49,11 @@ from engine_conformance.cases._ranks import (
 from engine_conformance.cases._state import assert_same_state, read_manifest, read_rank_files
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.cases._written import written_weights
-from engine_conformance.compare import assert_bitwise
+from engine_conformance.compare import assert_bitwise, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import read_safetensors
 from engine_conformance.ranks import RankError, RankPool
+from engine_conformance.tolerances import weight_tolerance
 
 TYPES = (LM, VALUE)
 OTHER = OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9})
@@ -689,3 +690,111 @@ def write_folder(setup: Setup, folder: Path) -> None:
     """Write a Hugging Face folder."""
     with opened(setup) as engine:
         engine.save_hf(folder)
+
+
+LinkSaves = tuple[dict[str, EngineError | None], Trained]
+
+
+def save_through_links(setup: Setup, place: Path, batch: PackedDocuments) -> LinkSaves:
+    """Go on from a checkpoint, and save where links are in the way, then under a free name.
+
+    Return the error of each save, and the step before them.
+    """
+    checkpoints = place / "checkpoints"
+    with opened(setup) as engine:
+        engine.load_checkpoint(checkpoints / "one")
+        output = step(engine, setup, batch)
+        errors = {
+            name: caught(lambda name=name: save(engine, checkpoints / name))
+            for name in ("linked", "dangling")
+        }
+        if Capability.SAVE_HF in engine.capabilities:
+            errors["served"] = caught(lambda: engine.save_hf(place / "served"))
+        save(engine, checkpoints / "two")
+        return errors, summary(engine, [output])
+
+
+@case(id="faults.links", since="1.4", model_types=TYPES, world=(1, 2))
+def links(target: Target) -> float:
+    """A save whose name is a link MUST keep what the link names, or be refused on every rank.
+
+    A checkpoint that a link names stays as it is, bit for bit, and so does a link that is refused,
+    which may lead nowhere. ``save_hf`` through a link to a folder, as a server has one, writes that
+    folder, keeps its other files and the link, or changes nothing. No other file is left.
+
+    If this fails: an earlier checkpoint is overwritten or removed through the link; the link is
+    replaced by a folder, so that the server goes on with the weights of before.
+    """
+    model = target.model()
+    place = target.scratch()
+    checkpoints = place / "checkpoints"
+    batches = (documents(65, "uneven"), documents(66, "uneven"))
+    target.run(train, target.config(model), batches=batches[:1], save_to=checkpoints / "one")
+    (checkpoints / "linked").symlink_to("one")
+    (checkpoints / "dangling").symlink_to("gone")
+    checkpoint = _look(checkpoints / "one")
+    (place / "disk").mkdir()
+    served = place / "disk" / "model"
+    shutil.copytree(target.model(seed=9), served)
+    (served / "README.md").write_text("of the user")
+    (place / "served").symlink_to(served)
+    folder = _look(served)
+
+    ranks: list[LinkSaves] = target.run(
+        save_through_links, target.config(model), place=place, batch=batches[1]
+    )
+    errors = {name: [one[name] for one, _ in ranks] for name in ranks[0][0]}
+    for name, raised in errors.items():
+        if any(raised):
+            raised_everywhere(f"a save to the link {name}", raised, EngineError, faulty=[0])
+    there = _look(checkpoints / "one")
+    must(there == checkpoint, "the checkpoint that a link names", "was changed")
+    for name, leads in (("linked", "one"), ("dangling", "gone")):
+        link = checkpoints / name
+        stays = link.is_symlink() and link.readlink() == Path(leads)
+        must(stays or not any(errors[name]), f"the link {name}", "was changed by a refused save")
+    if "served" in errors:
+        _serves(place, served, folder, errors["served"], ranks[0][1].weights)
+    _is_tidy(place, {"checkpoints", "disk", "served"})
+    _is_tidy(place / "disk", {"model"})
+    _is_tidy(checkpoints, {"one", "two", "linked", "dangling", "gone", "latest"})
+    want = oracle_training(str(model), batches)
+    trained = target.run(train, target.config(model), batches=[], load=checkpoints / "two")
+    oracle = oracle_of(str(model))
+    bounds = weight_tolerance(want, target.torch_dtype, layers=oracle.config.num_layers)
+    return assert_weights_close(
+        trained[0].weights, want.params, bounds, start=oracle.trainable, factors={}
+    )
+
+
+def _look(folder: Path) -> Mapping[str, str]:
+    """Return the SHA-256 of every file in a folder, by name."""
+    return _looks(folder.parent)[folder.name]
+
+
+def _is_tidy(place: Path, expected: set[str]) -> None:
+    more = {path.name for path in place.iterdir()} - expected
+    must(not more, "a save to a link", f"leaves {sorted(more)} behind")
+
+
+def _serves(
+    place: Path,
+    served: Path,
+    before: Mapping[str, str],
+    errors: Sequence[EngineError | None],
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    """Require the folder behind a link to be written through it, or left alone."""
+    link = place / "served"
+    stays = link.is_symlink() and link.readlink() == served
+    must(stays, "save_hf", "the link to a folder is no such link any more")
+    after = _look(served)
+    if any(errors):
+        must(after == before, "save_hf", "changed the folder behind a link, and was refused")
+        return
+    must(
+        after.get("README.md") == before["README.md"],
+        "save_hf",
+        "another file of the folder behind a link was changed",
+    )
+    assert_bitwise(written_weights(served), weights, name="save_hf through a link")

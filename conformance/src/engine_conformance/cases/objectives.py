@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from engine_api.batch import Batch
 from engine_api.config import Memory
+from engine_api.losses import sft_loss
+from engine_api.results import LossOutput, TokenOutputs, TrainOutput
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import FLOAT32, case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, training_matches
-from engine_conformance.cases._ranks import train
-from engine_conformance.cases._target import Target
+from engine_conformance.cases._ranks import local_batch, opened, train
+from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.seeds import cached_by_seed
 
@@ -121,3 +126,54 @@ def entropy(target: Target) -> float:
         want = oracle_training(str(model), batches, loss=exact)
         margins.append(training_matches(target, ranks, want, oracle_of(str(model))))
     return max(margins)
+
+
+_BITS = "_bits"
+
+
+def _count_changed(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Return a loss whose metrics count the fields' elements, and those whose bits differ."""
+    result = sft_loss(outputs, batch)
+    seen = changed = 0
+    for name in [name for name in batch.fields if name + _BITS in batch.fields]:
+        value = batch[name]
+        seen += value.numel()
+        # Another dtype has other bits in all elements.
+        same = value.dtype == torch.float32
+        bits = value.view(torch.int32) if same else torch.zeros_like(batch[name + _BITS])
+        changed += int((bits != batch[name + _BITS]).sum())
+    return LossOutput(loss=result.loss, metrics={"seen": float(seen), "changed": float(changed)})
+
+
+def train_on_fields(setup: Setup, documents: PackedDocuments) -> TrainOutput:
+    """Make a step whose loss looks at the bits of its batch's float32 fields."""
+    with opened(setup) as engine:
+        batch = local_batch(engine, documents, setup.device)
+        if batch.num_tokens:
+            # Numbers that need all 24 bits.
+            drawn = torch.linspace(-3.0, 5.0, batch.num_tokens).square().div(3.0)
+            batch = batch.with_fields(drawn=drawn.to(setup.device))
+            floats = {n: v for n, v in batch.fields.items() if v.dtype == torch.float32}
+            bits = {f"{n}{_BITS}": v.view(torch.int32) for n, v in floats.items()}
+            batch = batch.with_fields(**bits)
+        return engine.train_batch(batch, _count_changed)
+
+
+@case(id="train.fields", since="1.4")
+def fields(target: Target) -> None:
+    """A loss MUST see each field of its batch bit for bit, whatever `precision.compute` is.
+
+    The loss weight and a field of the user's own, which need all bits of float32, in several
+    micro-batches, on ranks of which one may have no documents.
+
+    If this fails: the inputs of a module are cast to the dtype of the computation, and fields with
+    them, so that advantages and old log-probs have three digits.
+    """
+    for lengths in ("uneven", "single"):
+        batch = documents(29, lengths)
+        config = target.config(target.model(), memory=Memory(max_tokens=24))
+        ranks: list[TrainOutput] = target.run(train_on_fields, config, documents=batch)
+        metrics = ranks[0].metrics
+        must(metrics["seen"] > 0, "fields", "the loss is given none of the batch's fields")
+        problem = f"{metrics['changed']:.0f} of {metrics['seen']:.0f} elements have other bits"
+        must(metrics["changed"] == 0, "fields", problem)

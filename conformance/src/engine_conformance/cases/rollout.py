@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine_api.capabilities import Capability
 from engine_api.config import OptimizerConfig
 from engine_api.devices import DEVICES
 from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUnavailable
@@ -111,6 +112,8 @@ def descriptor(target: Target) -> None:
 def signatures(target: Target) -> None:
     """The class MUST take the arguments of every rollout, and its members those of the contract.
 
+    A rollout that declares `vision` takes images, too.
+
     If this fails: a renamed parameter works by position until a caller names it.
     """
     try:
@@ -125,6 +128,9 @@ def signatures(target: Target) -> None:
             parameters = list(inspect.signature(member).parameters)
             binds(getattr(cls, name), name, *([None] * len(parameters)))
             binds(getattr(cls, name), name, None, **dict.fromkeys(parameters[1:]))
+    # The argument is newer than the case.
+    if Capability.VISION in target.capabilities and target.is_asked_since("1.4"):
+        binds(cls.generate, "generate", None, [], SamplingParams(), images=[])
 
 
 @case(id="rollout.states", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
@@ -215,6 +221,35 @@ def log_probs(target: Target) -> float:
             where = f"{model.name} at temperature {ask.sampling.temperature}"
             margins.append(served(target, reply, model, where, version=1))
     return max(margins)
+
+
+@case(id="rollout.repeats", since="1.4", world=(1,), dtypes=FLOAT32, profile="rollout")
+def repeats(target: Target) -> float:
+    """In a text that repeats itself tokens and log-probs MUST be the model's, as in any other.
+
+    Prompts repeat one, two and four tokens, and completions are long enough to come
+    back to some of them. Greedily, and at temperatures 1 and 0.7.
+
+    If this fails: speculative decoding (``--option speculative=ngram``) accepts tokens
+    that the model would not have drawn, or reports the log-probs of the proposal, which
+    is certain of its tokens.
+    """
+    model = rollout_model(target)
+    prompts = ((9,) * 12, (11, 12) * 8, (5, 6, 7, 8) * 6)
+    asks = [
+        Generate(prompts=prompts, sampling=sampling)
+        for sampling in (
+            replace(GREEDY, max_new_tokens=48),
+            sampled(n=4, max_new_tokens=48),
+            sampled(n=4, max_new_tokens=48, temperature=0.7),
+        )
+    ]
+    got = replies(target, model, [Sync(folder=model, version=1), *asks])
+    worked(got[0], "sync")
+    return max(
+        served(target, reply, model, f"temperature {ask.sampling.temperature}", version=1)
+        for ask, reply in zip(asks, got[1:], strict=True)
+    )
 
 
 @case(id="rollout.truncation", world=(1,), dtypes=FLOAT32, profile="rollout")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
 
 from engine_api.errors import RankFailure
 from engine_conformance.cases._case import FLOAT32, case, must
@@ -17,9 +22,12 @@ from engine_conformance.cases._served import (
     rollout_model,
     sampled,
     served,
+    well_formed,
     worked,
 )
 from engine_conformance.cases._target import Target
+from engine_conformance.compare import assert_close_per_token
+from engine_conformance.oracle import read_safetensors
 
 
 @case(id="rollout.sync", world=(1,), profile="rollout")
@@ -51,6 +59,76 @@ def sync(target: Target) -> float:
             worked(own[0], where)
             margins += [served(target, reply, model, where, version=version) for reply in own[1:]]
     return max(margins)
+
+
+# Factor of keys and values, by which their readers are divided. A power of two rounds nothing.
+LARGER = 4096.0
+
+
+@case(id="rollout.scales", since="1.4", world=(1,), profile="rollout")
+def scales(target: Target) -> float:
+    """Whatever a rollout computes from weights MUST be computed again after every sync.
+
+    Weights A, B, A. B has keys and values of 4,096 times the size and computes the same as A, so
+    that the rollout generates the same with all three. Its log-probs may be off from the model's,
+    as with a cache in FP8 (``--option kv_cache_dtype=fp8``), but by the same each time.
+
+    If this fails: scales of a cache in FP8 are those of the first weights, and larger keys and
+    values are cut off; scales of activations are calibrated once.
+    """
+    model = rollout_model(target)
+    larger = _with_larger_cache(model)
+    asks = [
+        Generate(prompts=prompts_of(6, 150, 1), sampling=s) for s in (GREEDY, sampled(n=2, seed=5))
+    ]
+    script: list[Action] = []
+    for version, folder in enumerate((model, larger, model), start=1):
+        script += [Sync(folder=folder, version=version), *asks]
+    got = replies(target, model, script)
+    tol = target.tolerance("log_probs")
+    margins = []
+    for place, where in enumerate(("the first weights", "larger", "the first weights again")):
+        own = got[3 * place : 3 * place + 3]
+        worked(own[0], where)
+        for first, reply in zip(got[1:3], own[1:], strict=True):
+            before = well_formed(first, "the first weights", version=1)
+            now = well_formed(reply, where, version=place + 1)
+            must(
+                [c.tokens for c in now] == [c.tokens for c in before],
+                "tokens",
+                f"{[c.tokens for c in now]}, not {[c.tokens for c in before]}",
+                where=where,
+            )
+            margins.append(
+                assert_close_per_token(
+                    f"log_probs ({where}; a document is a completion)",
+                    [p for c in now for p in c.log_probs],
+                    torch.tensor([p for c in before for p in c.log_probs]),
+                    tol,
+                    cu_seqlens=[0, *accumulate(len(c.tokens) for c in before)],
+                )
+            )
+    return max(margins)
+
+
+def _with_larger_cache(folder: Path) -> Path:
+    """Return a model that computes the same with larger keys and values."""
+    larger = folder.with_name(f"{folder.name}-larger")
+    larger.mkdir(exist_ok=True)
+    factors = {
+        "k_norm.weight": LARGER,
+        "q_norm.weight": 1 / LARGER,
+        "v_proj.weight": LARGER,
+        "o_proj.weight": 1 / LARGER,
+    }
+    tensors = read_safetensors(folder)
+    for name, tensor in tensors.items():
+        for end, factor in factors.items():
+            if name.endswith(end):
+                tensors[name] = tensor * factor
+    (larger / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, larger / "model.safetensors")
+    return larger
 
 
 @case(id="rollout.failed_sync", world=(1,), dtypes=FLOAT32, profile="rollout")

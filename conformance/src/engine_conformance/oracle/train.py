@@ -210,7 +210,7 @@ def _errors(
     """Return the errors after an update.
 
     They are zero where no gradient was ever seen: an absent token's embedding has no
-    rounding error either.
+    rounding error either. Elsewhere a gradient of exactly zero is a sum that cancels, see `_seen`.
     """
     scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
     beta1, beta2 = config.betas
@@ -218,10 +218,26 @@ def _errors(
     units = spreads({name: grad.square() for name, grad in grads.items()})
     for name, unit in units.items():
         root = (state.exp_avg_sq[name] / (1 - beta2**state.step)).sqrt()
-        rate = torch.where(root > 0, lr / (1 - beta1**state.step) / (root + config.eps), 0.0)
+        seen = _seen(name, state.exp_avg_sq)
+        rate = torch.where(seen, lr / (1 - beta1**state.step) / (root + config.eps), 0.0)
         wrong = (scale * unit).square()
         after[name] = errors[name].after(wrong, beta1, rate)
     return after
+
+
+def _seen(name: str, squares: Mapping[str, Tensor]) -> Tensor:
+    """Return which elements tokens have reached, given Adam's second moments by name.
+
+    An element of a bias is reached where its row of the weight is, whatever its own gradient: a
+    key's bias adds the same to all scores of a query, unless rotary positions turn it, so that its
+    gradient is zero. In float64 it is exactly zero at some seeds and 1e-20 at others, and an engine
+    that rounds has 1e-8, by which Adam moves the weight.
+    """
+    own = squares[name] > 0
+    weight = squares.get(f"{name.removesuffix('.bias')}.weight")
+    if not name.endswith(".bias") or weight is None or weight.ndim != 2:
+        return own
+    return own | (weight > 0).any(1)
 
 
 def spread(squares: Tensor) -> Tensor:

@@ -61,9 +61,16 @@ def cuda_devices() -> int:
 def torch_version() -> str | None:
     """Return the installed torch's version, read from its metadata, or None without torch."""
     try:
-        return importlib.metadata.version("torch")
+        return _installed_torch()
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def _installed_torch() -> str:
+    # Reading takes 10 ms, and every engine that is made asks. An error is not kept: torch may be
+    # installed while a notebook runs.
+    return importlib.metadata.version("torch")
 
 
 def probe_torch(device: str) -> ProbeResult:

@@ -114,8 +114,10 @@ def check_images(
             batch = Batch.pack([{"input_ids": list(prompt)}])
             vision.check(batch.with_media(None if one is None else one.media))
         except BatchError as error:
+            # Errors of pixels and grids name no document.
+            what = error.what if "document 0" in error.what else f"document 0: {error.what}"
             raise RolloutError(
-                error.what.replace("document 0", f"prompt {index}"),
+                what.replace("document 0", f"prompt {index}"),
                 where=where,
                 why=error.why,
                 remedy=error.remedy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -169,3 +170,43 @@ class KeepsPrefixesOverNaps(ServesOldPrefixes):
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         super().wake_up(weights, kv_cache)
         self._asleep = self._asleep and not kv_cache
+
+
+class KeepsCacheScales(LocalRollout):
+    """Values are cut off at twice the largest ones of the first weights."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._largest: dict[str, float] = {}
+        for name, layer in self._model.named_modules():
+            if name.endswith("v_proj"):
+                layer.register_forward_hook(self._cut(name))
+
+    def _cut(self, name: str) -> Any:
+        def hook(_layer: Any, _given: Any, values: torch.Tensor) -> torch.Tensor:
+            if self.weight_version == 1:
+                now = float(values.abs().amax())
+                self._largest[name] = max(self._largest.get(name, 0.0), now)
+            limit = 2 * self._largest[name]
+            return values.clamp(-limit, limit)
+
+        return hook
+
+
+class TrustsProposals(LocalRollout):
+    """A token that followed its predecessor before is reported as certain."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
+        found = super().generate(prompts, sampling)
+        return [replace(c, log_probs=self._trusted(prompts[c.prompt_index], c)) for c in found]
+
+    def _trusted(self, prompt: Sequence[int], completion: Completion) -> list[float]:
+        text = [*prompt, *completion.tokens]
+        pairs = [*pairwise(text)]
+        begin = len(prompt) - 1
+        return [
+            0.0 if pairs[begin + place] in pairs[: begin + place] else log_prob
+            for place, log_prob in enumerate(completion.log_probs)
+        ]
