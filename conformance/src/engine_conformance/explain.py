@@ -55,6 +55,8 @@ def explain_case(name: str) -> str:
     applies = f"needs {', '.join(case.requires)}" if case.requires else "every engine"
     if case.probes:
         applies = f"engines that do not declare {case.probes}"
+    if case.in_flight:
+        applies = "rollouts that declare in_flight"
     if case.families:
         applies += f", with models of {' or '.join(case.families)}"
     facts = {

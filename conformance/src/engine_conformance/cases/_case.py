@@ -31,6 +31,7 @@ __all__ = [
     "AcceptedUndeclared",
     "Case",
     "CaseFunction",
+    "RefusedHere",
     "SkipCase",
     "case",
     "load_cases",
@@ -79,6 +80,7 @@ _MODULES = (
     "rl",
     "rollout",
     "rollout_sync",
+    "rollout_in_flight",
     "rollout_images",
 )
 CASES: dict[str, Case] = {}
@@ -100,6 +102,10 @@ _MODEL_PARALLEL = frozenset(
 
 class SkipCase(Exception):
     """Error of a case that cannot be decided on this machine, with the reason as its text."""
+
+
+class RefusedHere(Exception):
+    """Error of a case whose subject is refused in these settings, as the contract allows."""
 
 
 class AcceptedUndeclared(ConformanceFailure):
@@ -135,6 +141,7 @@ class Case:
             memory of a device, or time.
         families: the model families that it is about, of which the engine must build one; empty if
             any family will do.
+        in_flight: is about rollouts whose descriptor has `in_flight`.
     """
 
     id: str
@@ -152,6 +159,7 @@ class Case:
     partner: bool
     alone: bool
     families: tuple[str, ...]
+    in_flight: bool = False
 
     @property
     def must(self) -> str:
@@ -198,6 +206,8 @@ class Case:
                 f"the engine was written for {target.resolution.plugin.contract}"
             )
         missing = [str(c) for c in self.requires if c not in have]
+        if self.in_flight and not target.resolution.plugin.in_flight:
+            missing.append("in_flight")
         if (
             target.world > 1
             and Capability.DP not in have
@@ -237,6 +247,7 @@ def case(
     partner: bool = False,
     alone: bool = False,
     families: tuple[str, ...] = (),
+    in_flight: bool = False,
 ) -> Callable[[CaseFunction], CaseFunction]:
     """Register a case, whose arguments `Case` explains."""
 
@@ -260,6 +271,7 @@ def case(
             partner=partner,
             alone=alone or profile == "rollout",
             families=families or (EXPERTS if Capability.MOE in (*requires, probes) else ()),
+            in_flight=in_flight,
         )
         return function
 
@@ -343,6 +355,8 @@ def run_case(one: Case, target: Target, *, may_refuse: bool = False) -> Outcome:
         margin = one.function(target)
     except SkipCase as skip:
         return outcome("not-run", str(skip))
+    except RefusedHere as refusal:
+        return outcome("refused", str(refusal))
     except AcceptedUndeclared as failure:
         return outcome("accepted-undeclared", str(failure))
     except ConformanceFailure as failure:

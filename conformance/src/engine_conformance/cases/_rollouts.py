@@ -41,8 +41,10 @@ __all__ = [
     "Spoil",
     "Sync",
     "arguments",
+    "attempt",
     "chain",
     "drive",
+    "export_of",
     "generate",
 ]
 
@@ -97,7 +99,7 @@ class RolloutReply:
     in bytes (0 on the CPU).
     """
 
-    action: Action
+    action: Any
     completions: Any = None
     error: EngineError | None = None
     crash: str = ""
@@ -139,7 +141,7 @@ def drive(
         return getattr(rollout, action.member)(**parts)
 
     try:
-        return [_attempt(rollout, action, partial(act, action), setup.device) for action in actions]
+        return [attempt(rollout, action, partial(act, action), setup.device) for action in actions]
     finally:
         rollout.close()
 
@@ -151,9 +153,8 @@ def generate(rollout: Any, ask: Generate) -> list[Completion]:
     return found
 
 
-def _attempt(
-    rollout: Rollout, action: Action, call: Callable[[], Any], device: str
-) -> RolloutReply:
+def attempt(rollout: Rollout, action: Any, call: Callable[[], Any], device: str) -> RolloutReply:
+    """Return the reply of ``call``, or its error."""
     reply = RolloutReply(action=action)
     try:
         reply = replace(reply, completions=call())
@@ -249,10 +250,8 @@ def chain(
                 version = engine.weight_version
                 export = engine.get_per_tensor_param()
                 install = partial(rollout.update_weights, export, version)
-                sync = _attempt(
-                    rollout, Sync(folder=Path(), version=version), install, setup.device
-                )
-                generated = _attempt(rollout, ask, partial(generate, rollout, ask), setup.device)
+                sync = attempt(rollout, Sync(folder=Path(), version=version), install, setup.device)
+                generated = attempt(rollout, ask, partial(generate, rollout, ask), setup.device)
                 told = _asked(engine, ask, generated.completions or [], setup.device)
                 links.append(
                     Link(sync=sync, generated=generated, engine_version=version, log_probs=told)

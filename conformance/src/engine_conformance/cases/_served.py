@@ -221,7 +221,15 @@ def _check_completion(
     )
 
 
-def served(target: Target, reply: RolloutReply, folder: Path, where: str, *, version: int) -> float:
+def served(
+    target: Target,
+    reply: RolloutReply,
+    folder: Path,
+    where: str,
+    *,
+    version: int,
+    eos: Sequence[int] = (EOS,),
+) -> float:
     """Require that every token came from the weights of ``folder``, and return the margin.
 
     Greedy tokens must be the oracle's, or lie behind its choice by no more than
@@ -230,7 +238,7 @@ def served(target: Target, reply: RolloutReply, folder: Path, where: str, *, ver
     action = reply.action
     oracle = oracle_of(str(folder))
     assert isinstance(action, Generate)
-    completions = well_formed(reply, where, version=version)
+    completions = well_formed(reply, where, version=version, eos=eos)
     keep = [
         _comparable(target, oracle, action.prompts[c.prompt_index], c.tokens) for c in completions
     ]

@@ -17,9 +17,20 @@ from torch.nn.functional import gelu, relu, silu
 from engine_conformance.oracle.config import ModelConfig, MoEConfig
 from engine_conformance.oracle.rope import rotate
 
-__all__ = ["attention_block", "cap", "feed_forward_block", "linear", "norm", "routing_gap"]
+__all__ = [
+    "KeysValues",
+    "attention_block",
+    "cap",
+    "feed_forward_block",
+    "keys_values",
+    "linear",
+    "norm",
+    "routing_gap",
+]
 
 Params = Mapping[str, Tensor]
+KeysValues = tuple[Tensor, Tensor]
+"""Rotated keys and values of a layer, each ``[G, tokens, H]``."""
 
 
 def linear(params: Params, name: str, x: Tensor) -> Tensor:
@@ -56,14 +67,24 @@ def cap(x: Tensor, bound: float | None) -> Tensor:
     return x if bound is None else bound * torch.tanh(x / bound)
 
 
-def attention_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
-    """Compute the first half of a pre-norm decoder layer, ``[L, C]`` to ``[L, C]``."""
+def attention_block(
+    params: Params, config: ModelConfig, index: int, x: Tensor, kept: KeysValues | None = None
+) -> Tensor:
+    """Compute the first half of a pre-norm decoder layer, ``[L, C]`` to ``[L, C]``.
+
+    ``kept`` are keys and values of the first tokens in place of those of ``x``. The rows of these
+    tokens then have no meaning.
+    """
     prefix = f"model.layers.{index}."
     normed = norm(params, config, f"{prefix}{config.names.attention_norm}", x)
     if index in config.mixers:
         return x + convolution(params, config, f"{prefix}conv.", normed)
-    attend = attention if config.indexed is None else indexed_attention
-    mixed = config.residual_scale * attend(params, config, index, f"{prefix}self_attn.", normed)
+    name = f"{prefix}self_attn."
+    if config.indexed is None:
+        attended = attention(params, config, index, name, normed, kept)
+    else:
+        attended = indexed_attention(params, config, index, name, normed)
+    mixed = config.residual_scale * attended
     if config.parallel:
         return x + mixed + mlp(params, config, f"{prefix}mlp.", normed)
     if config.norms_after:
@@ -184,16 +205,43 @@ def convolution(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> 
     return linear(params, f"{prefix}out_proj", c * mixed)
 
 
-def attention(params: Params, config: ModelConfig, index: int, prefix: str, x: Tensor) -> Tensor:
-    """Compute causal softmax attention of one document, with grouped key-value heads and RoPE."""
-    q = _heads(linear(params, f"{prefix}q_proj", x), config.num_heads)  # [N, L, H]
-    k = _heads(linear(params, f"{prefix}k_proj", x), config.num_kv_heads)  # [G, L, H]
+def keys_values(params: Params, config: ModelConfig, index: int, x: Tensor) -> KeysValues:
+    """Return the keys and values of plain attention in a layer with the input ``x [L, C]``."""
+    prefix = f"model.layers.{index}."
+    normed = norm(params, config, f"{prefix}{config.names.attention_norm}", x)
+    return _keys_values(params, config, f"{prefix}self_attn.", normed)
+
+
+def _keys_values(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> KeysValues:
+    k = _heads(linear(params, f"{prefix}k_proj", x), config.num_kv_heads)
     v = _heads(linear(params, f"{prefix}v_proj", x), config.num_kv_heads)
     if config.qk_norm:
-        q = norm(params, config, f"{prefix}{config.names.query_norm}", q)
         k = norm(params, config, f"{prefix}{config.names.key_norm}", k)
+    return _rotate_part(k, config), v
+
+
+def attention(
+    params: Params,
+    config: ModelConfig,
+    index: int,
+    prefix: str,
+    x: Tensor,
+    kept: KeysValues | None = None,
+) -> Tensor:
+    """Compute causal softmax attention of one document, with grouped key-value heads and RoPE.
+
+    ``kept`` are as in `attention_block`.
+    """
+    q = _heads(linear(params, f"{prefix}q_proj", x), config.num_heads)  # [N, L, H]
+    if config.qk_norm:
+        q = norm(params, config, f"{prefix}{config.names.query_norm}", q)
     q = _rotate_part(q, config)
-    k = _rotate_part(k, config)
+    k, v = _keys_values(params, config, prefix, x)
+    if kept is not None:
+        k, v = (
+            torch.cat((old, own[:, old.shape[1] :]), dim=1)
+            for old, own in zip(kept, (k, v), strict=True)
+        )
     group = config.num_heads // config.num_kv_heads
     k = k.repeat_interleave(group, dim=0)
     v = v.repeat_interleave(group, dim=0)

@@ -24,6 +24,7 @@ from engine_conformance.oracle.layers import (
     attention_block,
     cap,
     feed_forward_block,
+    keys_values,
     linear,
     norm,
     routing_gap,
@@ -110,6 +111,27 @@ class OracleModel:
             ValueError: if this is a value model.
         """
         return _logits(self.effective_params(), self.config, _ids(ids), _experts(routed_experts))
+
+    def logits_over(self, old: OracleModel, ids: Any, kept: int) -> Tensor:
+        """Return the logits ``[L - kept, V]`` over keys and values of another model's weights.
+
+        ``ids [L]`` is one document, and row i is about token ``kept`` + i + 1. The keys and values
+        of the first ``kept`` tokens are those of ``old``, whose ``config.json`` is the same.
+
+        Raises:
+            ValueError: if a layer keeps something other than keys and values.
+        """
+        params, config = self.effective_params(), self.config
+        if config.mixers or config.indexed is not None:
+            raise ValueError("logits_over() needs a model whose layers all keep keys and values")
+        seen = old.layers(_ids(ids)[:kept])
+        x = config.embedding_scale * params["model.embed_tokens.weight"][_ids(ids)]
+        for index in range(config.num_layers):
+            before = keys_values(old.effective_params(), config, index, seen[index])
+            x = attention_block(params, config, index, x, before)
+            x = feed_forward_block(params, config, index, x)
+        last = norm(params, config, f"model.{config.names.final_norm}", x[kept:])
+        return _head(params, config, last)
 
     def token_outputs(
         self,
@@ -266,8 +288,12 @@ def _logits(
 ) -> Tensor:
     if config.value_model:
         raise ValueError("a value model has no logits: use values()")
+    return _head(params, config, _hidden(params, config, ids, replayed))
+
+
+def _head(params: dict[str, Tensor], config: ModelConfig, hidden: Tensor) -> Tensor:
     head = params["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
-    plain = _hidden(params, config, ids, replayed) @ head.T
+    plain = hidden @ head.T
     if config.head_bias:
         plain = plain + params["lm_head.bias"]
     return cap(config.logit_scale * plain, config.logit_cap)

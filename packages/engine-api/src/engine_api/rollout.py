@@ -353,6 +353,13 @@ class InFlightRollout(AsyncRollout, Protocol):
     any other argument that it cannot serve so.
     """
 
+    kv_cache_in_flight: Literal["recompute", "keep"]
+    """What becomes of the keys and values of unfinished generations at an update.
+
+    With ``recompute`` the new weights compute them again, with ``keep`` they stay those of the old
+    weights.
+    """
+
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """Install a whole export between two tokens of the generations that run.
 

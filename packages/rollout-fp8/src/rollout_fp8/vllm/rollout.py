@@ -143,6 +143,7 @@ class VllmRollout:
             vision=self._images is not None,
         )
         self._in_flight = in_flight
+        self.kv_cache_in_flight = self.options.kv_cache_in_flight
         self._expected = Expected.read(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
