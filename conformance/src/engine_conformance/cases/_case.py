@@ -205,17 +205,7 @@ class Case:
                 f"since contract {self.since}, "
                 f"the engine was written for {target.resolution.plugin.contract}"
             )
-        missing = [str(c) for c in self.requires if c not in have]
-        if self.in_flight and not target.resolution.plugin.in_flight:
-            missing.append("in_flight")
-        if (
-            target.world > 1
-            and Capability.DP not in have
-            and not _MODEL_PARALLEL & {*self.requires, *target.spread}
-        ):
-            missing.append(str(Capability.DP))
-        if target.dtype == "bfloat16" and self.profile != "rollout" and Capability.BF16 not in have:
-            missing.append(str(Capability.BF16))
+        missing = self._undeclared(target)
         if missing:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
@@ -229,6 +219,22 @@ class Case:
         if target.world not in self.world:
             return f"says nothing at world {target.world}"
         return None if target.dtype in self.dtypes else f"says nothing in {target.dtype}"
+
+    def _undeclared(self, target: Target) -> list[str]:
+        """Return what the case needs on ``target`` and the plug-in does not declare."""
+        have = target.capabilities
+        missing = [str(c) for c in self.requires if c not in have]
+        if self.in_flight and not target.resolution.plugin.in_flight:
+            missing.append("in_flight")
+        if (
+            target.world > 1
+            and Capability.DP not in have
+            and not _MODEL_PARALLEL & {*self.requires, *target.spread}
+        ):
+            missing.append(str(Capability.DP))
+        if target.dtype == "bfloat16" and self.profile != "rollout" and Capability.BF16 not in have:
+            missing.append(str(Capability.BF16))
+        return missing
 
 
 def case(

@@ -243,7 +243,7 @@ def _tokens_match(
     bound = target.tolerance("log_probs")
     want = list[Tensor]()
     for one, count in zip(plain, counts, strict=True):
-        found = _expected(log, one, prompt, count, weights)
+        found = _expected(one, prompt, count, weights)
         _name_other_weights(log, one, count, found, bound.atol, where)
         want.append(found[log.mode])
     return assert_close_per_token(
@@ -256,7 +256,7 @@ def _tokens_match(
 
 
 def _expected(
-    log: FlightLog, one: Completion, prompt: Sequence[int], count: int, weights: _Weights
+    one: Completion, prompt: Sequence[int], count: int, weights: _Weights
 ) -> dict[str, Tensor]:
     """Return log-probs of a completion's tokens by what made those after the first ``count``.
 
@@ -325,7 +325,6 @@ def _modes_differ(log: FlightLog, weights: _Weights) -> float:
         for one in reply.completions
         for found in [
             _expected(
-                log,
                 one,
                 reply.action.prompts[0],
                 one.weight_versions.count(log.old),

@@ -329,7 +329,7 @@ class RecomputesTokensAlone(InFlight):
     def forget(self) -> None:
         for one in self.sequences():
             if one.cache is not None:
-                one.cache.crop(len(one.prompt))
+                one.cache.crop(len(one.prompt) - 1)
 
 
 class _SharesPrefixes(InFlight):

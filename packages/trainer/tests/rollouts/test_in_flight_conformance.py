@@ -27,7 +27,7 @@ WRONG = {
     "RecomputesInSilence": "the new weights alone explain the tokens after the sync",
     "RecomputesTokensAlone": "old keys and values of the prompt explain the tokens after the sync",
     "SharesOldPrefixes": "old keys and values of the prompt explain the tokens after the sync",
-    "LeavesOldPrefixesToNew": "submitted after it: the new weights over old keys and values of the prompt",
+    "LeavesOldPrefixesToNew": "submitted after it: the new weights over old keys and values",
     "KeepsBegunPrompts": "old keys and values of the prompt explain the tokens after the sync",
     "LetsFinish": "[[200, 0], [200, 0], [200, 0], [200, 0]]",
     "FinishesInside": "the sync let it finish",
