@@ -19,6 +19,7 @@ from engine_conformance.cases import Case, Target, load_cases, run_case
 from engine_conformance.cases._expect import require_refusal_by_name
 from engine_conformance.cases.contract import _member_problems
 from engine_conformance.compare import ConformanceFailure
+from engine_conformance.explain import explain_case
 from engine_conformance.rank_failure import REFUSED, FailedRank, RankError
 from engine_conformance.report.view import facts
 from report_samples import made, row
@@ -205,6 +206,17 @@ def test_an_engine_is_asked_only_for_the_model_families_that_it_declares(tmp_pat
     assert [CASES["refusal.moe"].why_not(one) is None for one in (some, every)] == [False, True]
     assert [one.model().name.split("-")[0] for one in (some, every)] == ["llama", "qwen3"]
     assert len(some.models({"family": "llama"}, {"family": "qwen2"})) == 1
+
+
+@pytest.mark.parametrize(("declared", "told"), [(True, None), (False, "not declared: in_flight")])
+def test_a_rollout_is_asked_for_syncs_during_generation_where_its_descriptor_has_them(
+    declared: bool, told: str | None
+) -> None:
+    plugin = EnginePlugin(name="some", contract="1.4", rows=(), in_flight=declared)
+    target = Target(backend="some", root=Path(), rollout=True)
+    target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
+    assert CASES["rollout.in_flight"].why_not(target) == told
+    assert "applies to: rollouts that declare in_flight" in explain_case("rollout.in_flight")
 
 
 def test_the_quick_tier_runs_some_cases_on_the_smallest_number_of_ranks_alone() -> None:

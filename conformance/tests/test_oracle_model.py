@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engine_conformance.cases import mechanisms, models
 from engine_conformance.cases._case import LM
-from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
+from engine_conformance.fixtures import (
+    LENGTHS,
+    TinyModel,
+    packed_documents,
+    write_adapter,
+    write_checkpoint,
+)
 from engine_conformance.oracle import (
     UnsupportedModel,
     WeightMismatch,
@@ -292,3 +298,27 @@ def test_routing_margin_is_the_closest_choice_so_far(checkpoint: Any, ids: Tenso
     assert got[0] == float("inf")
     torch.testing.assert_close(got[1:], gaps[:-1], **TIGHT)
     assert load_oracle(checkpoint()).routing_margin(ids, [0, len(ids)]).isinf().all()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "gemma2"])
+def test_logits_over_the_keys_and_values_of_other_weights_are_those_of_transformers(
+    family: str, tmp_path: Path, ids: Tensor
+) -> None:
+    folders = [
+        write_checkpoint(tmp_path / str(seed), TinyModel(family=family, tied=False, seed=seed))
+        for seed in (0, 11)
+    ]
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with Float64Everywhere(), torch.no_grad():
+        old, new = (
+            AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64, **plain).eval()
+            for one in folders
+        )
+        cache = old(input_ids=ids[None, :7], use_cache=True).past_key_values
+        want = new(input_ids=ids[None, 7:], past_key_values=cache).logits[0]
+    before, after = map(load_oracle, folders)
+
+    torch.testing.assert_close(after.logits_over(before, ids, 7), want, **TIGHT)
+    torch.testing.assert_close(after.logits_over(after, ids, 7), after.logits(ids)[7:], **TIGHT)
+    apart = after.logits_over(before, ids, 7) - after.logits(ids)[7:]
+    assert apart.abs().max() > 1e-2

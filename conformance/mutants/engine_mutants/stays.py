@@ -72,6 +72,10 @@ STAYS: dict[str, str] = {
         "about rollouts: wrong ones are in "
         "packages/trainer/tests/helpers/pictured_rollouts_with_defects.py",
     ),
+    "rollout.in_flight": (
+        "about rollouts: wrong ones are in "
+        "packages/trainer/tests/helpers/in_flight_rollouts_with_defects.py"
+    ),
     "rollout.*": (
         "about rollouts: wrong ones are in packages/trainer/tests/helpers/rollouts_with_defects.py"
     ),

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pictured_descriptor import NAME
@@ -43,7 +44,7 @@ def pictured(tmp_path: Path) -> Iterator[str]:
     RolloutRegistry.refresh()
 
 
-def run(one: Case, dtype: str, root: Path, backend: str) -> None:
+def run(one: Case, dtype: str, root: Path, backend: str, **options: Any) -> None:
     target = Target(
         backend=backend,
         device=DEVICE,
@@ -51,7 +52,7 @@ def run(one: Case, dtype: str, root: Path, backend: str) -> None:
         dtype=dtype,
         partner="fsdp2",
         rollout=True,
-        options=SMALL,
+        options=SMALL | options,
         # A busy machine may start and warm up vLLM for minutes.
         patience=4.0,
     )
@@ -77,6 +78,25 @@ def chosen(*, with_images: bool) -> list[object]:
 @pytest.mark.parametrize(("one", "dtype"), chosen(with_images=False))
 def test_case(one: Case, dtype: str, root: Path) -> None:
     run(one, dtype, root, "vllm")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_in_flight": "keep"},
+        pytest.param({"executor": "workers"}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"executor": "workers", "kv_cache_in_flight": "keep"}, marks=pytest.mark.nightly
+        ),
+        pytest.param({"speculative": "ngram"}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"speculative": "ngram", "kv_cache_in_flight": "keep"}, marks=pytest.mark.nightly
+        ),
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_case_of_syncs_during_generation(options: dict[str, str], root: Path) -> None:
+    run(load_cases()["rollout.in_flight"], "float32", root, "vllm", **options)
 
 
 @pytest.mark.parametrize(("one", "dtype"), chosen(with_images=True))
