@@ -407,11 +407,27 @@ def _without_argument(target: Target, weights: _Weights, flight: Flight) -> floa
         )
         return 0.0
     reply, again, generated = got
+    margins = list[float]()
+    if reply.error is None:
+        margins += _names_its_weights(target, reply, weights, where)
+    else:
+        # It may generate in the background with the argument alone.
+        refused(reply, where, also=(UnsupportedCapability,))
+    worked(again, f"after {where}")
+    margins.append(_served(target, generated, weights.new, f"after {where}", 90))
+    return max(margins)
+
+
+def _names_its_weights(
+    target: Target, reply: RolloutReply, weights: _Weights, where: str
+) -> list[float]:
+    """Require that a sync was refused, or that each token names the weights that made it."""
     worked(reply, where)
     log = reply.completions
     assert isinstance(log, FlightLog)
     assert log.sync is not None
-    if log.sync.error is not None or log.sync.crash:
+    is_refused = bool(log.sync.error or log.sync.crash)
+    if is_refused:
         refused(log.sync, where)
     margins = list[float]()
     for place, generation in enumerate(log.generations):
@@ -421,20 +437,12 @@ def _without_argument(target: Target, weights: _Weights, flight: Flight) -> floa
             continue
         for one in generation.completions:
             count = _made_before(log, one, own)
-            refusing = log.sync.error is not None
-            must(
-                not refusing or count == len(one.tokens),
-                "weight_versions",
-                f"{one.weight_versions} after a refused sync, {log.old} expected",
-                where=own,
-            )
+            problem = f"{one.weight_versions} after a refused sync, {log.old} expected"
+            must(count == len(one.tokens) or not is_refused, "weight_versions", problem, where=own)
             if count:
-                margins.append(
-                    _made_by(target, _begin_of(one, count), generation, weights.old, own)
-                )
-    worked(again, f"after {where}")
-    margins.append(_served(target, generated, weights.new, f"after {where}", 90))
-    return max(margins)
+                begin = _begin_of(one, count)
+                margins.append(_made_by(target, begin, generation, weights.old, own))
+    return margins
 
 
 def _begin_of(one: Completion, count: int) -> Completion:

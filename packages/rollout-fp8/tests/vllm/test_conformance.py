@@ -18,6 +18,7 @@ from engine_api.registry import RolloutRegistry
 from engine_conformance.cases import Case, Target, load_cases, run_case
 from engine_conformance.ranks import close_pools
 
+NGRAM = {"speculative": "ngram", "truncation": False, "deterministic": False}
 PLACE = os.environ.get("ROLLOUT_TEST_TORCHVISION")
 CASES = [one for one in load_cases().values() if one.profile == "rollout" and one.probes is None]
 pytestmark = [pytest.mark.distributed, pytest.mark.turn]
@@ -83,19 +84,19 @@ def test_case(one: Case, dtype: str, root: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_cache_in_flight": "keep"},
-        pytest.param({"executor": "workers"}, marks=pytest.mark.nightly),
-        pytest.param(
-            {"executor": "workers", "kv_cache_in_flight": "keep"}, marks=pytest.mark.nightly
-        ),
-        pytest.param({"speculative": "ngram"}, marks=pytest.mark.nightly),
-        pytest.param(
-            {"speculative": "ngram", "kv_cache_in_flight": "keep"}, marks=pytest.mark.nightly
+        pytest.param({"kv_cache_in_flight": "keep"}, id="keep"),
+        *(
+            pytest.param(options, id=name, marks=pytest.mark.nightly)
+            for name, options in {
+                "workers": {"executor": "workers"},
+                "workers-keep": {"executor": "workers", "kv_cache_in_flight": "keep"},
+                "ngram": NGRAM,
+                "ngram-keep": NGRAM | {"kv_cache_in_flight": "keep"},
+            }.items()
         ),
     ],
-    ids=lambda options: "-".join(options.values()),
 )
-def test_case_of_syncs_during_generation(options: dict[str, str], root: Path) -> None:
+def test_case_of_syncs_during_generation(options: dict[str, Any], root: Path) -> None:
     run(load_cases()["rollout.in_flight"], "float32", root, "vllm", **options)
 
 
