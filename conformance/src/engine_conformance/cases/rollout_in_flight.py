@@ -151,11 +151,14 @@ def _log_of(reply: RolloutReply, where: str) -> FlightLog:
     log, flight = reply.completions, reply.action
     assert isinstance(log, FlightLog)
     assert isinstance(flight, Flight)
+    assert log.sync is not None
     for nap in log.naps:
         if log.awake:
             refused(nap, f"{where}, {nap.action.member}")
+    if flight.spoil is None:
+        worked(log.sync, where)
     for over, generation in zip(log.ended, log.generations, strict=True):
-        if not (over or flight.spoil or flight.aborted or log.sync is None or log.sync.error):
+        if not (over or flight.spoil or flight.aborted):
             worked(generation, where)
             must(
                 any(one.weight_versions[-1:] == [log.new] for one in generation.completions),
@@ -188,7 +191,6 @@ def _split_by_sync(
     sync, fresh = log.sync, log.fresh
     assert sync is not None
     assert fresh is not None
-    worked(sync, where)
     must(
         log.mode in MODES,
         "kv_cache_in_flight",
@@ -349,9 +351,7 @@ def _stops_at_sync(target: Target, reply: RolloutReply, weights: _Weights) -> fl
     """Require that generations that were aborted during a sync have old tokens alone."""
     where = "generations aborted during a sync"
     log, flight = _log_of(reply, where), reply.action
-    assert log.sync is not None
     assert isinstance(flight, Flight)
-    worked(log.sync, where)
     margins = list[float]()
     for place, (over, generation) in enumerate(zip(log.begun, log.generations, strict=True)):
         own = f"{where}, generation {place}"
