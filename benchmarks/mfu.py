@@ -8,7 +8,8 @@ table for docs/benchmarks.md.
 
 ``--defaults`` measures what ``engine-train`` does with ``engine.backend`` set and nothing else: the
 micro-batch of the contract's default, and compilation, recomputation and chunks of logits as the
-trainer chooses them for ``auto``. Layouts and ``--options`` still apply.
+trainer chooses them for ``auto``. Layouts and ``--options`` still apply. ``--defaults beside`` then
+does the same work as the other arguments say, and prints a table of the ratios to the defaults.
 
 ``--precision bfloat16,float8:rowwise,float8:tensorwise`` does the work of each engine in each
 precision, where the word behind the colon is the engine's ``float8_recipe``, and prints a table of
@@ -143,12 +144,20 @@ class Entry:
     text: str
     precision: str = "bfloat16"
     own: dict[str, Any] = field(default_factory=dict[str, Any])
+    has_defaults: bool = False
 
     def in_precision(self, word: str) -> Entry:
         """Return the entry in a precision ``NAME[:RECIPE]`` of ``--precision``."""
         name, _, recipe = word.partition(":")
         own = {"float8_recipe": recipe} if recipe else {}
         return replace(self, precision=name, own=own)
+
+
+def settings_of(options: argparse.Namespace, layout: Entry) -> list[Entry]:
+    """Return the entries that measure a layout: in each precision, or at the defaults."""
+    own = [layout.in_precision(word) for word in options.precision.split(",")]
+    defaults = [replace(layout, has_defaults=True)]
+    return {None: own, "only": defaults, "beside": defaults + own}[options.defaults]
 
 
 def entries(text: str) -> list[Entry]:
@@ -241,7 +250,7 @@ def choose(options: argparse.Namespace, entry: Entry) -> EngineConfig:
 
 def build(options: argparse.Namespace, entry: Entry) -> Any:
     """Build the engine for these options and initialize it."""
-    config = (choose if options.defaults else configure)(options, entry)
+    config = (choose if entry.has_defaults else configure)(options, entry)
     engine = EngineRegistry.create(backend=entry.backend, device=options.device, config=config)
     engine.initialize()
     return engine
@@ -292,7 +301,7 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
         "tokens": options.tokens,
         "micro_batches": result.num_micro_batches,
         "document": options.document,
-        "defaults": options.defaults,
+        "defaults": entry.has_defaults,
         "precision": engine.resolved()["precision.compute"],
         "max_tokens": engine.config.memory.max_tokens,
         "attention": getattr(engine, "kernel", options.attention),
@@ -324,9 +333,10 @@ def compare(rows: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
         recipe = row["options"].get("float8_recipe", "")
+        defaults = "defaults:" if row["defaults"] else ""
         cells = (
             row["backend"],
-            " ".join(part for part in (row["precision"], recipe) if part),
+            " ".join(part for part in (defaults, row["precision"], recipe) if part),
             row["step_ms"],
             f"{row['tokens_per_s']:,}",
             f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f}",
@@ -411,7 +421,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a step and GPU")
     parser.add_argument("--document", type=int, default=4096)
     parser.add_argument(
-        "--defaults", action="store_true", help="as engine-train with nothing but the backend set"
+        "--defaults",
+        nargs="?",
+        const="only",
+        choices=("only", "beside"),
+        help="as engine-train with the backend alone; `beside`: then as the other arguments say",
     )
     parser.add_argument(
         "--precision",
@@ -438,7 +452,7 @@ def main() -> None:
     options = parser.parse_args()
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     words = options.precision.split(",")
-    if options.defaults and len(words) > 1:
+    if options.defaults == "only" and len(words) > 1:
         parser.error("--defaults: one precision, which engine-train chooses")
     layouts = entries(options.backend)
     if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):
@@ -446,12 +460,12 @@ def main() -> None:
     rows = []
     is_first = os.environ.get("RANK", "0") == "0"
     with process_group(options.device):
-        for entry in (layout.in_precision(word) for layout in layouts for word in words):
+        for entry in (entry for layout in layouts for entry in settings_of(options, layout)):
             rows.append(measure(options, entry))
             gc.collect()
             if is_first:
                 print(json.dumps(rows[-1]), flush=True)
-    if is_first and len(words) > 1:
+    if is_first and (len(words) > 1 or options.defaults == "beside"):
         print(compare(rows), file=sys.stderr, flush=True)
 
 

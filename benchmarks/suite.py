@@ -220,6 +220,33 @@ def throughput(
     )
 
 
+def rl_steps(name: str, shape: str, *arguments: str) -> dict[str, Step]:
+    """Return two steps of benchmarks/rl_step.py on two GPUs: the recipe as it is, and at its best.
+
+    Args:
+        name: start of the steps' names.
+        shape: shape of the model.
+        arguments: work of a step, the same for both.
+    """
+    return {
+        name + suffix: Step(
+            command=(
+                *("-m", "benchmarks.rl_step", "--shape", shape, "--gpus", "2"),
+                *("--sequences", "256", "--warmup", "1", "--steps", "3"),
+                *arguments,
+                *own,
+            ),
+            seconds=590,
+            gpus=2,
+        )
+        for suffix, own in (
+            # The recipe's own micro-batch.
+            ("", ("--max-tokens", "24576")),
+            ("-best", ("engine.memory.compile=true", "engine.memory.recompute=none")),
+        )
+    }
+
+
 WORK = ("--tokens", "16384", "--document", "4096", "--steps", "6", "--warmup", "3")
 IN_FLOAT8 = (
     "--recompute",
@@ -354,6 +381,18 @@ STEPS = {
         )
         for recipe in ("rowwise", "tensorwise")
     },
+    # What a user gets who sets nothing but the model, and what the best settings give.
+    **{
+        f"defaults-{shape}": mfu(
+            "fsdp2", shape, 300, *WORK, "--tokens", "32768", "--defaults", "beside"
+        )
+        for shape in ("0.6b", "1.7b")
+    },
+    "defaults-8b-2": mfu(
+        "fsdp2", "8b", 500, *WORK, "--recompute", "full", "--defaults", "beside", gpus=2
+    ),
+    **rl_steps("defaults-rl-0.6b", "qwen3-0.6b"),
+    **rl_steps("defaults-rl-8b", "qwen3-8b", "--new", "512"),
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
     "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
@@ -469,6 +508,7 @@ STEPS = {
 
 # Names of several steps.
 GROUPS = {
+    "defaults": [name for name in STEPS if name.startswith("defaults-")],
     "host": [name for name in STEPS if name.startswith("host-")],
     "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],

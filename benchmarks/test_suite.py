@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import suite
-from benchmarks.mfu import union_length
+from benchmarks.mfu import compare, entries, settings_of, union_length
 from benchmarks.suite import STEPS, Step, expand, read_environments
 
 ENGINES = ("fsdp2", "megatron", "veomni", "torchtitan", "automodel")
@@ -31,6 +32,17 @@ def test_a_group_has_each_engine_at_its_best_and_at_its_defaults(group: str) -> 
         assert "--defaults" in STEPS[f"{group}-{engine}-defaults"].command
         assert "--defaults" not in STEPS[f"{group}-{engine}"].command
     assert not [name for name in names if "long" in name or "kept" in name]
+
+
+def test_defaults_are_measured_beside_the_best_settings_in_training_and_in_rl() -> None:
+    """A step of training measures both, and those of RL are two for each model."""
+    names = expand("defaults")
+    for name in ("defaults-0.6b", "defaults-1.7b", "defaults-8b-2"):
+        assert name in names
+        assert STEPS[name].command[-2:] == ("--defaults", "beside")
+    for name in ("defaults-rl-0.6b", "defaults-rl-8b"):
+        assert {name, f"{name}-best"} <= set(names)
+        assert not [word for word in STEPS[name].command if "=" in word]
 
 
 def test_a_step_that_is_named_twice_runs_once_where_it_was_named_first() -> None:
@@ -82,6 +94,21 @@ def test_a_step_runs_in_its_own_environment_and_else_in_its_backends(
         {"step": "second", "ONE": "backend", "TWO": "step"},
     ]
     assert "first" in capsys.readouterr().out
+
+
+def test_defaults_beside_other_settings_come_first_and_are_what_the_ratios_refer_to() -> None:
+    """Each precision follows, and without `beside` there is one of the two."""
+    (layout,) = entries("fsdp2")
+    words = "bfloat16,float8:rowwise"
+    shown = settings_of(Namespace(defaults="beside", precision=words), layout)
+    assert [entry.has_defaults for entry in shown] == [True, False, False]
+    assert [entry.precision for entry in shown[1:]] == ["bfloat16", "float8"]
+    assert settings_of(Namespace(defaults="only", precision="bfloat16"), layout) == shown[:1]
+    assert settings_of(Namespace(defaults=None, precision=words), layout) == shown[1:]
+    rows = [measured("", 10000, defaults=True), measured("", 12500)]
+    first, second = compare(rows).splitlines()[2:]
+    assert "| defaults: bfloat16 | 2000.0 | 10,000 | 1.00 |" in first
+    assert "| bfloat16 | 2000.0 | 12,500 | 1.25 |" in second
 
 
 def measured(step: str, rate: int, **given: Any) -> dict[str, Any]:

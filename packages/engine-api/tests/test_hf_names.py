@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_api.hf_names import Piece, views  # noqa: E402 - needs torch
+from engine_api.hf_names import Piece, Views  # noqa: E402 - needs torch
 from engine_api.weights import assemble  # noqa: E402 - the same
 
 # Of a parameter [4, 6, 5]: first index and size in each dimension.
@@ -37,7 +37,7 @@ def test_all_views_at_once_are_the_views_one_by_one(box: str) -> None:
     offset, shape = BOXES[box]
     held = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
     pieces = fused_pieces()
-    found = views(pieces, held, offset)
+    found = Views(pieces, offset, held.shape).of(held)
     for piece, view in zip(pieces, found, strict=True):
         want = piece.view(held, offset)
         assert view.shape == want.shape and view.stride() == want.stride(), piece
@@ -67,7 +67,7 @@ def test_boxes_of_a_grid_make_up_each_piece(cuts: tuple[int, ...]) -> None:
 
 def test_a_parameter_that_is_one_piece_is_itself() -> None:
     whole = torch.ones(3, 2)
-    (found,) = views([Piece(name="w", shape=(3, 2))], whole)
+    (found,) = Views([Piece(name="w", shape=(3, 2))], (), whole.shape).of(whole)
     assert found is whole
 
 
@@ -81,7 +81,7 @@ def test_a_parameter_that_is_saved_in_parts_of_its_rows(offset: int, size: int) 
         Piece(name="v", shape=(5, 2), rows=(3, 8)),
     ]
     held = whole[offset : offset + size]
-    found = views(pieces, held, (offset, 0))
+    found = Views(pieces, (offset, 0), held.shape).of(held)
     for piece, view in zip(pieces, found, strict=True):
         spec = piece.spec((offset, 0), (size, 2), replica=0)
         assert spec.shape == view.shape

@@ -74,6 +74,24 @@ def test_an_export_that_changed_its_layout_is_refused(tmp_path) -> None:
         list(export.export(Shards(other, 0, 1)))
 
 
+def test_an_export_may_lie_elsewhere_at_each_sync_but_not_in_other_strides(tmp_path) -> None:
+    """Rows at another distance are another table for the kernels."""
+    export = exporter(tmp_path, "fp8")
+    for seed in (0, 1, 0):
+        weights = checkpoint(seed)
+        got = {name: tensor.clone() for name, tensor in export.export(Shards(weights, 0, 1))}
+        for name, tensor in exporter(tmp_path, "fp8").export(Shards(weights, 0, 1)):
+            assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    # What kernels cannot read is copied, as at the first sync.
+    turned = {name: tensor.t().contiguous().t() for name, tensor in checkpoint(0).items()}
+    again = {name: tensor.clone() for name, tensor in export.export(Shards(turned, 0, 1))}
+    assert all(torch.equal(again[n].view(torch.uint8), got[n].view(torch.uint8)) for n in got)
+    wide = {name: torch.cat([t, t], -1)[..., : t.shape[-1]] for name, t in checkpoint(0).items()}
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"another layout than at .*\n.*expected torch"):
+            list(export.export(Shards(wide, 0, 1)))
+
+
 def test_a_model_that_the_layer_table_does_not_know_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text(
         '{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}'

@@ -106,27 +106,46 @@ def _overlap(rows: tuple[int, int], first: int, count: int) -> range:
     return range(max(rows[0], first), min(rows[1], first + count))
 
 
-def views(
-    pieces: Sequence[Piece], tensor: torch.Tensor, offset: Sequence[int] = ()
-) -> list[torch.Tensor]:
-    """Return ``Piece.view(tensor, offset)`` of each piece.
+class Views:
+    """A box's part of each piece of a parameter, as views of any tensor of the box's elements.
 
-    The views of all experts are made at once, because a model has thousands of them.
+    The part of each is computed once, and the views of all experts are made at once, because a
+    model has thousands of them.
+
+    Args:
+        pieces: the pieces, in the order of the views.
+        offset: where the box begins in the parameter; empty: at its first element.
+        shape: shape of the box.
     """
-    if all(piece.expert is None for piece in pieces):
-        return [piece.view(tensor, offset) for piece in pieces]
-    start = tuple(offset) or (0,) * tensor.dim()
-    experts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-    for kind in {piece.rows for piece in pieces if piece.expert is not None}:
-        rows = _overlap(kind, start[1], tensor.shape[1])
-        if rows:
-            experts[kind] = tensor[:, rows.start - start[1] : rows.stop - start[1]].unbind()
-    return [
-        piece.view(tensor, start)
-        if piece.expert is None or not piece.is_in(start, tensor.shape)
-        else experts[piece.rows][piece.expert - start[0]]
-        for piece in pieces
-    ]
+
+    def __init__(
+        self, pieces: Sequence[Piece], offset: Sequence[int], shape: Sequence[int]
+    ) -> None:
+        self._start = tuple(offset) or (0,) * len(shape)
+        # The rows of each kind of experts' pieces, and the first view of each kind among all views.
+        self._kinds: dict[tuple[int, int], slice] = {}
+        firsts: dict[tuple[int, int], int] = {}
+        # The other pieces, each beside its place.
+        self._others: list[tuple[int, Piece]] = []
+        self._places: list[int] = []
+        for place, piece in enumerate(pieces):
+            if piece.expert is None or not piece.is_in(self._start, shape):
+                self._others.append((place, piece))
+                continue
+            if piece.rows not in firsts:
+                rows = _overlap(piece.rows, self._start[1], shape[1])
+                begin = rows.start - self._start[1]
+                self._kinds[piece.rows] = slice(begin, begin + len(rows))
+                firsts[piece.rows] = len(firsts) * shape[0]
+            self._places.append(firsts[piece.rows] + piece.expert - self._start[0])
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``Piece.view(tensor, offset)`` of each piece."""
+        every = [view for rows in self._kinds.values() for view in tensor[:, rows].unbind()]
+        found = [every[place] for place in self._places]
+        for place, piece in self._others:
+            found.insert(place, piece.view(tensor, self._start))
+        return found
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:

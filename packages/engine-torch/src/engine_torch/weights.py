@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_api.hf_folder import WeightFiles
-from engine_api.hf_names import Piece, float32_buffers, views
+from engine_api.hf_names import Piece, Views, float32_buffers
 from engine_api.weights import ShardSpec, random_weight
 from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
@@ -54,6 +54,7 @@ class ShardedParam:
     """
 
     _specs: list[ShardSpec] | None = None
+    _views: Views | None = None
 
     @property
     def local(self) -> Tensor:
@@ -91,7 +92,9 @@ class ShardedParam:
 
     def views(self, local: Tensor) -> list[Tensor]:
         """Return each piece's part of ``local``, a tensor of this rank's elements."""
-        return views(self.pieces, local, self.box.offset)
+        if self._views is None:
+            self._views = Views(self.pieces, self.box.offset, self.box.shape)
+        return self._views.of(local)
 
 
 def parameter_table(

@@ -252,7 +252,7 @@ class EngineStream:
         self._is_whole = True
 
     def _read(self) -> Reader:
-        return Reader(self._plan, self._filler.rank, self._export())
+        return self._filler.read(self._export())
 
 
 class AdapterStream:

@@ -14,9 +14,9 @@ from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
-from rollout_fp8.fp8.quantize import QuantizePlan, ScalePolicy
-from rollout_fp8.kernels.cast import CastPlan
-from rollout_fp8.kernels.table import Layout, layouts, misfit, rows_of
+from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
+from rollout_fp8.kernels.cast import BoundCast, CastPlan
+from rollout_fp8.kernels.table import Layout, describe, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
 from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan
@@ -48,6 +48,10 @@ class Filler:
             torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots
         ]
         self._work: dict[int, _Work] = {}
+        # Layouts of a bucket's shards at the first sync, if kernels read them where they are.
+        self._in_place: dict[int, tuple[Layout, ...]] = {}
+        # This rank's boxes as the engine gave them last: most engines give the same objects again.
+        self._boxes = [source.boxes[self.rank] for source in plan.sources]
         self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
         self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
         # One flag for each source that this rank computes, bucket by bucket, and the tensor of each
@@ -65,6 +69,10 @@ class Filler:
         self._sums.zero_()
         self._flags.zero_()
         self._error = None
+
+    def read(self, shards: ShardExport) -> Reader:
+        """Return a pass over an engine's export."""
+        return Reader(self._plan, self._boxes, shards)
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
         """Return ``work()``, or None if an earlier attempt of this sync failed (unless ``always``).
@@ -92,15 +100,17 @@ class Filler:
         """
         buffer = self._buffers[bucket.wire.slot]
         places = [part.source for part in bucket.of_rank(self.rank)]
-        mine = self.attempt(
-            lambda: [self._here(shard) for shard in require_value(reader).take(places)]
-        )
+        taken = self.attempt(lambda: self._take(bucket, require_value(reader), places))
+        mine, is_checked = taken or (None, False)
         if not bucket.gathered:
             with phases.phase("gather"):
                 sources = [self._plan.sources[place] for place in places]
                 mine = self._gather_first(sources, mine, gather)
+                is_checked = is_checked and self._world_size == 1
         with phases.phase("quantize"):
-            self.attempt(lambda: self._compute(bucket, require_value(mine), buffer))
+            self.attempt(
+                lambda: self._compute(bucket, require_value(mine), buffer, is_checked=is_checked)
+            )
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
@@ -147,8 +157,8 @@ class Filler:
                 why=f"it failed on rank {ranks}",
                 remedy="that rank's own error says why; fix it, then sync again",
             )
-        bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
-        if bad:
+        if any(flags):
+            bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
             raise self._not_finite(plan, bad)
         if not self.audit:
             return {}
@@ -172,13 +182,33 @@ class Filler:
             remedy=remedy,
         )
 
+    def _take(
+        self, bucket: Bucket, reader: Reader, places: Sequence[int]
+    ) -> tuple[list[Tensor], bool]:
+        """Return this rank's shards on the device, and whether they lie as they always did.
+
+        There may be thousands, so those that do are looked at once.
+        """
+        shards = reader.take(places)
+        known = self._in_place.get(id(bucket))
+        if known is not None and misfit(shards, known) is None:
+            return shards, True
+        reader.check(places, shards)
+        here = [self._here(shard) for shard in shards]
+        is_first = id(bucket) not in self._work
+        if is_first and all(a is b for a, b in zip(shards, here, strict=True)):
+            self._in_place[id(bucket)] = layouts(shards)
+        return here, False
+
     def _here(self, shard: Tensor) -> Tensor:
         if shard.device.type != self.device.type:
             # A copy to the host that does not wait would be read before it has arrived.
             shard = shard.to(self.device, non_blocking=self._is_queued)
         return shard if shard.is_contiguous() else _in_rows(shard)
 
-    def _compute(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> None:
+    def _compute(
+        self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor, *, is_checked: bool
+    ) -> None:
         try:
             work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
         # A plan raises it: words are cut, or a weight is not of two dimensions.
@@ -190,6 +220,8 @@ class Filler:
                 remedy="use another layout of the engine (engine.parallelism), or "
                 "rollout.name=local",
             ) from error
+        if not is_checked:
+            work.check(mine)
         work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
@@ -210,9 +242,9 @@ class Filler:
         if quantized:
             quantize = QuantizePlan(
                 layouts(quantized_sources), *map(layouts, outs), scales=self._scales
-            )
+            ).bind(*outs)
         if plain:
-            cast = CastPlan(layouts(plain_sources), layouts(casts))
+            cast = CastPlan(layouts(plain_sources), layouts(casts)).bind(casts)
         if self.audit and slices:
             boxes = [s.box for s in slices]
             groups = [self._place[s.tensor.name] for s in slices]
@@ -225,9 +257,7 @@ class Filler:
         self._work[id(bucket)] = _Work(
             layouts=layouts(mine),
             quantized=[i for i, *_ in quantized],
-            outs=outs,
             plain=[i for i, _ in plain],
-            casts=casts,
             quantize=quantize,
             cast=cast,
             checksums=checksums,
@@ -291,9 +321,9 @@ class Reader:
     It may begin with a collective, because all ranks begin here.
     """
 
-    def __init__(self, plan: ExportPlan, rank: int, shards: ShardExport) -> None:
+    def __init__(self, plan: ExportPlan, boxes: list[ShardSpec], shards: ShardExport) -> None:
         self._sources = plan.sources
-        self._rank = rank
+        self._boxes = boxes
         self._shards = shards
         # Index of the source that was read last.
         self._at = 0
@@ -305,7 +335,7 @@ class Reader:
         In the order of the export they come after the shards taken before.
 
         Raises:
-            RolloutError: the export is not the planned one.
+            RolloutError: names or boxes are not those of the plan.
         """
         mine: list[Tensor] = []
         for place in wanted:
@@ -314,6 +344,16 @@ class Reader:
                 self._last = self._read()
             mine.append(self._last)
         return mine
+
+    def check(self, places: Sequence[int], shards: Sequence[Tensor]) -> None:
+        """Raise ``RolloutError`` where shards are of another shape or dtype than planned."""
+        for place, shard in zip(places, shards, strict=True):
+            source, shape = self._sources[place], self._boxes[place].shape
+            if shard.dtype != source.stored or shard.shape != shape:
+                raise _changed(
+                    f"{source.name} {shape} {source.stored}",
+                    f"{tuple(shard.shape)} {shard.dtype}",
+                )
 
     def finish(self) -> None:
         """Read to the export's end.
@@ -326,15 +366,13 @@ class Reader:
             raise _changed("nothing more", name)
 
     def _read(self) -> Tensor:
-        source = self._sources[self._at]
+        place = self._at
+        source, box = self._sources[place], self._boxes[place]
         name, shard, spec = next(self._shards, ("nothing", None, None))
-        box = source.boxes[self._rank]
         if shard is None or name != source.name or not (spec is box or spec == box):
             raise _changed(f"{source.name} {box}", f"{name} {spec}")
-        if shard.dtype != source.stored or shard.shape != box.shape:
-            raise _changed(
-                f"{name} {box.shape} {source.stored}", f"{tuple(shard.shape)} {shard.dtype}"
-            )
+        if spec is not None:
+            self._boxes[place] = spec
         return shard
 
 
@@ -374,25 +412,28 @@ class _Work:
 
     layouts: tuple[Layout, ...]
     quantized: list[int]
-    outs: tuple[list[Tensor], list[Tensor]]
     plain: list[int]
-    casts: list[Tensor]
     flags: tuple[Tensor, Tensor]
-    quantize: QuantizePlan | None
-    cast: CastPlan | None
+    quantize: BoundQuantize | None
+    cast: BoundCast | None
     checksums: BoundChecksum | None
 
-    def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
-        """Queue the launches for shards of the layouts that they were prepared for."""
-        if misfit(mine, self.layouts) is not None:
+    def check(self, mine: Sequence[Tensor]) -> None:
+        """Raise ``RolloutError`` for shards of other layouts than those prepared for."""
+        if (i := misfit(mine, self.layouts)) is not None:
+            (found,) = layouts(mine[i : i + 1])
             raise RolloutError(
                 "the engine's shards have another layout than at the first sync",
                 where=WHERE,
+                why=f"expected {describe(self.layouts[i])}, got {describe(found)}",
                 remedy="create a new exporter",
             )
+
+    def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
+        """Queue the launches for shards of the layouts that they were prepared for."""
         if self.quantize is not None:
-            self.quantize.fill([mine[i] for i in self.quantized], *self.outs, self.flags[0])
+            self.quantize.run([mine[i] for i in self.quantized], self.flags[0])
         if self.cast is not None:
-            self.cast.fill([mine[i] for i in self.plain], self.casts, self.flags[1])
+            self.cast.run([mine[i] for i in self.plain], self.flags[1])
         if self.checksums is not None:
             self.checksums.run(sums)

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from rollout_fp8.kernels.table import (
     VECTOR,
+    AddressTable,
     Layout,
-    addresses,
     check_layouts,
     describe,
     has_kernels,
@@ -173,20 +173,55 @@ class QuantizePlan:
         broken: Tensor | None = None,
     ) -> None:
         """Do ``run`` for a caller that has compared the layouts itself."""
-        if self._launches is None:
-            for i, (weight, q, s) in enumerate(zip(weights, out, scales_out, strict=True)):
+        self.bind(out, scales_out).run(weights, broken)
+
+    def bind(self, out: Sequence[Tensor], scales_out: Sequence[Tensor]) -> BoundQuantize:
+        """Return the quantization into these tensors, whose addresses are then read only once."""
+        return BoundQuantize(out, scales_out, self._launches, pow2=self._pow2)
+
+
+class BoundQuantize:
+    """``QuantizePlan`` and the tensors that it quantizes into, which it keeps.
+
+    The weights may be others at each run.
+    """
+
+    def __init__(
+        self,
+        out: Sequence[Tensor],
+        scales_out: Sequence[Tensor],
+        launches: list[_Launch] | None,
+        *,
+        pow2: bool,
+    ) -> None:
+        self._out = out
+        self._scales_out = scales_out
+        self._launches = launches
+        self._pow2 = pow2
+        self._table = None if launches is None else AddressTable(out, scales_out)
+        # Of each launch: whether everything in it is aligned.
+        self._aligned: list[bool] = []
+
+    def run(self, weights: Sequence[Tensor], broken: Tensor | None = None) -> None:
+        """Queue the quantization of weights whose layouts the caller has compared."""
+        if self._table is None or self._launches is None:
+            for i, (weight, q, s) in enumerate(
+                zip(weights, self._out, self._scales_out, strict=True)
+            ):
                 _quantize_plain(weight, q, s, pow2=self._pow2)
                 if broken is not None:
                     broken[i] |= ~s.isfinite().all()
             return
         from rollout_fp8.kernels.quantize import launch
 
-        table = addresses((weights, out, scales_out))
-        on_device = to_device(table, weights[0].device)
-        for work in self._launches:
-            aligned = work.aligned and is_aligned(table[work.tensors, :2])
+        if self._table.update(weights):
+            self._aligned = [
+                work.aligned and is_aligned(self._table.host[work.tensors, :2])
+                for work in self._launches
+            ]
+        for work, aligned in zip(self._launches, self._aligned, strict=True):
             launch(
-                on_device,
+                self._table.on_device,
                 work.sizes,
                 work.blocks,
                 broken,

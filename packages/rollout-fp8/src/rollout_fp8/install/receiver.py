@@ -81,7 +81,7 @@ class Receiver:
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
         self._places = {name: _place(self._read(name)) for name in written}
-        self._copies: dict[tuple[int, int], BoundCast | None] = {}
+        self._copies: dict[tuple[int, int], tuple[BoundCast, list[Tensor]] | None] = {}
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
@@ -225,12 +225,14 @@ class Receiver:
             sources = [source for source, _ in pairs]
             targets = [target for _, target in pairs]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
-            bound: BoundCast | None = None
             if pairs:
-                bound = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
-            self._copies[key] = bound
+                bound = CastPlan(layouts(sources), layouts(targets)).bind(targets)
+                self._copies[key] = bound, sources
+            else:
+                self._copies[key] = None
         if (copies := self._copies[key]) is not None:
-            copies.run()
+            bound, sources = copies
+            bound.run(sources)
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:

@@ -45,7 +45,7 @@ class SyncSession:
     def __init__(self, workers: Workers, expected: Expected | None = None) -> None:
         self._workers = workers
         self._expected = expected
-        self._audit: tuple[WirePlan, Audit] | None = None
+        self._learned: _Learned | None = None
 
     def run(self, stream: WireStream, version: int) -> SyncResult:
         """Install the stream and compare what is served with it.
@@ -55,12 +55,12 @@ class SyncSession:
                 failed; some weights may then be new and some old, so that nothing may be generated.
         """
         plan = stream.plan
-        if self._audit is None or self._audit[0].tensors != plan.tensors:
-            self._audit = None
+        if self._learned is None or not self._learned.fits(plan):
+            self._learned = None
             if self._expected is not None:
                 self._expected.check(plan)
-            self._audit = (plan, Audit(plan, self._workers.learn(plan)))
-            if stream.audit and (unread := self._audit[1].unread):
+            self._learned = _Learned(plan, Audit(plan, self._workers.learn(plan)))
+            if stream.audit and (unread := self._learned.audit.unread):
                 log.warning(
                     "the server cannot read back %d of %d tensors, %s among them: "
                     "the audit leaves them out",
@@ -68,24 +68,23 @@ class SyncSession:
                     len(plan.tensors),
                     unread[0],
                 )
+        learned = self._learned
         results = self._workers.sync(stream)
         # This also raises where a weight was not finite.
         exported = stream.checksums()
         if stream.audit:
-            self._audit[1].check(exported, [sums for sums, _ in results])
+            learned.audit.check(exported, [sums for sums, _ in results])
         seconds = dict(stream.seconds())
         for _, phases in results:
             for name, value in phases.items():
                 seconds[name] = max(seconds.get(name, 0.0), value)
-        quantized = sum(t.dtype == torch.float8_e4m3fn for t in plan.tensors.values())
-        scales = sum(name.endswith(SCALE_SUFFIX) for name in plan.tensors)
         return SyncResult(
             version=version,
-            num_tensors=len(plan.tensors) - scales,
-            num_quantized=quantized,
-            num_bytes=plan.num_bytes,
+            num_tensors=learned.num_tensors,
+            num_quantized=learned.num_quantized,
+            num_bytes=learned.num_bytes,
             seconds=seconds,
-            audited=stream.audit and not self._audit[1].unread,
+            audited=stream.audit and not learned.audit.unread,
         )
 
     def forget_weights(self) -> None:
@@ -93,4 +92,21 @@ class SyncSession:
 
     def forget(self) -> None:
         """Learn again at the next sync, because the server was made again."""
-        self._audit = None
+        self._learned = None
+
+
+class _Learned:
+    """What stays the same from sync to sync, of a plan's thousands of tensors."""
+
+    def __init__(self, plan: WirePlan, audit: Audit) -> None:
+        self.audit = audit
+        tensors = plan.tensors.values()
+        scales = sum(name.endswith(SCALE_SUFFIX) for name in plan.tensors)
+        self.num_tensors = len(tensors) - scales
+        self.num_quantized = sum(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
+        self.num_bytes = plan.num_bytes
+        self._plan = plan
+
+    def fits(self, plan: WirePlan) -> bool:
+        """Return whether a plan has the same tensors."""
+        return plan is self._plan or plan.tensors == self._plan.tensors

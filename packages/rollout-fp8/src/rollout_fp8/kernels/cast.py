@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rollout_fp8.kernels.table import (
     VECTOR,
+    AddressTable,
     Layout,
     Rows,
-    addresses,
     check_layouts,
     describe,
     has_kernels,
@@ -90,46 +90,44 @@ class CastPlan:
         self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
     ) -> None:
         """Do ``run`` for a caller that has compared the layouts itself."""
-        self.bind(sources, outs).run(broken)
+        self.bind(outs).run(sources, broken)
 
-    def bind(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> BoundCast:
-        """Return the casts bound to these tensors, whose addresses are then read only once."""
-        if self._launches is None:
-            return BoundCast(sources, outs, None, [])
-        table = addresses((sources, outs))
-        launches = [
-            (work, work.aligned and is_aligned(table[work.items])) for work in self._launches
-        ]
-        return BoundCast(sources, outs, to_device(table, sources[0].device), launches)
+    def bind(self, outs: Sequence[Tensor]) -> BoundCast:
+        """Return the casts into these tensors, whose addresses are then read only once."""
+        return BoundCast(outs, self._launches)
 
 
-class BoundCast(NamedTuple):
-    """``CastPlan`` and the tensors that it is run on, which it keeps."""
+class BoundCast:
+    """``CastPlan`` and the tensors that it casts into, which it keeps.
 
-    sources: Sequence[Tensor]
-    outs: Sequence[Tensor]
-    table: Tensor | None
-    """Addresses of the tensors.
-
-    None disables kernels.
+    The sources may be others at each run.
     """
-    launches: list[tuple[_Launch, bool]]
-    """Each launch, and whether everything in it is aligned."""
 
-    def run(self, broken: Tensor | None = None) -> None:
-        """See ``CastPlan.run``."""
-        if self.table is None:
+    def __init__(self, outs: Sequence[Tensor], launches: list[_Launch] | None) -> None:
+        self._outs = outs
+        self._launches = launches
+        self._table = None if launches is None else AddressTable(outs)
+        # Of each launch: whether everything in it is aligned.
+        self._aligned: list[bool] = []
+
+    def run(self, sources: Sequence[Tensor], broken: Tensor | None = None) -> None:
+        """Queue the copies of sources whose layouts the caller has compared."""
+        if self._table is None or self._launches is None:
             with torch.no_grad():
-                for i, (source, out) in enumerate(zip(self.sources, self.outs, strict=True)):
+                for i, (source, out) in enumerate(zip(sources, self._outs, strict=True)):
                     out.copy_(source)
                     if broken is not None:
                         broken[i] |= ~out.isfinite().all()
             return
         from rollout_fp8.kernels.copy import launch
 
-        for work, aligned in self.launches:
+        if self._table.update(sources):
+            self._aligned = [
+                work.aligned and is_aligned(self._table.host[work.items]) for work in self._launches
+            ]
+        for work, aligned in zip(self._launches, self._aligned, strict=True):
             launch(
-                self.table,
+                self._table.on_device,
                 work.records,
                 broken,
                 source=work.dtypes[0],

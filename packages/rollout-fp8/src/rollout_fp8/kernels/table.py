@@ -156,6 +156,35 @@ def addresses(lists: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
     return np.array([[t.data_ptr() for t in tensors] for tensors in lists], dtype=np.int64).T
 
 
+class AddressTable:
+    """Addresses of tensors that may move from run to run, beside those of others that stay.
+
+    The table goes to the device again only when an address has changed: an engine's weights stay
+    where they are.
+
+    Args:
+        staying: lists of tensors, each as long as the list of those that may move.
+
+    Attributes:
+        host: the addresses, int64 [tensors, lists], those that may move first in a row.
+        on_device: the same on the device, without rows before the first update.
+    """
+
+    def __init__(self, *staying: Sequence[Tensor]) -> None:
+        self.host = np.zeros((len(staying[0]), 1 + len(staying)), dtype=np.int64)
+        self.host[:, 1:] = addresses(staying)
+        self.on_device = torch.empty((0, 1 + len(staying)), dtype=torch.int64)
+
+    def update(self, moving: Sequence[Tensor]) -> bool:
+        """Look where the tensors are, and return whether any has moved since the last time."""
+        found = np.fromiter(map(Tensor.data_ptr, moving), dtype=np.int64, count=len(moving))
+        if len(self.on_device) and np.array_equal(found, self.host[:, 0]):
+            return False
+        self.host[:, 0] = found
+        self.on_device = to_device(self.host, moving[0].device)
+        return True
+
+
 def is_aligned(*byte_counts: NDArray[np.int64] | int) -> bool:
     """Return whether every address, stride and length is a multiple of ``VECTOR`` bytes."""
     return all(not np.bitwise_or.reduce(np.ravel(b), initial=0) % VECTOR for b in byte_counts)

@@ -15,7 +15,13 @@ from typing import Any, cast
 import torch
 
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
+from engine_api.errors import (
+    ConfigError,
+    EngineError,
+    PeerError,
+    RolloutError,
+    UnsupportedCapability,
+)
 from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
 from engine_api.rollout import (
@@ -34,7 +40,6 @@ from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.remote.endpoint import WHERE, Endpoint, ServerProcess
 from rollout_fp8.remote.messages import from_json, images_to_json, to_json
 from rollout_fp8.remote.served import require_same
-from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.wire.format import WireStream
 

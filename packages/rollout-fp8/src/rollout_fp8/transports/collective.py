@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.devices import device_of
+from engine_api.errors import PeerError
 from engine_api.stores import reach_store, serve_store
-from rollout_fp8.transports.channel import WHERE, Channel, PeerError, receive_from_all
+from rollout_fp8.transports.channel import WHERE, Channel, receive_from_all
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -11,9 +11,10 @@ import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from engine_api.errors import PeerError
 from rollout_fp8.transports import channel as channels
 from rollout_fp8.transports import handshake
-from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerError, Watch, no_watch
+from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, Watch, no_watch
 
 # Seconds for a peer to prove that it knows the secret.
 HANDSHAKE_S = 10.0

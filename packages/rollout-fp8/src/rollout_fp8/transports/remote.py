@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine_api.devices import device_of
-from engine_api.errors import RolloutError
+from engine_api.errors import PeerError, RolloutError
 from rollout_fp8.export.exporter import whole_tensors
-from rollout_fp8.transports.channel import WHERE, Channel, PeerError
+from rollout_fp8.transports.channel import WHERE, Channel
 from rollout_fp8.transports.kinds import Incoming, incoming
 from rollout_fp8.transports.listener import connect
 from rollout_fp8.wire.format import BucketPlan, WirePlan

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from engine_api.errors import PeerError
 from rollout_fp8.transports.channel import (
     GRACE_S,
     WHERE,
     Channel,
-    PeerError,
     Watch,
     no_watch,
     receive_from_all,

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rollout_fp8.transports.channel import WHERE, PeerError
+from engine_api.errors import PeerError
+from rollout_fp8.transports.channel import WHERE
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.wire.format import WireStream
 

@@ -15,7 +15,7 @@ import torch
 from engine_api.codec import register
 from engine_api.comm import GroupComm
 from engine_api.config import LoraConfig, ModelSource, check_choice
-from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from engine_api.errors import ConfigError, PeerError, RolloutError, UnsupportedCapability
 from engine_api.hf_vision import Vision, read_vision
 from engine_api.registry import Resolution
 from engine_api.requests import check_images, check_version
@@ -38,7 +38,6 @@ from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.options import QUANTIZATIONS, VllmOptions
 from rollout_fp8.seeds import seeds
-from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment, speculation
 from rollout_fp8.vllm import in_flight as inflight

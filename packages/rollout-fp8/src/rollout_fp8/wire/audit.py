@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.wire.format import WirePlan, covers
@@ -29,20 +31,27 @@ class Audit:
 
     def __init__(self, plan: WirePlan, workers: Sequence[Boxes]) -> None:
         self.unread = sorted({name for boxes in workers for name, box in boxes if box is None})
-        read = [name for name in plan.tensors if name not in self.unread]
-        self._holders: dict[str, dict[ShardSpec, list[tuple[int, int]]]] = {
-            name: {} for name in read
-        }
-        for worker, boxes in enumerate(workers):
-            for index, (name, box) in enumerate(
-                (name, box) for name, box in boxes if box is not None
-            ):
-                if name in self._holders:
-                    self._holders[name].setdefault(box, []).append((worker, index))
+        left_out = set(self.unread)
+        self._names = [name for name in plan.tensors if name not in left_out]
+        # Of each tensor's boxes: the places of their checksums among those of all workers.
+        holders: dict[str, dict[ShardSpec, list[int]]] = {name: {} for name in self._names}
+        readable = [(name, box) for boxes in workers for name, box in boxes if box is not None]
+        for place, (name, box) in enumerate(readable):
+            if name in holders:
+                holders[name].setdefault(box, []).append(place)
+        self._count = len(readable)
+        copies = [places for boxes in holders.values() for places in boxes.values()]
+        # Of each box: its tensor, and its first copy.
+        owners = [row for row, boxes in enumerate(holders.values()) for _ in boxes]
+        self._owners = np.array(owners, dtype=np.int64)
+        self._firsts = np.array([places[0] for places in copies], dtype=np.int64)
+        # Of each other copy: its box, and its place.
+        others = [(box, place) for box, places in enumerate(copies) for place in places[1:]]
+        self._others = np.array(others, dtype=np.int64).reshape(-1, 2)
         short = [
             name
-            for name, holders in self._holders.items()
-            if not covers(plan.tensors[name].shape, list(holders))
+            for name, boxes in holders.items()
+            if not covers(plan.tensors[name].shape, list(boxes))
         ]
         if short:
             raise RolloutError(
@@ -62,33 +71,23 @@ class Audit:
         Raises:
             RolloutError: tensors differ; the error names them.
         """
-        assert exported.keys() >= self._holders.keys(), (
-            "the export's checksums belong to another plan"
-        )
-        wrong = [
-            name
-            for name, holders in self._holders.items()
-            if not _agrees(exported[name], holders, served)
-        ]
+        assert exported.keys() >= set(self._names), "the export's checksums belong to another plan"
+        sums = np.concatenate([np.array(of_worker, dtype=np.int64) for of_worker in served])
+        assert len(sums) == self._count, "the workers' checksums belong to other boxes"
+        # Sums of unsigned numbers wrap at 2^64, as checksums do.
+        of_boxes = sums.view(np.uint64)[self._firsts]
+        totals = np.zeros(len(self._names), dtype=np.uint64)
+        np.add.at(totals, self._owners, of_boxes)
+        wanted = map(exported.__getitem__, self._names)
+        is_wrong = totals != np.fromiter(wanted, dtype=np.uint64, count=len(self._names))
+        box, place = self._others.T
+        is_wrong[self._owners[box[sums.view(np.uint64)[place] != of_boxes[box]]]] = True
+        wrong = [self._names[row] for row in np.flatnonzero(is_wrong)]
         if wrong:
             raise RolloutError(
                 "the served weights differ from the exported ones",
                 where=WHERE,
-                why=f"{len(wrong)} of {len(self._holders)} tensors differ: {', '.join(wrong[:5])}",
+                why=f"{len(wrong)} of {len(self._names)} tensors differ: {', '.join(wrong[:5])}",
                 remedy="nothing is generated until a sync succeeds: sync again, or restart the "
                 "rollout",
             )
-
-
-def _agrees(
-    exported: int,
-    holders: Mapping[ShardSpec, list[tuple[int, int]]],
-    served: Sequence[Sequence[int]],
-) -> bool:
-    total = 0
-    for places in holders.values():
-        values = {served[worker][index] % MODULUS for worker, index in places}
-        if len(values) != 1:
-            return False
-        total += values.pop()
-    return total % MODULUS == exported
