@@ -259,7 +259,7 @@ class Replica:
         agent: AgentLoop | None = None,
         *,
         drop_bad_images: bool = False,
-        why_sliced: str | None = "overlap.in_flight is false",
+        why_sliced: str | None = "it was made without in_flight",
     ) -> None:
         self.rollout = rollout
         self.why_sliced = why_sliced
@@ -520,6 +520,13 @@ def create_rollout(spec: RolloutSpec, *, in_flight: bool = False) -> Rollout:
                 f"rollout {section.name!r} does not serve {section.quantization}",
                 why=str(error),
                 remedy="use rollout.name=vllm or sglang, or quantization: none",
+            ) from error
+        if "'in_flight'" in str(error):
+            raise ConfigError(
+                "overlap.in_flight",
+                f"rollout {section.name!r} declares in_flight, and does not take the argument",
+                why=str(error),
+                remedy="correct the rollout (docs/contract.md), or overlap.in_flight: false",
             ) from error
         raise ConfigError(
             "rollout.options",
