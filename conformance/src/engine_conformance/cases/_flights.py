@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,9 @@ class FlightLog:
         old: version of the weights before.
         new: version of the weights that come.
         mode: what the rollout says as ``kv_cache_in_flight``.
+        pilot: number of tokens of the short generation.
+        seen: growth of ``tokens_generated`` until the export was last read, None if it is missing.
+        counted: its growth until the ends of all generations.
         sync: the reply of the sync under way.
         generations: the replies of ``result``, in the order of the prompts.
         fresh: the reply of a generation of the first prompt that is submitted after the sync.
@@ -84,6 +87,9 @@ class FlightLog:
     old: int
     new: int
     mode: Any
+    pilot: int = 0
+    seen: int | None = None
+    counted: int | None = None
     sync: RolloutReply | None = None
     generations: list[RolloutReply] = field(default_factory=list[RolloutReply])
     fresh: RolloutReply | None = None
@@ -177,13 +183,15 @@ def _try(
     sampling = SamplingParams(max_new_tokens=length, seed=3)
     end = time.monotonic() + limit_s
     begin = time.monotonic()
+    count = partial(_count_tokens, rollout, _count_tokens(rollout))
     pilot = rollout.submit(flight.prompts[-1], replace(sampling, max_new_tokens=PILOT))
     asks = [
         Generate(prompts=(prompt,), sampling=replace(sampling, n=count))
         for prompt, count in zip(flight.prompts, flight.counts, strict=True)
     ]
     running = [rollout.submit(ask.prompts[0], ask.sampling) for ask in asks]
-    pilot.result(limit_s)
+    (short,) = pilot.result(limit_s)
+    log.pilot = len(short.tokens)
     time.sleep(patience * (time.monotonic() - begin))
     if flight.naps:
         names: tuple[Literal["sleep", "wake_up"], ...] = ("sleep", "wake_up")
@@ -195,14 +203,22 @@ def _try(
     aborting = [
         threading.Thread(target=running[place].abort, daemon=True) for place in flight.aborted
     ]
-    export = _watched(export_of(flight.after, device, flight.spoil), log, running, aborting)
+    given = export_of(flight.after, device, flight.spoil)
+    export = _watched(given, log, running, aborting, count)
     log.sync = attempt(rollout, sync, partial(rollout.update_weights, export, log.new), device)
     log.generations = [
         attempt(rollout, ask, partial(one.result, max(1.0, end - time.monotonic())), device)
         for ask, one in zip(asks, running, strict=True)
     ]
+    log.counted = count()
     fresh = partial(_complete, rollout, asks[0], limit_s)
     log.fresh = attempt(rollout, asks[0], fresh, device)
+
+
+def _count_tokens(rollout: Any, before: int | None = 0) -> int | None:
+    """Return the growth of the rollout's count of tokens, None if it has none."""
+    found = getattr(rollout, "tokens_generated", None)
+    return None if found is None or before is None else found - before
 
 
 def _complete(rollout: Any, ask: Generate, limit_s: float) -> Any:
@@ -214,10 +230,12 @@ def _watched(
     log: FlightLog,
     running: Sequence[Any],
     aborting: Sequence[threading.Thread],
+    count: Callable[[], int | None],
 ) -> Iterator[Any]:
     """Yield an export, note which generations are done, and start the aborts at its beginning."""
     first = True
     for pair in export:
+        log.seen = count()
         log.ended = [one.done() for one in running]
         if first:
             first = False

@@ -66,7 +66,8 @@ def in_flight(target: Target) -> float:
     without a token at the sync, and those submitted after it, are of the new weights alone, behind
     a prompt whose old keys and values were in use. A sync that fails ends all of them with
     ``RolloutError``, and a good one permits generation again. One that is aborted during the sync
-    has no token of the new version. ``sleep`` and ``wake_up`` are refused. Without the argument
+    has no token of the new version. ``sleep`` and ``wake_up`` are refused. ``tokens_generated``
+    counts all tokens, also those of unfinished completions. Without the argument
     ``in_flight`` a sync is refused, or each token names the weights that made it.
 
     If this fails: versions are written for a completion, or for a step of the engine whose tokens
@@ -199,6 +200,7 @@ def _split_by_sync(
     )
     paused = sync.completions.seconds.get("paused", 0.0)
     must(paused > 0, "SyncResult.seconds", f"paused is {paused}", where=where)
+    _counts_tokens(log, where)
     audited = idle.completions.audited
     must(
         sync.completions.audited == audited,
@@ -217,6 +219,26 @@ def _split_by_sync(
     versions = {version for one in fresh.completions for version in one.weight_versions}
     must(versions == {log.new}, "weight_versions", f"{versions}, not {log.new}", where=where)
     return max(margins)
+
+
+def _counts_tokens(log: FlightLog, where: str) -> None:
+    """Require that the rollout counts each token, when it is made."""
+    made = [sum(len(one.tokens) for one in reply.completions or ()) for reply in log.generations]
+    total = log.pilot + sum(made)
+    must(
+        log.counted == total,
+        "tokens_generated",
+        f"it grew by {log.counted}, where {total} tokens were generated",
+        where=where,
+    )
+    whole = log.pilot + sum(n for n, over in zip(made, log.ended, strict=True) if over)
+    must(
+        log.seen is not None and log.seen > whole,
+        "tokens_generated",
+        f"it had grown by {log.seen} at the sync, and whole generations had {whole}: those of "
+        "unfinished ones are missing",
+        where=where,
+    )
 
 
 def _made_before(log: FlightLog, one: Completion, where: str) -> int:

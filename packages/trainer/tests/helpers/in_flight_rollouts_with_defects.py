@@ -98,6 +98,7 @@ class InFlight(LocalRollout):
         self.kv_cache_in_flight = kv_cache_in_flight
         self.in_flight = in_flight
         self.places = batch_size
+        self.tokens_generated = 0
         self.running: list[Running] = []
         # Held for each token, and for the whole of a sync.
         self.changed = threading.Condition()
@@ -207,6 +208,7 @@ class InFlight(LocalRollout):
         logits = self._model(input_ids=ids, past_key_values=one.cache, use_cache=True).logits
         token, log_prob = draw(logits[:, -1], one.numbers[len(one.tokens)][None], one.sampling)
         one.tokens.append(int(token))
+        self.tokens_generated += 1
         one.log_probs.append(float(log_prob))
         one.versions.append(self.version_of(one))
         stops = {*self._eos, *one.sampling.stop_token_ids}
@@ -586,6 +588,28 @@ class TellsNoMode(InFlight):
     def forget(self) -> None:
         for one in self.sequences():
             one.cache = None
+
+
+class CountsPrompts(InFlight):
+    """Tokens of prompts are counted with the generated ones."""
+
+    def begin_cache(self, one: Made) -> Any:
+        self.tokens_generated += len(one.prompt)
+        return super().begin_cache(one)
+
+
+class CountsAtTheEnd(InFlight):
+    """Tokens are counted when their generation is done."""
+
+    def step(self, one: Made) -> None:
+        super().step(one)
+        self.tokens_generated -= 1
+
+    def _end_whole(self) -> None:
+        for job in self.running:
+            if all(one.reason for one in job.sequences):
+                self.tokens_generated += sum(len(one.tokens) for one in job.sequences)
+        super()._end_whole()
 
 
 class AuditsWhenIdle(InFlight):

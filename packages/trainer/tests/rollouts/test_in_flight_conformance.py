@@ -47,6 +47,8 @@ WRONG = {
     "WakesWhileRunning": f"generations, wake_up: {_NOT_REFUSED}",
     "TellsNoPause": "paused is 0.0",
     "TellsNoMode": "None, expected one of recompute, keep",
+    "CountsPrompts": "tokens_generated at a sync during generations: it grew by ",
+    "CountsAtTheEnd": "those of unfinished ones are missing",
     "AuditsWhenIdle": "audited at a sync during generations: False",
     "SpoilsWithoutArgument": "after a refused sync",
     "RefusesItsDeclaration": "is declared, and refused without any option",
