@@ -6,13 +6,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_conformance import lanes, ranks
 from engine_conformance.cases import Case, Target
 from engine_conformance.cases._case import BOTH_PRECISIONS, LM
+from engine_conformance.fixtures.pictures import (
+    PictureOracle,
+    draw_document,
+    write_picture_model,
+)
 from engine_conformance.lanes import MOST_HANGS, default_lanes, rows_in_order
 from engine_conformance.plan import Item
 from engine_conformance.ranks import PoolsStopped, RankPool, close_pools, get_pool, use_lane
@@ -202,3 +209,19 @@ def test_lanes_are_used_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert default_lanes("cpu", rollout=False) == 4
     assert default_lanes("cuda", rollout=False) == 1
     assert default_lanes("cpu", rollout=True) == 1
+
+
+def test_lanes_that_share_an_oracle_with_images_have_the_gradients_of_one(tmp_path: Path) -> None:
+    """The gradients once met in the model, where each lane cleared the other's."""
+    oracle = PictureOracle(write_picture_model(tmp_path))
+    documents = [[draw_document(seed, 3, (2, 4), 2), draw_document(seed + 9, 6)] for seed in (1, 2)]
+    wanted = [oracle.gradients(one) for one in documents]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            found = list(threads.map(oracle.gradients, documents))
+            for (loss, gradients), (own_loss, own) in zip(found, wanted, strict=True):
+                assert loss == own_loss
+                assert gradients.keys() == own.keys()
+                for name, gradient in gradients.items():
+                    assert (gradient is None) == (own[name] is None), name
+                    assert gradient is None or torch.equal(gradient, own[name]), name
