@@ -225,3 +225,20 @@ def test_lanes_that_share_an_oracle_with_images_have_the_gradients_of_one(tmp_pa
                 for name, gradient in gradients.items():
                     assert (gradient is None) == (own[name] is None), name
                     assert gradient is None or torch.equal(gradient, own[name]), name
+
+
+def test_lanes_that_load_the_oracle_at_once_leave_the_default_dtype_alone(tmp_path: Path) -> None:
+    """Loading in float64 once made it the default of every thread, and mixed models' dtypes."""
+    folder = write_picture_model(tmp_path)
+    seen: set[torch.dtype] = set()
+
+    def load(_: int) -> set[torch.dtype]:
+        oracle = PictureOracle(folder)
+        return {weight.dtype for weight in oracle.weights.values()}
+
+    with ThreadPoolExecutor(3) as threads:
+        loading = [threads.submit(load, number) for number in range(6)]
+        while not all(one.done() for one in loading):
+            seen.add(torch.get_default_dtype())
+    assert seen == {torch.float32}
+    assert [one.result() for one in loading] == [{torch.float64}] * 6

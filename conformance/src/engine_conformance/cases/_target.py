@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Parall
 from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_conformance.fixtures.building import BUILDING
 from engine_conformance.oracle.config import FAMILIES
 from engine_conformance.ranks import RankPool, get_pool
 from engine_conformance.tolerances import Quantity, Tolerance, tolerance
@@ -33,8 +33,6 @@ __all__ = ["EPS", "Setup", "Target"]
 # in a direction that rounding decides, and every later step differs by it: half of all seeds then
 # leave the tolerance after three steps.
 EPS = 1e-5
-# Lanes write models into one folder.
-_writing = threading.Lock()
 LONGEST = 890.0  # seconds; shorter than the ranks' collectives wait for each other
 
 
@@ -246,5 +244,6 @@ class Target:
 
 def _write_once(folder: Path, write: Callable[[Path], Path]) -> Path:
     """Return a model's folder, which ``write`` writes unless it is there."""
-    with _writing:
+    # Lanes write models into one folder.
+    with BUILDING:
         return folder if (folder / "config.json").exists() else write(folder)

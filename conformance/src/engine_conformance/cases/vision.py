@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from engine_api.losses import sft_loss
 from engine_api.results import TrainOutput
 from engine_conformance.cases._case import FLOAT32, SkipCase, case, must
 from engine_conformance.cases._expect import raised_everywhere
+from engine_conformance.cases._pictured import picture_oracle
 from engine_conformance.cases._ranks import (
     build,
     caught,
@@ -73,11 +73,6 @@ def write_model(target: Target, write: Callable[[Path], Path] = write_picture_mo
     if find_spec("transformers") is None:
         raise SkipCase("needs transformers, which writes and computes the model of these cases")
     return target.written(write)
-
-
-@cache
-def _oracle_of(folder: str) -> PictureOracle:
-    return PictureOracle(Path(folder))
 
 
 def mixed_documents() -> list[PictureDocument]:
@@ -153,7 +148,7 @@ def _holds(target: Target, documents: Sequence[PictureDocument], memory: Memory 
     """Compare log-probs, loss, norm and every weight's gradient with the oracle's."""
     model = write_model(target)
     ranks: list[Seen] = target.run(see, _configure(target, model, memory), documents=documents)
-    oracle = _oracle_of(str(model))
+    oracle = picture_oracle(str(model))
     return max(
         _log_probs_match(target, oracle, documents, ranks),
         _gradients_match(target, oracle, documents, ranks),
@@ -304,7 +299,7 @@ def _stays_frozen(
 ) -> float:
     """Compare a step with the oracle's, in which weights under ``frozen`` stay as they were."""
     ranks: list[Seen] = target.run(see, _freeze(target, model), documents=documents)
-    return _gradients_match(target, _oracle_of(str(model)), documents, ranks, frozen=frozen)
+    return _gradients_match(target, picture_oracle(str(model)), documents, ranks, frozen=frozen)
 
 
 def adapt(
@@ -339,7 +334,7 @@ def adapters(target: Target) -> float:
     config = replace(_configure(target, model), lora=lora)
     documents = divided_documents()
     only, merged = target.run(adapt, config, documents=documents)[0]
-    oracle = _oracle_of(str(model))
+    oracle = picture_oracle(str(model))
     _, gradients = oracle.gradients(documents)
     text = {
         name: one
@@ -393,7 +388,7 @@ def patches(target: Target) -> None:
         memory = Memory(max_patches=most)
         ranks: list[Seen] = target.run(see, _configure(target, model, memory), documents=documents)
         counts.append(ranks[0].output.num_micro_batches)
-        _log_probs_match(target, _oracle_of(str(model)), documents, ranks)
+        _log_probs_match(target, picture_oracle(str(model)), documents, ranks)
     must(counts == [1, 3], "num_micro_batches", f"expected 1 and 3 at 48 and 16 rows, got {counts}")
     config = _configure(target, model, Memory(max_patches=15))
     errors: list[EngineError | None] = target.run(refused, config, documents=documents)
@@ -564,7 +559,7 @@ def exported(target: Target) -> float:
     model = write_model(target)
     folder = target.scratch() / "saved"
     ranks = target.run(export, target.config(model), folder=folder)
-    oracle = _oracle_of(str(model))
+    oracle = picture_oracle(str(model))
     want = {name: one.float() for name, one in oracle.weights.items()}
     assert_bitwise(ranks[0][0], want, name="export")
     again = PictureOracle(folder)
