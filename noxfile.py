@@ -561,7 +561,8 @@ def vllm(session: nox.Session) -> None:
     wanted = ("--no-deps", "-c", chosen.constraints, "--target", str(pictures), "torchvision")
     session.install(*wanted, env=chosen.variables())
     whole = f"{ROLLOUT}/tests/vllm"
-    alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
+    names = ("conformance", "failures", "in_flight", "fp8_cache")
+    alone = [f"{whole}/test_{name}.py" for name in names]
     rest = (whole, *(f"--ignore={part}" for part in alone))
     found = (rest, (f"{TRAINER}/tests/test_vllm.py",), *((part,) for part in alone))
     # vLLM's ranks compute instead of waiting: a third command would slow down the first two.

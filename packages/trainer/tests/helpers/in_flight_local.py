@@ -56,6 +56,7 @@ class _Running:
                 if self.failure is not None:
                     raise self.failure
                 (next_token,) = self._rollout.generate([[*self._prompt, *begun]], one)
+                self._rollout.tokens_generated += len(next_token.tokens)
             whole = (
                 next_token
                 if whole is None
@@ -74,6 +75,7 @@ class InFlightLocal(LocalRollout):
         super().__init__(**arguments)
         assert in_flight
         self.lock = threading.Lock()
+        self.tokens_generated = 0
         self._running: list[_Running] = []
 
     def submit(self, prompt, sampling) -> _Running:

@@ -19,10 +19,25 @@ from rollout_rows import rollouts_of
 
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
+from engine_trainer.rewards import Score
 
 CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/|replicas/")
 # The deadlines are for hangs: a worker that starts on a busy machine must not reach them.
 ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 600.0, "start_timeout_s": 300.0}
+
+
+class Judge:
+    """Rewards of 1."""
+
+    def score(self, samples):
+        return [Score(total=1.0, parts={}, correct=True) for _ in samples]
+
+
+class Words:
+    """A tokenizer that writes ids."""
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
 
 
 def let_workers_import_helpers(patch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class SyncSession:
 
 
 class _Learned:
-    """What stays the same from sync to sync, of a plan's thousands of tensors."""
+    """The parts of a sync of thousands of tensors that stay the same from sync to sync."""
 
     def __init__(self, plan: WirePlan, audit: Audit) -> None:
         self.audit = audit

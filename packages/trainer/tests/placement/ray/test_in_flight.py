@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from ray_runs import on_ray
+from ray_runs import Judge, Words, on_ray
 
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import RolloutRegistry
@@ -16,7 +16,6 @@ from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_trainer.config.sections import AgentSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, RolloutSpec, create_rollout_in_flight
-from engine_trainer.rewards import Score
 from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
@@ -78,16 +77,6 @@ class Scripted:
                     one.over, one.failure = True, RolloutError("lost", where="x", remedy="y")
             raise RolloutError("the sync failed", where="x", remedy="y")
         return SyncResult(version=version)
-
-
-class Judge:
-    def score(self, samples):
-        return [Score(total=1.0, parts={}, correct=True) for _ in samples]
-
-
-class Words:
-    def decode(self, tokens):
-        return " ".join(map(str, tokens))
 
 
 class Wire:

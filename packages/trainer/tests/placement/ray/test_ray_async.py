@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray_runs import configure, local_cluster, on_ray, rows_of
+from ray_runs import Judge, Words, configure, local_cluster, on_ray, rows_of
 from rollout_rows import rollouts_of
 
 from engine_api.config import ModelSource
@@ -30,16 +30,6 @@ pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 from engine_trainer.placement.ray.partial_rollouts import PartialRollouts  # noqa: E402 - behind importorskip
-
-
-class Judge:
-    def score(self, samples):
-        return [Score(total=1.0, parts={}, correct=True) for _ in samples]
-
-
-class Words:
-    def decode(self, tokens):
-        return " ".join(map(str, tokens))
 
 
 def replica_of(model) -> tuple[Replica, dict[str, torch.Tensor]]:

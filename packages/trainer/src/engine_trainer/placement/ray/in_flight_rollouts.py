@@ -52,7 +52,7 @@ class InFlightRollouts:
 
     @property
     def tokens_generated(self) -> int:
-        """See ``InFlightRollout.tokens_generated``."""
+        """The number of tokens that the rollout has generated, for all generations."""
         return self._rollout.tokens_generated
 
     def advance(
