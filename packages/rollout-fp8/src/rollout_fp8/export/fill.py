@@ -14,12 +14,12 @@ from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
-from rollout_fp8.fp8.quantize import BoundQuantize, Count, QuantizePlan, ScalePolicy, is_countable
+from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import Layout, describe, has_kernels, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
-from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, Count, is_countable
 from rollout_fp8.wire.format import BucketPlan, Find, WirePlan, WireSlice
 
 T = TypeVar("T")
@@ -263,7 +263,8 @@ class Filler:
         def view(wire_slice: WireSlice) -> Tensor:
             return placed.get(id(wire_slice), wire_slice.view(buffer))
 
-        for wire_slice in [w for _, w, _ in quantized] + [w for _, w in plain if not self.audit]:
+        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
+        for wire_slice in weights:
             target = self._find(wire_slice)
             if target is not None and self._fits(wire_slice, target):
                 placed[id(wire_slice)] = target
@@ -271,26 +272,26 @@ class Filler:
         casts = [view(w) for _, w in plain]
         quantized_sources = [mine[i] for i, *_ in quantized]
         plain_sources = [mine[i] for i, _ in plain]
-        quantize = cast = checksums = None
+        # The launch that writes a weight adds up its checksum, without another pass over memory.
         counted = self._counted_slices(bucket) if self.audit else []
+        counts = {
+            id(w): Count(w.box, self._place[w.tensor.name])
+            for w in (weights if counted else ())
+            if _is_counted(w, layouts([view(w)])[0])
+        }
+        counted = [wire_slice for wire_slice in counted if id(wire_slice) not in counts]
+        quantize = cast = checksums = None
         if quantized:
-            # The launch that quantizes adds these up, without another pass over the memory.
-            counts = [
-                Count(w.box, self._place[w.tensor.name])
-                if counted and is_countable(layout, w.box)
-                else None
-                for layout, (_, w, _) in zip(layouts(outs[0]), quantized, strict=True)
-            ]
-            done = {id(w) for (_, w, _), count in zip(quantized, counts, strict=True) if count}
-            counted = [wire_slice for wire_slice in counted if id(wire_slice) not in done]
             quantize = QuantizePlan(
                 layouts(quantized_sources),
                 *map(layouts, outs),
                 scales=self._scales,
-                counts=counts,
+                counts=[counts.get(id(w)) for _, w, _ in quantized],
             ).bind(*outs)
         if plain:
-            cast = CastPlan(layouts(plain_sources), layouts(casts)).bind(casts)
+            cast = CastPlan(
+                layouts(plain_sources), layouts(casts), [counts.get(id(w)) for _, w in plain]
+            ).bind(casts)
         if counted:
             views = [wire_slice.view(buffer) for wire_slice in counted]
             boxes = [wire_slice.box for wire_slice in counted]
@@ -322,7 +323,7 @@ class Filler:
         (layout,) = layouts([target])
         try:
             rows_of(layout)
-            return not self.audit or is_countable(layout, wire_slice.box)
+            return not self.audit or _is_counted(wire_slice, layout)
         # Its rows are not at one distance, or a word of four bytes is cut.
         except ValueError:
             return False
@@ -438,6 +439,11 @@ class Reader:
         return shard
 
 
+def _is_counted(wire_slice: WireSlice, layout: Layout) -> bool:
+    """Return whether the launch that writes a slice can add up its checksum."""
+    return wire_slice.tensor.dtype.itemsize <= 2 and is_countable(layout, wire_slice.box)
+
+
 def _in_rows(shard: Tensor) -> Tensor:
     """Return the shard as kernels read it, with rows at one distance.
 
@@ -496,6 +502,6 @@ class _Work:
         if self.quantize is not None:
             self.quantize.run([mine[i] for i in self.quantized], self.flags[0], sums)
         if self.cast is not None:
-            self.cast.run([mine[i] for i in self.plain], self.flags[1])
+            self.cast.run([mine[i] for i in self.plain], self.flags[1], sums)
         if self.checksums is not None:
             self.checksums.run(sums)

@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_api.weights import ShardSpec
 from rollout_fp8.kernels.table import (
     VECTOR,
     AddressTable,
@@ -47,7 +46,7 @@ from rollout_fp8.kernels.table import (
     rows_of,
     to_device,
 )
-from rollout_fp8.wire.checksum import checksum_many, find_words
+from rollout_fp8.wire.checksum import Count, checksum_many, find_words
 from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
@@ -57,13 +56,6 @@ SMALLEST_SCALE = 2.0**-126
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows that the plain path takes at once: its temporaries stay small.
 _PANEL = 8 * BLOCK
-
-
-class Count(NamedTuple):
-    """Where an output's checksum is added: its box of the whole weight, and an element of sums."""
-
-    box: ShardSpec
-    group: int
 
 
 class Quantized(NamedTuple):
@@ -326,11 +318,6 @@ def _launches(
                 _Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device))
             )
     return works
-
-
-def is_countable(out: Layout, box: ShardSpec) -> bool:
-    """Return whether a quantization can add the checksum of an output, this box of a weight."""
-    return find_words(out, box) is not None
 
 
 def _count_fields(out: Layout, count: Count | None) -> tuple[int, int, int]:

@@ -27,23 +27,25 @@ def mixed(index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def add_bytes(
+def add_block(
     sums: tl.tensor,
     group: tl.tensor,
-    byte: tl.tensor,
+    bits: tl.tensor,
     index: tl.tensor,
     index_step: tl.tensor,
     height: tl.constexpr,
     width: tl.constexpr,
+    parts: tl.constexpr,
 ) -> None:
-    """Add the checksum of a block of bytes, four neighbours to a word, to ``sums[group]``.
+    """Add the checksum of a block of elements to ``sums[group]``; a negative group is none.
 
-    ``index``: of the first word; ``index_step``: from a row to the next. A negative group is none.
+    ``bits``: elements as unsigned integers, of which ``parts`` neighbours are a word of 32 bits.
+    ``index``: of the first word; ``index_step``: from a row to the next.
     """
-    place = tl.arange(0, 4)[None, None, :].to(tl.uint32) * 8
-    words = tl.reshape(byte.to(tl.uint32), (height, width // 4, 4)) << place
+    place = tl.arange(0, parts)[None, None, :].to(tl.uint32) * (32 // parts)
+    words = tl.reshape(bits.to(tl.uint32), (height, width // parts, parts)) << place
     r = tl.arange(0, height)[:, None].to(tl.uint32)
-    c = tl.arange(0, width // 4)[None, :].to(tl.uint32)
+    c = tl.arange(0, width // parts)[None, :].to(tl.uint32)
     h = mixed(index.to(tl.uint32) + r * index_step.to(tl.uint32) + c)
     total = tl.sum(tl.sum(words, axis=2).to(tl.uint64) * h)
     tl.atomic_add(sums + group, total.to(tl.int64), mask=group >= 0, sem="relaxed")

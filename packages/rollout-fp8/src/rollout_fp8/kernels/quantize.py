@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_fp8.kernels.checksum import add_bytes
+from rollout_fp8.kernels.checksum import add_block
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
@@ -95,7 +95,7 @@ def _quantize(
         index_step = tl.load(sizes + tensor * 8 + 6)
         index = tl.load(sizes + tensor * 8 + 5) + row * index_step + column // 4
         group = tl.load(sizes + tensor * 8 + 7)
-        add_bytes(sums, group, byte, index, index_step, 128, 128)
+        add_block(sums, group, byte, index, index_step, 128, 128, 4)
     if watch:
         tl.store(broken + tensor, 1, mask=is_finite == 0)
 

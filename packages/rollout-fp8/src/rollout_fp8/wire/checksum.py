@@ -222,6 +222,25 @@ class _Region:
         )
 
 
+class Count(NamedTuple):
+    """Where a launch adds the checksum of what it writes.
+
+    It is the box of the whole tensor that the output is, and an element of the sums.
+    """
+
+    box: ShardSpec
+    group: int
+
+
+def is_countable(part: Layout, box: ShardSpec) -> bool:
+    """Return whether a launch that writes a part can add its checksum, of words of four bytes.
+
+    Raises:
+        ValueError: as ``ChecksumPlan``.
+    """
+    return find_words(part, box) is not None
+
+
 def find_words(part: Layout, box: ShardSpec) -> tuple[int, int] | None:
     """Return the index in the whole of a part's first word, and the words from a row to the next.
 
