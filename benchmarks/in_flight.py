@@ -25,7 +25,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-GENERATE, UPDATE = ("generate", "reward"), ("log_probs", "train")
+GENERATE = ("generate", "reward")
+UPDATE = ("log_probs", "train")
 
 
 def command(

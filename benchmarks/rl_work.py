@@ -76,11 +76,15 @@ def end_scale(hidden: int, vocab: int, tokens: float) -> float:
     places = torch.linspace(-8, 8, 16001, dtype=torch.float64)
     weights = torch.exp(-(places**2) / 2)
     weights = weights / weights.sum()
-    low, high = 0.0, 100.0
+    low = 0.0
+    high = 100.0
     for _ in range(60):
         factor = (low + high) / 2
         mean = (torch.sigmoid(factor * deviation * places - others) * weights).sum().item()
-        low, high = (factor, high) if mean < 1 / tokens else (low, factor)
+        if mean < 1 / tokens:
+            low = factor
+        else:
+            high = factor
     return factor
 
 

@@ -353,6 +353,14 @@ class InFlightRollout(AsyncRollout, Protocol):
     any other argument that it cannot serve so.
     """
 
+    @property
+    def tokens_generated(self) -> int:
+        """Number of tokens of all generations so far, also of unfinished ones.
+
+        While it grows, a caller knows that the rollout works, however long its completions are.
+        """
+        ...
+
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """Install a whole export between two tokens of the generations that run.
 

@@ -117,7 +117,9 @@ class VllmOptions(Options):
     distribution that the engine computes for its version, as with slices. A sync then costs a
     prefill of all unfinished completions. With ``keep`` they stay those of the old weights: nothing
     is computed again, and later tokens are drawn from a mixture that no weights have by themselves.
-    New completions never use old keys and values.
+    New completions never use old keys and values. Where the rollout takes no weights while it
+    generates, as with ``overlap.in_flight: false``, with an agent and in ``engine-train eval``,
+    only ``recompute`` is accepted.
     """
 
     truncation: bool = True

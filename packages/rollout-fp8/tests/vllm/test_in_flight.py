@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from engine_api.rollout import Completion
 from engine_conformance.cases import Target
 from engine_conformance.cases._served import rollout_model
 from engine_conformance.ranks import get_pool
+from rollout_fp8.vllm import private
+from rollout_fp8.vllm.generation import Job, Stepper
 
 pytestmark = [pytest.mark.distributed]
 
@@ -156,3 +159,61 @@ def test_an_excluded_argument_is_refused_before_vllm_starts(model: str) -> None:
     error = call(peers.refused_with, model=model, in_flight=True, kv_cache_dtype="fp8")
     assert isinstance(error, UnsupportedCapability)
     assert error.capability == "in_flight"
+
+
+class Idle:
+    """An engine that never gives an output."""
+
+    def __init__(self) -> None:
+        self.salts: list[str] = []
+
+    def add_request(self, _: str, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        self.salts.append(inputs["cache_salt"])
+
+    def abort_request(self, _: Any) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        os.sched_yield()
+        return []
+
+
+@pytest.fixture
+def stepper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepper]:
+    monkeypatch.setattr(private, "pause", lambda _: iter(()))
+    monkeypatch.setattr(private, "resume", lambda _: None)
+    made = Stepper(Idle(), torch.device("cpu"), salted=True)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def begin(stepper: Stepper) -> Job:
+    job = Job(stepper)
+    job.add(0, [1, 2], params=None)  # type: ignore[arg-type]
+    stepper.enter(job)
+    return job
+
+
+def test_a_pause_that_follows_a_failed_one_at_once_ends_nothing_too_few(stepper: Stepper) -> None:
+    for _ in range(20):
+        job = begin(stepper)
+        stepper.pause()
+        stepper.resume(RolloutError("the sync failed", where="x", remedy="y"))
+        stepper.pause()
+        stepper.resume()
+        with pytest.raises(RolloutError, match="the sync failed"):
+            job.result(timeout_s=60)
+
+
+def test_what_begins_after_a_pause_finds_no_keys_and_values_from_before_it(
+    stepper: Stepper,
+) -> None:
+    """Check that the version alone tells nothing: other weights may come under the same one."""
+    job = begin(stepper)
+    for _ in range(2):
+        stepper.pause()
+        stepper.resume()
+    job.abort()
+    assert job.result(timeout_s=60)
+    salts = stepper._engine.salts
+    assert len(salts) == len({*salts}) == 3

@@ -14,7 +14,7 @@ from waiting import NEVER_S
 from engine_api.errors import RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, runner
 from engine_trainer.agent.episode import Request
-from engine_trainer.agent.generators import BatchingGenerator
+from engine_trainer.agent.generators import BatchingGenerator, generate_all
 from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
 
@@ -178,3 +178,13 @@ def test_a_turn_that_was_just_given_up_is_not_answered(chat):
         return chat.decode(completion.tokens)
 
     assert asyncio.run(give_up()) == "one"
+
+
+def test_a_rollout_that_forgets_a_turn_is_named(chat):
+    class Forgetful(Scripted):
+        def generate(self, prompts, sampling):
+            return super().generate(prompts, sampling)[1:]
+
+    requests = [Request(number=i, turn=0, tokens=[1, 2], max_new_tokens=4) for i in range(2)]
+    with pytest.raises(RolloutError, match=r"expected 1 completions of prompt 0 .*, got 0"):
+        generate_all(Forgetful(chat, "a"), requests, sampling(), lambda _: None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray_runs import on_ray
@@ -92,7 +93,7 @@ class Replicas:
         return done
 
     def finish(self, calls) -> list[Reply]:
-        return [Reply(value=call.ref, seconds=0.0) for call in calls]
+        return [Reply(value=(call.ref, 0), seconds=0.0) for call in calls]
 
     def _answers(self, position: int) -> list[ScoredCompletion]:
         return [
@@ -348,8 +349,8 @@ def test_without_slices_a_group_goes_to_the_replica_with_the_fewest_groups(strea
     one, _, _ = stream(replicas=2, in_flight=True, rollout={"max_new_tokens": 100})
     with one._changed:
         one._wanted = 1
-        # The seconds for which groups were waited for say nothing of their tokens.
-        one._under_way = {0: {90: 900.0, 91: 900.0}, 1: {92: 0.0}}
+        # The calls in which groups were waited for say nothing of their tokens.
+        one._under_way = {0: {90: 900, 91: 900}, 1: {92: 0}}
         one._drawn = {90, 91, 92}
         given = one._draw([0, 1], running=())
     assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 0}
@@ -359,15 +360,37 @@ def test_without_slices_a_group_goes_to_the_replica_with_the_fewest_groups(strea
     assert {replica: len(new) for replica, new in given.items()} == {0: 0, 1: 1}
 
 
-def test_without_slices_a_replica_whose_groups_do_not_end_is_lost(stream):
+def test_without_slices_a_replica_that_generates_no_token_is_lost(stream):
     one, _, replica = stream(in_flight=True)
     replica.timeout_s = 0.5
     replica.start = lambda number, method, *_: Call(
         ref=[], worker=f"rollout-{number}", method=method
     )
-    replica.finish = lambda calls: [Reply(value=call.ref, seconds=0.2) for call in calls]
-    with pytest.raises(WorkerLost, match=r"not complete after 0\.5 s"):
+    replica.finish = lambda calls: [Reply(value=(call.ref, 7), seconds=0.2) for call in calls]
+    with pytest.raises(WorkerLost, match=r"no token was generated in 0\.5 s"):
         one.take(1)
+
+
+def test_without_slices_a_group_may_take_as_long_as_tokens_come(stream):
+    one, _, replica = stream(in_flight=True)
+    replica.timeout_s = 0.5
+    real = replica.start
+    calls = count()
+
+    def start(number, *given) -> Call:
+        call = real(number, *given)
+        held.extend(call.ref)
+        # Far beyond the time within which a token must come.
+        ready = held[:] if next(calls) == 20 else []
+        return replace(call, ref=ready)
+
+    held: list[Any] = []
+    replica.start = start
+    replica.finish = lambda calls: [
+        Reply(value=(call.ref, next(tokens)), seconds=0.2) for call in calls
+    ]
+    tokens = count()
+    assert positions(one.take(1).groups) == [0, 1]
 
 
 def test_without_slices_the_groups_of_a_replica_that_hangs_go_to_the_others(stream):
@@ -380,7 +403,7 @@ def test_without_slices_the_groups_of_a_replica_that_hangs_go_to_the_others(stre
         return replace(call, ref=[]) if number == 1 else call
 
     replica.start = start
-    replica.finish = lambda calls: [Reply(value=call.ref, seconds=0.2) for call in calls]
+    replica.finish = lambda calls: [Reply(value=(call.ref, 0), seconds=0.2) for call in calls]
     one._rollouts.lose = lambda number, _: one._rollouts.alive.remove(number)
     taken: set[int] = set()
     for step in range(1, 50):

@@ -411,7 +411,8 @@ class Reader:
     def check(self, places: Sequence[int], shards: Sequence[Tensor]) -> None:
         """Raise ``RolloutError`` where shards are of another shape or dtype than planned."""
         for place, shard in zip(places, shards, strict=True):
-            source, shape = self._sources[place], self._boxes[place].shape
+            source = self._sources[place]
+            shape = self._boxes[place].shape
             if shard.dtype != source.stored or shard.shape != shape:
                 raise _changed(
                     f"{source.name} {shape} {source.stored}",
@@ -430,7 +431,8 @@ class Reader:
 
     def _read(self) -> Tensor:
         place = self._at
-        source, box = self._sources[place], self._boxes[place]
+        source = self._sources[place]
+        box = self._boxes[place]
         name, shard, spec = next(self._shards, ("nothing", None, None))
         if shard is None or name != source.name or not (spec is box or spec == box):
             raise _changed(f"{source.name} {box}", f"{name} {spec}")

@@ -186,8 +186,11 @@ class AddressTable:
         found = np.fromiter(map(Tensor.data_ptr, moving), dtype=np.int64, count=len(moving))
         if len(self.on_device) and np.array_equal(found, self.host[:, 0]):
             return False
-        self.host[:, 0] = found
-        self.on_device = to_device(self.host, moving[0].device)
+        host = self.host.copy()
+        host[:, 0] = found
+        # Where it fails, the next update must not take the old table for this one.
+        self.on_device = to_device(host, moving[0].device)
+        self.host = host
         return True
 
 

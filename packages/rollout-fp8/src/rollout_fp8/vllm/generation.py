@@ -59,7 +59,6 @@ class Job:
 
     Args:
         stepper: thread that generates the completions.
-        version: version of the weights that are served.
         adapter: adapter that is served, or None for none.
         routing: layers whose experts are recorded, or None for none.
         counted: True lets completions report their forward passes. All requests must stream then.
@@ -160,18 +159,20 @@ class Stepper:
     Args:
         engine: stepped by nothing else.
         device: made current in the thread.
-        salted: True keeps the prefixes of each version of the weights apart, for pauses after which
-            vLLM still has keys and values of old weights.
+        salted: True keeps the prefixes from before each pause apart, for pauses after which vLLM
+            still has keys and values of old weights.
 
     Attributes:
         version: version of the weights that make the next tokens. It is set while nothing is
             generated, or during a pause.
+        tokens: number of tokens that have come so far.
     """
 
     def __init__(
         self, engine: vllm.LLMEngine, device: torch.device, *, salted: bool = False
     ) -> None:
         self.version = -1
+        self.tokens = 0
         self._engine: Any = engine
         self._device = device
         self._salted = salted
@@ -184,10 +185,14 @@ class Stepper:
         self._live: dict[str, tuple[_Sequence, Job]] = {}
         self._closing = False
         self._failure = ""
-        # A pause is requested; the thread is in it; the error that ends all jobs after it.
+        # True from the request of a pause to its end.
         self._pausing = False
+        # True while the thread waits in a pause.
         self._paused = False
+        # The error that ends all jobs after the pause.
         self._pause_failure: RolloutError | None = None
+        # Pauses so far: keys and values from before the last one have another salt.
+        self._pauses = 0
         # True once the engine's processes are gone: the thread may wait for them for ever.
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="vllm-stepper", daemon=True)
@@ -258,11 +263,15 @@ class Stepper:
             self.check("take weights")
 
     def resume(self, failure: RolloutError | None = None) -> None:
-        """Continue after ``pause``, or end all jobs with ``failure``."""
+        """Continue after ``pause``, or end all jobs with ``failure``.
+
+        It returns once the thread has left the pause, so that another one may follow at once.
+        """
         with self._changed:
             self._pausing = False
             self._pause_failure = failure
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._paused or self._failure)
 
     def close(self) -> None:
         """End the thread.
@@ -333,7 +342,9 @@ class Stepper:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pausing or self._closing or self._lost)
             self._paused = False
+            self._pauses += 1
             failure = self._pause_failure
+            self._changed.notify_all()
         if self._closing or self._lost:
             return
         if failure is not None:
@@ -359,7 +370,8 @@ class Stepper:
     def _add(self, sequence: _Sequence, job: Job) -> None:
         inputs = sequence.inputs
         if self._salted:
-            inputs = {**inputs, "cache_salt": f"version {self.version}"}
+            # Not the version: other weights may come under the one that is served.
+            inputs = {**inputs, "cache_salt": f"after {self._pauses} pauses"}
         self._engine.add_request(
             sequence.request, inputs, sequence.params, lora_request=job.adapter
         )
@@ -407,6 +419,7 @@ class Stepper:
         sequence.log_probs += new.logprobs.logprobs
         sequence.versions += [self.version] * len(new.token_ids)
         sequence.outputs += bool(new.token_ids)
+        self.tokens += len(new.token_ids)
         if not output.finished:
             return
         if job.routing is not None:

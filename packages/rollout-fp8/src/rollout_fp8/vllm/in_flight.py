@@ -1,8 +1,8 @@
 """Weight syncs while vLLM generates: the refusals of a rollout that is made for them.
 
-The generation pauses between two steps (``generation.Stepper.pause``). With ``keep`` each request
-has the version that it began with as its ``cache_salt``, so that vLLM's prefix cache serves it no
-keys and values of another version.
+The generation pauses between two steps (``generation.Stepper.pause``). With ``keep`` the
+``cache_salt`` of a request says after which pause it began, so that vLLM's prefix cache serves it
+no keys and values of other weights.
 """
 
 from __future__ import annotations

@@ -513,7 +513,11 @@ def pause(engine: Any) -> Iterator[Any]:
 
 
 def resume(engine: Any) -> None:
-    """Continue the scheduling of an engine after ``pause``. Upstream: as there."""
+    """Continue the scheduling of an engine after ``pause``.
+
+    ``LLMEngine`` has no such call (0.26.0 and 0.32.0). Upstream: vllm-project/vllm#28037, see
+    ``pause``.
+    """
     client = engine.engine_core
     if getattr(client, "outputs_queue", None) is None:
         client.engine_core.resume_scheduler()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,7 +40,6 @@ from rollout_fp8.options import QUANTIZATIONS, VllmOptions
 from rollout_fp8.seeds import seeds
 from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment, speculation
-from rollout_fp8.vllm import in_flight as inflight
 from rollout_fp8.wire.expected import Expected
 
 # Before vLLM is imported.
@@ -53,6 +52,7 @@ from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.cache import require_served  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
 from rollout_fp8.vllm.images import ImageInputs, digests, require_family  # noqa: E402
+from rollout_fp8.vllm.in_flight import check as check_in_flight  # noqa: E402
 from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
@@ -134,7 +134,7 @@ class VllmRollout:
         self.weight_version = -1
         self._eos = tuple(eos_token_ids)
         self._images = self._read_images(model, resolution.device, dtype, lora)
-        inflight.check(
+        check_in_flight(
             self.options,
             in_flight=in_flight,
             adapter=lora is not None,
@@ -230,6 +230,11 @@ class VllmRollout:
                 job.abort()
             raise
 
+    @property
+    def tokens_generated(self) -> int:
+        """Number of tokens so far (see ``InFlightRollout.tokens_generated``)."""
+        return self._stepper.tokens
+
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
         """See ``AsyncRollout.submit``.
 
@@ -253,12 +258,15 @@ class VllmRollout:
                 served.
         """
         try:
-            with self._syncing() as paused:
-                begin = time.perf_counter()
+            with self._syncing() as pause:
                 check_version(version, self.weight_version, where=WHERE)
+                # Whole tensors are collected while completions go on.
+                stream = self._checked(export)
+                begin = time.perf_counter()
+                paused = pause()
                 # Other weights may come under the version that the scales are for.
                 self._scales_version = -1
-                result = self._session.run(self._checked(export), version)
+                result = self._session.run(stream, version)
                 if not paused or self.options.kv_cache_in_flight == "recompute":
                     self._forget_prefixes(preempt=paused)
                 self._syncs += 1
@@ -502,12 +510,19 @@ class VllmRollout:
             self._server.reset_encoder_cache()
         # Sleeping caches too: vLLM is notified of sleep only on CUDA; on other devices caches
         # survive it.
-        if not self._server.reset_prefix_cache(reset_running_requests=preempt):
+        refused: RuntimeError | None = None
+        try:
+            done = self._server.reset_prefix_cache(reset_running_requests=preempt)
+        # vLLM raises it for unfinished completions, and returns False for others.
+        except RuntimeError as error:
+            done, refused = False, error
+        if not done:
             raise RolloutError(
                 "vLLM keeps keys and values of the old weights",
                 where=WHERE,
+                why="" if refused is None else str(refused),
                 remedy="close this rollout and create another one",
-            )
+            ) from refused
 
     def _reach(self, adapter: ExpectedAdapter | None) -> None:
         salted = self._in_flight and self.options.kv_cache_in_flight == "keep"
@@ -610,11 +625,12 @@ class VllmRollout:
         return self._images.prompt(prompt, images, [f"{name}-{self._syncs}" for name in names])
 
     @contextmanager
-    def _syncing(self) -> Iterator[bool]:
-        """Block generation during the context, and after it if the sync failed.
+    def _syncing(self) -> Iterator[Callable[[], bool]]:
+        """Block new generations during the context, and after it if the sync failed.
 
-        The context's value is True if completions are unfinished, which a rollout with
-        ``in_flight`` pauses. They continue after the context, or fail with the sync.
+        The context's value is a function that pauses unfinished completions of a rollout with
+        ``in_flight``, and returns whether there are any. They continue after the context, or fail
+        with the sync.
         """
         with self._gate:
             if self._in_flight:
@@ -635,15 +651,24 @@ class VllmRollout:
             self._not_ready = _SYNCING
         failed = "the last weight sync failed, some weights may be old and some new"
         lost: RolloutError | None = None
-        paused = self._stepper.busy
-        try:
-            if paused:
+        paused = False
+
+        def pause() -> bool:
+            nonlocal paused
+            if self._stepper.busy and not paused:
                 self._stepper.pause()
-            yield paused
+                paused = True
+            return paused
+
+        try:
+            yield pause
             failed = ""
         except BaseException as error:
             # After any error, because the completions have no weights to continue with.
             lost = _lost_in_sync(error)
+            with suppress(RolloutError):
+                # The engine has failed, so that there are none.
+                pause()
             raise
         finally:
             with self._gate:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
+from engine_trainer.utils.completions import require_completions
 from engine_trainer.utils.experts import join_experts
 from engine_trainer.utils.threads import DaemonThreads
 
@@ -319,6 +320,7 @@ def generate_all(
         completions = rollout.generate(
             [r.tokens for r in same], sampling_of(same[0], sampling, seed(number))
         )
+        require_completions(completions, range(len(same)), 1)
         found |= {indices[completion.prompt_index]: completion for completion in completions}
     return [found[index] for index in range(len(requests))]
 

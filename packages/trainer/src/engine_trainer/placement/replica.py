@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +15,6 @@ from engine_api.errors import (
     ConfigError,
     PluginError,
     PluginUnavailable,
-    RolloutError,
     UnsupportedCapability,
 )
 from engine_api.plugin import EnginePlugin, is_older
@@ -40,6 +38,7 @@ from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.data.datasets import make_prompt_images
 from engine_trainer.rewards import Sample, Score, Scorer
 from engine_trainer.telemetry.logs import Timers
+from engine_trainer.utils.completions import require_completions
 
 if TYPE_CHECKING:
     import torch
@@ -260,7 +259,7 @@ class Replica:
         agent: AgentLoop | None = None,
         *,
         drop_bad_images: bool = False,
-        why_sliced: str | None = "overlap.in_flight is false",
+        why_sliced: str | None = "it was made without in_flight",
     ) -> None:
         self.rollout = rollout
         self.why_sliced = why_sliced
@@ -396,19 +395,6 @@ class Replica:
             self.scorer.close()
 
 
-def require_completions(found: Sequence[Completion], indices: Sequence[int], n: int) -> None:
-    """Raise ``RolloutError`` unless each of the prompts ``indices`` has ``n`` completions."""
-    counts = Counter(completion.prompt_index for completion in found)
-    for index in indices:
-        if counts[index] != n:
-            raise RolloutError(
-                f"expected {n} completions of prompt {index} of the call, got {counts[index]}",
-                where="rollout.generate",
-                why="a rollout completes every prompt n times, also with an empty completion",
-                remedy="correct the rollout; engine-conformance has cases for its generate",
-            )
-
-
 def sample_of(prompt: Prompt, completion: ScoredCompletion | Trajectory) -> Sample:
     """Return the sample that a reward receives for a completion of ``prompt``.
 
@@ -534,6 +520,13 @@ def create_rollout(spec: RolloutSpec, *, in_flight: bool = False) -> Rollout:
                 f"rollout {section.name!r} does not serve {section.quantization}",
                 why=str(error),
                 remedy="use rollout.name=vllm or sglang, or quantization: none",
+            ) from error
+        if "'in_flight'" in str(error):
+            raise ConfigError(
+                "overlap.in_flight",
+                f"rollout {section.name!r} declares in_flight, and does not take the argument",
+                why=str(error),
+                remedy="correct the rollout (docs/contract.md), or overlap.in_flight: false",
             ) from error
         raise ConfigError(
             "rollout.options",

@@ -39,7 +39,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Slice:
+class _Running:
     """A running call, and the deadline of its reply by ``time.monotonic``."""
 
     call: Call
@@ -87,9 +87,11 @@ class FullyAsync:
         self._changed = threading.Condition()
         self._paused = True
         self._busy = 0  # running calls
-        # Slices that were generated of each group under way, by position, by replica. Without
-        # slices, the seconds for which the group was waited for.
-        self._under_way: dict[int, dict[int, float]] = {}
+        # Slices that were generated of each group under way, by position, by replica.
+        self._under_way: dict[int, dict[int, int]] = {}
+        # Tokens that a replica had generated when it was last heard of, and the seconds for which
+        # no more have come, by replica. There are no slices then.
+        self._silences: dict[int, tuple[int, float]] = {}
         # Replicas that were lost with a group, by position.
         self._attempts: Counter[int] = Counter()
         self._closed = False
@@ -206,7 +208,7 @@ class FullyAsync:
     # --- generating, in the thread ----------------------------------------------------------------
 
     def _run(self) -> None:
-        running: dict[int, _Slice] = {}  # by replica
+        running: dict[int, _Running] = {}  # by replica
         try:
             while not self._closed:
                 self._start(running)
@@ -217,7 +219,7 @@ class FullyAsync:
                 self._failed = error if isinstance(error, Exception) else _wrap_exit(error)
                 self._changed.notify_all()
 
-    def _start(self, running: dict[int, _Slice]) -> None:
+    def _start(self, running: dict[int, _Running]) -> None:
         """Start a slice on every idle replica that has work, unless a sync is due."""
         with self._changed:
             # While nothing runs and nothing may be drawn, wait until a step takes ready groups.
@@ -233,14 +235,14 @@ class FullyAsync:
                     self._calls += 1
                     self._busy += 1
                     call = self._rollouts.start(replica, "advance", new, self._seed + self._calls)
-                    running[replica] = _Slice(
+                    running[replica] = _Running(
                         call=call, until=time.monotonic() + self._rollouts.pool.timeout_s
                     )
             if not running:
                 # No replica serves: a new one may join.
                 self._changed.wait(POLL_S)
 
-    def _finish(self, running: dict[int, _Slice]) -> None:
+    def _finish(self, running: dict[int, _Running]) -> None:
         """Collect the calls that are done.
 
         Waits for them, but only briefly while an idle replica may get work. Raises ``WorkerLost``
@@ -268,7 +270,9 @@ class FullyAsync:
             if reply is None:
                 self._give_up([replica])
             else:
-                found: list[tuple[int, list[ScoredCompletion]]] = reply.value
+                found: list[tuple[int, list[ScoredCompletion]]]
+                found, tokens = reply.value
+                self._note_tokens(replica, tokens, reply.seconds)
                 under_way = self._under_way[replica]
                 for position, completions in found:
                     del under_way[position]
@@ -276,25 +280,31 @@ class FullyAsync:
                     group = Group(prompt=self._prompt(position), completions=completions)
                     self._ready.append((position, group))
                 for position in under_way:
-                    under_way[position] += reply.seconds if self._rollouts.in_flight else 1
+                    under_way[position] += 1
             self._changed.notify_all()
 
+    def _note_tokens(self, replica: int, tokens: int, seconds: float) -> None:
+        """Note how long a replica has been generating no token, where no slice ends."""
+        before, silent_s = self._silences.get(replica, (0, 0.0))
+        is_idle = not self._under_way[replica]
+        self._silences[replica] = tokens, 0.0 if is_idle or tokens > before else silent_s + seconds
+
     def _check_progress(self, replica: int) -> None:
-        """Lose a replica that has been generating a group for too long, where no slice ends.
+        """Lose a replica that has generated no token for too long, where no slice ends.
 
         Raises ``WorkerLost`` unless the run is elastic.
         """
         limit = self._rollouts.pool.timeout_s
-        waited = max(self._under_way.get(replica, {}).values(), default=0.0)
-        if not self._rollouts.in_flight or waited <= limit:
+        _, silent_s = self._silences.get(replica, (0, 0.0))
+        if not self._rollouts.in_flight or silent_s <= limit:
             return
         self._rollouts.lose(
             replica,
             WorkerLost(
-                f"a group is not complete after {limit:g} s",
+                f"no token was generated in {limit:g} s",
                 where="overlap.mode: full",
-                why="its rollout hangs, or the completions take longer",
-                remedy="raise ray.timeout_s if they take longer",
+                why="its rollout hangs",
+                remedy="see its log; raise ray.timeout_s if a token takes longer",
             ),
         )
         with self._changed:
@@ -305,6 +315,7 @@ class FullyAsync:
         """Let other replicas begin the groups of lost ones again, first of all."""
         for replica in replicas:
             positions = sorted(self._under_way.pop(replica, {}))
+            self._silences.pop(replica, None)
             self._attempts.update(positions)
             self._drawn.difference_update(positions)
             self._positions_to_redraw = [*positions, *self._positions_to_redraw]
@@ -361,7 +372,7 @@ class FullyAsync:
         if self._rollouts.in_flight:
             # The number of tokens so far is not known.
             return limit * len(slices)
-        return sum(max(limit - int(done) * size, 1) for done in slices)
+        return sum(max(limit - done * size, 1) for done in slices)
 
     def _begin(self, replica: int, count: int) -> list[tuple[int, Prompt]]:
         """Draw ``count`` groups for a replica: those to draw again, then new ones."""

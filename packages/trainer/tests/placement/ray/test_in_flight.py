@@ -60,6 +60,7 @@ class Scripted:
     """A rollout whose generations are ended by the test, and whose syncs may fail."""
 
     weight_version = 0
+    tokens_generated = 0
 
     def __init__(self) -> None:
         self.submitted: list[Running] = []
@@ -119,17 +120,19 @@ def worker(rollout) -> RolloutWorker:
 
 
 def test_groups_are_submitted_once_and_returned_as_they_end(worker, rollout):
-    assert worker.advance(prompts([6], [7]), 1) == []
-    assert worker.advance([], 2) == []
+    assert worker.advance(prompts([6], [7]), 1) == ([], 0)
+    assert worker.advance([], 2) == ([], 0)
     assert [one.prompt for one in rollout.submitted] == [[6], [7]]
     rollout.submitted[1].over = True
-    ((key, completions),) = worker.advance([], 3)
+    rollout.tokens_generated = 4
+    ((key, completions),), tokens = worker.advance([], 3)
+    assert tokens == 4
     assert key == 11
     assert [c.tokens for c in completions] == [[5, 0], [5, 1]]
     assert [c.weight_versions for c in completions] == [[1, 2], [1, 2]]
     rollout.submitted[0].over = True
-    assert [key for key, _ in worker.advance([], 4)] == [10]
-    assert worker.advance([], 5) == []
+    assert [key for key, _ in worker.advance([], 4)[0]] == [10]
+    assert worker.advance([], 5) == ([], 4)
 
 
 def test_equal_prompts_of_one_call_and_of_different_calls_have_different_seeds(worker, rollout):
@@ -141,7 +144,7 @@ def test_equal_prompts_of_one_call_and_of_different_calls_have_different_seeds(w
 def test_a_call_returns_as_soon_as_a_group_is_complete(worker, rollout, monkeypatch):
     monkeypatch.setattr(in_flight_rollouts, "WAIT_S", 1e9)
     threading.Timer(0.02, lambda: setattr(rollout.submitted[0], "over", True)).start()
-    assert [key for key, _ in worker.advance(prompts([6]), 1)] == [10]
+    assert [key for key, _ in worker.advance(prompts([6]), 1)[0]] == [10]
 
 
 def test_a_generation_that_fails_is_raised(worker, rollout):
@@ -149,6 +152,15 @@ def test_a_generation_that_fails_is_raised(worker, rollout):
     rollout.submitted[0].failure = RolloutError("vLLM failed", where="x", remedy="y")
     rollout.submitted[0].over = True
     with pytest.raises(RolloutError, match="vLLM failed"):
+        worker.advance([], 2)
+
+
+def test_a_rollout_that_forgets_a_completion_is_named(worker, rollout):
+    worker.advance(prompts([6]), 1)
+    real = rollout.submitted[0].result
+    rollout.submitted[0].result = lambda: real()[1:]
+    rollout.submitted[0].over = True
+    with pytest.raises(RolloutError, match=r"expected 2 completions of prompt 0 .*, got 1"):
         worker.advance([], 2)
 
 
@@ -161,7 +173,7 @@ def test_groups_that_a_failed_sync_ends_are_begun_again_and_complete_ones_are_ke
         worker.receive("here", 0, 1)
     rollout.fails = False
     worker.receive("here", 0, 1)
-    assert [key for key, _ in worker.advance([], 2)] == [10]
+    assert [key for key, _ in worker.advance([], 2)[0]] == [10]
     assert [one.prompt for one in rollout.submitted] == [[6], [7], [7]]
     assert rollout.submitted[2].sampling == rollout.submitted[1].sampling
     rollout.submitted[2].failure = RolloutError("vLLM failed", where="x", remedy="y")

@@ -16,6 +16,7 @@ from engine_api.rollout import Completion, Generation, InFlightRollout, Sampling
 from engine_trainer.agent.generators import derive
 from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
+from engine_trainer.utils.completions import require_completions
 
 WAIT_S = 0.05
 """Longest time in seconds that a call waits for a complete group: a weight sync may be due."""
@@ -48,6 +49,11 @@ class InFlightRollouts:
         self._rollout = cast("InFlightRollout", replica.rollout)
         self._sampling = sampling
         self._tasks: list[_Task] = []
+
+    @property
+    def tokens_generated(self) -> int:
+        """See ``InFlightRollout.tokens_generated``."""
+        return self._rollout.tokens_generated
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
@@ -95,9 +101,12 @@ class InFlightRollouts:
         done: list[tuple[_Task, list[Completion]]] = []
         for task in ended:
             try:
-                done.append((task, task.generation.result()))
+                found = task.generation.result()
             except RolloutError:
                 if not task.may_be_lost:
                     raise
                 self._tasks.append(self._begin(task.key, task.prompt, task.sampling))
+            else:
+                require_completions(found, [0], task.sampling.n)
+                done.append((task, found))
         return done

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.agent.generators import ABORTS, empty_slices_error
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Replica, ScoredCompletion, require_completions
+from engine_trainer.placement.replica import Replica, ScoredCompletion
+from engine_trainer.utils.completions import require_completions
 from engine_trainer.utils.experts import join_experts
 
 

@@ -356,10 +356,17 @@ class RolloutWorker(Worker):
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
-    ) -> list[tuple[int, list[ScoredCompletion]]]:
-        """See ``InFlightRollouts.advance`` and ``PartialRollouts.advance``."""
+    ) -> tuple[list[tuple[int, list[ScoredCompletion]]], int]:
+        """Return complete groups, and the number of tokens that the rollout has generated.
+
+        The number is 0 where calls generate slices, each of which ends soon. See
+        ``InFlightRollouts.advance`` and ``PartialRollouts.advance``.
+        """
         assert self._under_way is not None
-        return self._under_way.advance(new, seed)
+        done = self._under_way.advance(new, seed)
+        if isinstance(self._under_way, InFlightRollouts):
+            return done, self._under_way.tokens_generated
+        return done, 0
 
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
