@@ -107,9 +107,9 @@ def watched(streams: Streams, stream: Any, *, fails_at: int = -1) -> Any:
                 raise MemoryError
             yield shard
 
-    def clears() -> None:
+    def clears(find: Any) -> None:
         streams.log.append(f"{streams.at} clears")
-        begin()
+        begin(find)
 
     stream._export, stream._filler.begin = reads, clears
     return stream

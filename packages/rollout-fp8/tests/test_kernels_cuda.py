@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.fp8.quantize import Count, QuantizePlan, empty_like, quantize, quantize_into
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, Rows, layouts, tiles
 from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many
@@ -215,6 +215,33 @@ def test_addresses_are_those_of_the_call() -> None:
     plan.run([second], [b.weight], [b.scales])
     assert same(a.weight, quantize(first.cpu(), scales="fp32").weight)
     assert same(b.weight, quantize(second.cpu(), scales="fp32").weight)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dtype) -> None:
+    """Boxes anywhere, edges inside a block, memory that is not aligned, one that is left out."""
+    places = [
+        ((256, 384), (0, 0), (256, 384)),
+        ((200, 144), (0, 0), (200, 144)),
+        ((130, 256), (128, 128), (512, 640)),
+        ((64, 100), (0, 0), (64, 100)),
+        ((512, 2048), (1024, 0), (4096, 2048)),
+    ]
+    sources = [torch.randn(shape, device="cuda").to(dtype) for shape, _, _ in places]
+    room = [torch.zeros(s[0], s[1] + 36, dtype=torch.float8_e4m3fn).cuda() for s, _, _ in places]
+    outs = [r[:, 4 : 4 + s.shape[1]] for r, s in zip(room, sources, strict=True)]
+    scales = [empty_like(source).scales for source in sources]
+    boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w in places]
+    counts = [Count(box, i) for i, box in enumerate(boxes)]
+    plan = QuantizePlan(
+        *map(layouts, (sources, outs, scales)), scales="fp32", counts=[*counts[:-1], None]
+    )
+    sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
+    plan.bind(outs, scales).run(sources, None, sums)
+    wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
+    assert sums.tolist() == [*wanted[:-1], 0]
 
 
 @pytest.mark.gpu

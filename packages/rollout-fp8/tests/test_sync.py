@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from exporter_ranks import Shards, exporter
 from served_model import CONFIG, ServedModel, checkpoint
 from sync_parts import CPU, InProcess, expected, stream_of
 from torch import Tensor
@@ -15,6 +16,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.export.exporter import collect_export
+from rollout_fp8.export.fill import Filler
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
@@ -305,3 +307,70 @@ def test_a_box_is_found_in_every_dimension() -> None:
     assert shared is not None
     assert (shared.offset, shared.shape) == ((2, 2), (2, 2))
     assert intersection(a, ShardSpec(global_shape=(8, 8), offset=(4, 0), shape=(4, 8))) is None
+
+
+class Seen(InProcess):
+    """Workers that note which slices come in buckets."""
+
+    def __init__(self, models: list[ServedModel]) -> None:
+        super().__init__(models)
+        self.slices: list[str] = []
+
+    def sync(self, stream):
+        made = stream.buckets
+
+        def buckets():
+            for bucket, buffer in made():
+                self.slices += [wire_slice.tensor.name for wire_slice in bucket.slices]
+                yield bucket, buffer
+
+        stream.buckets = buckets
+        return super().sync(stream)
+
+
+@pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_weights_are_written_where_they_are_served_and_later_syncs_follow_them(
+    tmp_path, monkeypatch, quantization, audit
+) -> None:
+    """Checksums of what is written there are its own; all others come through buckets."""
+    monkeypatch.setattr(Filler, "can_place", True)
+    fp8 = quantization == "fp8"
+    export = exporter(tmp_path, quantization, options={"audit": audit})
+    for model in (ServedModel(fp8=fp8, dtype=torch.bfloat16) for _ in range(2)):
+        workers = Seen([model])
+        session = SyncSession(workers)
+        for version in range(3):
+            weights = checkpoint(version)
+            workers.slices = []
+            result = session.run(export.export(Shards(weights, 0, 1)), version)
+            want = expected(weights, ServedModel(fp8=fp8, dtype=torch.bfloat16), fp8=fp8)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(raw(parameter), raw(want[name])), name
+            assert result.audited == audit
+            matrices = [name for name in workers.slices if name.endswith("_proj.weight")]
+            assert matrices == []
+            assert bool([name for name in workers.slices if name.endswith("norm.weight")]) == audit
+    # A stream that is given no places brings everything.
+    whole = {name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), 0, 1))}
+    assert whole.keys() >= checkpoint(0).keys()
+
+
+def test_a_weight_that_changes_after_it_was_written_in_place_fails_the_audit(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "fp8")
+    model = ServedModel(fp8=True, dtype=torch.bfloat16)
+    workers = Seen([model])
+    session = SyncSession(workers)
+    session.run(export.export(Shards(checkpoint(0), 0, 1)), 0)
+    served = workers.receivers[0].served
+
+    def spoil() -> Tensor:
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").data.view(torch.uint8)[3, 5] ^= 1
+        return served()
+
+    workers.receivers[0].served = spoil
+    with pytest.raises(RolloutError, match=r"1 of \d+ tensors differ: model.layers.1.mlp.down_pr"):
+        session.run(export.export(Shards(checkpoint(1), 0, 1)), 1)

@@ -16,14 +16,18 @@ from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
-from rollout_fp8.kernels.table import Layout, describe, layouts, misfit, rows_of
+from rollout_fp8.kernels.table import Layout, describe, has_kernels, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
-from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan
-from rollout_fp8.wire.format import WirePlan, WireSlice
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, Count, is_countable
+from rollout_fp8.wire.format import BucketPlan, Find, WirePlan, WireSlice
 
 T = TypeVar("T")
 Gather = Callable[[Tensor, Tensor], None]
+
+
+def find_nothing(_: WireSlice) -> None:
+    """Return None: every slice stays in its bucket."""
 
 
 class Filler:
@@ -52,6 +56,9 @@ class Filler:
         self._in_place: dict[int, tuple[Layout, ...]] = {}
         # This rank's boxes as the engine gave them last: most engines give the same objects again.
         self._boxes = [source.boxes[self.rank] for source in plan.sources]
+        self._find: Find = find_nothing
+        # Of each bucket: what its reader is given.
+        self._rests: dict[int, BucketPlan] = {}
         self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
         self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
         # One flag for each source that this rank computes, bucket by bucket, and the tensor of each
@@ -64,8 +71,26 @@ class Filler:
         )
         self._error: Exception | None = None
 
-    def begin(self) -> None:
-        """Reset the sums, flags and error of the last sync."""
+    @property
+    def can_place(self) -> bool:
+        """True if weights may be written where they are served.
+
+        Another rank's weights come through a gather, and only a kernel adds up what it computes
+        without reading it again, so that the audit sees whether it arrived.
+        """
+        return self._world_size == 1 and has_kernels(self.device)
+
+    def begin(self, find: Find = find_nothing) -> None:
+        """Reset the sums, flags and error of the last sync.
+
+        ``find`` returns the tensor to fill in place of a slice of a bucket, or None.
+        """
+        if find != self._find:
+            # Launches are bound to the places of the last sync.
+            self._work.clear()
+            self._rests.clear()
+            self._flagged.clear()
+            self._find = find
         self._sums.zero_()
         self._flags.zero_()
         self._error = None
@@ -73,6 +98,10 @@ class Filler:
     def read(self, shards: ShardExport) -> Reader:
         """Return a pass over an engine's export."""
         return Reader(self._plan, self._boxes, shards)
+
+    def rest_of(self, bucket: Bucket) -> BucketPlan:
+        """Return the bucket without the slices that were filled where they are served."""
+        return self._rests.get(id(bucket), bucket.wire)
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
         """Return ``work()``, or None if an earlier attempt of this sync failed (unless ``always``).
@@ -229,26 +258,48 @@ class Filler:
         parts = list(enumerate(bucket.of_rank(self.rank)))
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
-        outs = (
-            [w.view(buffer) for _, w, _ in quantized],
-            [s.view(buffer) for *_, s in quantized],
-        )
-        casts = [w.view(buffer) for _, w in plain]
+        placed: dict[int, Tensor] = {}
+
+        def view(wire_slice: WireSlice) -> Tensor:
+            return placed.get(id(wire_slice), wire_slice.view(buffer))
+
+        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
+        for wire_slice in weights:
+            target = self._find(wire_slice)
+            if target is not None and self._fits(wire_slice, target):
+                placed[id(wire_slice)] = target
+        outs = [view(w) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
+        casts = [view(w) for _, w in plain]
         quantized_sources = [mine[i] for i, *_ in quantized]
         plain_sources = [mine[i] for i, _ in plain]
-        slices = self._counted_slices(bucket)
-        views = [wire_slice.view(buffer) for wire_slice in slices]
+        # The launch that writes a weight adds up its checksum, without another pass over memory.
+        counted = self._counted_slices(bucket) if self.audit else []
+        counts = {
+            id(w): Count(w.box, self._place[w.tensor.name])
+            for w in (weights if counted else ())
+            if _is_counted(w, layouts([view(w)])[0])
+        }
+        counted = [wire_slice for wire_slice in counted if id(wire_slice) not in counts]
         quantize = cast = checksums = None
         if quantized:
             quantize = QuantizePlan(
-                layouts(quantized_sources), *map(layouts, outs), scales=self._scales
+                layouts(quantized_sources),
+                *map(layouts, outs),
+                scales=self._scales,
+                counts=[counts.get(id(w)) for _, w, _ in quantized],
             ).bind(*outs)
         if plain:
-            cast = CastPlan(layouts(plain_sources), layouts(casts)).bind(casts)
-        if self.audit and slices:
-            boxes = [s.box for s in slices]
-            groups = [self._place[s.tensor.name] for s in slices]
+            cast = CastPlan(
+                layouts(plain_sources), layouts(casts), [counts.get(id(w)) for _, w in plain]
+            ).bind(casts)
+        if counted:
+            views = [wire_slice.view(buffer) for wire_slice in counted]
+            boxes = [wire_slice.box for wire_slice in counted]
+            groups = [self._place[wire_slice.tensor.name] for wire_slice in counted]
             checksums = ChecksumPlan(layouts(views), boxes, groups).bind(views)
+        if placed:
+            left = [one for one in bucket.wire.slices if id(one) not in placed]
+            self._rests[id(bucket)] = replace(bucket.wire, slices=tuple(left))
         # Flags are taken once nothing can fail any more.
         flags = (
             self._own_flags([w for _, w, _ in quantized]),
@@ -264,6 +315,18 @@ class Filler:
             flags=flags,
         )
         return self._work[id(bucket)]
+
+    def _fits(self, wire_slice: WireSlice, target: Tensor) -> bool:
+        """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
+        if target.dtype != wire_slice.tensor.dtype:
+            return False
+        (layout,) = layouts([target])
+        try:
+            rows_of(layout)
+            return not self.audit or _is_counted(wire_slice, layout)
+        # Its rows are not at one distance, or a word of four bytes is cut.
+        except ValueError:
+            return False
 
     def _own_flags(self, slices: Sequence[WireSlice]) -> Tensor:
         """Return the next flags, one for each of these weights."""
@@ -378,6 +441,11 @@ class Reader:
         return shard
 
 
+def _is_counted(wire_slice: WireSlice, layout: Layout) -> bool:
+    """Return whether the launch that writes a slice can add up its checksum."""
+    return wire_slice.tensor.dtype.itemsize <= 2 and is_countable(layout, wire_slice.box)
+
+
 def _in_rows(shard: Tensor) -> Tensor:
     """Return the shard as kernels read it, with rows at one distance.
 
@@ -434,8 +502,8 @@ class _Work:
     def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
         """Queue the launches for shards of the layouts that they were prepared for."""
         if self.quantize is not None:
-            self.quantize.run([mine[i] for i in self.quantized], self.flags[0])
+            self.quantize.run([mine[i] for i in self.quantized], self.flags[0], sums)
         if self.cast is not None:
-            self.cast.run([mine[i] for i in self.plain], self.flags[1])
+            self.cast.run([mine[i] for i in self.plain], self.flags[1], sums)
         if self.checksums is not None:
             self.checksums.run(sums)

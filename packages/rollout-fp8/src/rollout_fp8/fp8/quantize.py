@@ -23,7 +23,7 @@ in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -46,6 +46,7 @@ from rollout_fp8.kernels.table import (
     rows_of,
     to_device,
 )
+from rollout_fp8.wire.checksum import Count, checksum_many, find_words
 from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
@@ -117,6 +118,8 @@ class QuantizePlan:
         out: float8_e4m3fn [N, K] each, laid out likewise.
         scales_out: float32 [ceil(N/128), ceil(K/128)] each, laid out likewise.
         scales: fp32, or powers of two.
+        counts: for each output, its box of the whole weight and the element of the sums that its
+            checksum is added to, or None (see ``is_countable``); None: for all.
 
     Raises:
         ValueError: tensors have other shapes, layouts or dtypes.
@@ -132,6 +135,7 @@ class QuantizePlan:
         scales_out: Sequence[Layout],
         *,
         scales: ScalePolicy,
+        counts: Sequence[Count | None] | None = None,
     ) -> None:
         if not len(weights) == len(out) == len(scales_out):
             raise ValueError(
@@ -144,7 +148,11 @@ class QuantizePlan:
         self._layouts = (tuple(weights), tuple(out), tuple(scales_out))
         self._pow2 = scales == "pow2"
         device = one_device([*weights, *out, *scales_out])
-        self._launches = _launches(*self._layouts, device) if has_kernels(device) else None
+        counts = counts or [None] * len(out)
+        self._counts = {i: count for i, count in enumerate(counts) if count is not None}
+        self._launches = None
+        if has_kernels(device):
+            self._launches = _launches(*self._layouts, counts, device)
 
     def run(
         self,
@@ -177,7 +185,7 @@ class QuantizePlan:
 
     def bind(self, out: Sequence[Tensor], scales_out: Sequence[Tensor]) -> BoundQuantize:
         """Return the quantization into these tensors, whose addresses are then read only once."""
-        return BoundQuantize(out, scales_out, self._launches, pow2=self._pow2)
+        return BoundQuantize(out, scales_out, self._launches, pow2=self._pow2, counts=self._counts)
 
 
 class BoundQuantize:
@@ -193,8 +201,10 @@ class BoundQuantize:
         launches: list[_Launch] | None,
         *,
         pow2: bool,
+        counts: Mapping[int, Count],
     ) -> None:
         self._out = out
+        self._counts = counts
         self._scales_out = scales_out
         self._launches = launches
         self._pow2 = pow2
@@ -202,8 +212,17 @@ class BoundQuantize:
         # Of each launch: whether everything in it is aligned.
         self._aligned: list[bool] = []
 
-    def run(self, weights: Sequence[Tensor], broken: Tensor | None = None) -> None:
-        """Queue the quantization of weights whose layouts the caller has compared."""
+    def run(
+        self,
+        weights: Sequence[Tensor],
+        broken: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Queue the quantization of weights whose layouts the caller has compared.
+
+        ``sums`` int64: checksums of outputs are added, of what is computed and not of what is read
+        back.
+        """
         if self._table is None or self._launches is None:
             for i, (weight, q, s) in enumerate(
                 zip(weights, self._out, self._scales_out, strict=True)
@@ -211,6 +230,9 @@ class BoundQuantize:
                 _quantize_plain(weight, q, s, pow2=self._pow2)
                 if broken is not None:
                     broken[i] |= ~s.isfinite().all()
+            if sums is not None and self._counts:
+                boxes, groups = zip(*self._counts.values(), strict=True)
+                checksum_many([self._out[i] for i in self._counts], boxes, sums, groups)
             return
         from rollout_fp8.kernels.quantize import launch
 
@@ -225,6 +247,7 @@ class BoundQuantize:
                 work.sizes,
                 work.blocks,
                 broken,
+                sums if self._counts else None,
                 source=work.dtype,
                 aligned=aligned,
                 pow2=self._pow2,
@@ -259,7 +282,7 @@ class _Launch(NamedTuple):
     aligned: bool
     tensors: list[int]
     sizes: Tensor
-    """int64 [all tensors, 5] on the device."""
+    """int64 [all tensors, 8] on the device."""
     blocks: Tensor
     """int64 [blocks of these tensors] on the device."""
 
@@ -268,6 +291,7 @@ def _launches(
     weights: Sequence[Layout],
     out: Sequence[Layout],
     scales_out: Sequence[Layout],
+    counts: Sequence[Count | None],
     device: torch.device,
 ) -> list[_Launch]:
     steps = [
@@ -275,7 +299,11 @@ def _launches(
         for three in zip(weights, out, scales_out, strict=True)
     ]
     sizes = np.array(
-        [[*w[0], *step] for w, step in zip(weights, steps, strict=True)], dtype=np.int64
+        [
+            [*w[0], *step, *_count_fields(q, count)]
+            for w, q, step, count in zip(weights, out, steps, counts, strict=True)
+        ],
+        dtype=np.int64,
     )
     sizes_on_device = to_device(sizes, device)
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
@@ -290,6 +318,15 @@ def _launches(
                 _Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device))
             )
     return works
+
+
+def _count_fields(out: Layout, count: Count | None) -> tuple[int, int, int]:
+    """Return the kernel's fields of an output's words, and the element of the sums."""
+    if count is None:
+        return 0, 0, -1
+    words = find_words(out, count.box)
+    assert words is not None, "is_countable says which outputs are"
+    return *words, count.group
 
 
 def _blocks(tensor: int, shape: tuple[int, ...]) -> NDArray[np.int64]:

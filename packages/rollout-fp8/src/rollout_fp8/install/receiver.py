@@ -13,6 +13,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,15 @@ from rollout_fp8.kernels.table import layouts
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import Boxes
 from rollout_fp8.wire.checksum import ChecksumPlan
-from rollout_fp8.wire.format import BucketPlan, WirePlan, WireStream, WireTensor, intersection
+from rollout_fp8.wire.format import (
+    BucketPlan,
+    PlacingStream,
+    WirePlan,
+    WireSlice,
+    WireStream,
+    WireTensor,
+    intersection,
+)
 
 SYNC = "weight sync"
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -34,6 +43,14 @@ Read = Callable[[str], Tensor]
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 # Each receiver has its own marks: parameters that an earlier one marked must change.
 _seeds = count()
+
+
+class _Copies(NamedTuple):
+    """Copies of a bucket's slices into place, None if there are none."""
+
+    bucket: BucketPlan
+    sources: list[Tensor]
+    bound: BoundCast | None
 
 
 class Receiver:
@@ -81,7 +98,7 @@ class Receiver:
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
         self._places = {name: _place(self._read(name)) for name in written}
-        self._copies: dict[tuple[int, int], tuple[BoundCast, list[Tensor]] | None] = {}
+        self._copies: dict[tuple[int, int], _Copies] = {}
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
@@ -128,6 +145,8 @@ class Receiver:
                 # Views into an earlier stream's buffers would keep them alive.
                 self._copies = {}
                 self._bound = stream.plan
+            if isinstance(stream, PlacingStream):
+                stream.place(self._find)
             for bucket, buffer in stream.buckets():
                 with phases.phase("install"):
                     self._install(bucket, buffer)
@@ -214,7 +233,8 @@ class Receiver:
     def _install(self, bucket: BucketPlan, buffer: Tensor) -> None:
         # The buffers and the parameters stay the same from sync to sync.
         key = (id(bucket), buffer.data_ptr())
-        if key not in self._copies:
+        copies = self._copies.get(key)
+        if copies is None or copies.bucket is not bucket:
             pairs = [
                 pair
                 for wire_slice in bucket.slices
@@ -225,14 +245,23 @@ class Receiver:
             sources = [source for source, _ in pairs]
             targets = [target for _, target in pairs]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
+            bound: BoundCast | None = None
             if pairs:
                 bound = CastPlan(layouts(sources), layouts(targets)).bind(targets)
-                self._copies[key] = bound, sources
-            else:
-                self._copies[key] = None
-        if (copies := self._copies[key]) is not None:
-            bound, sources = copies
-            bound.run(sources)
+            copies = self._copies[key] = _Copies(bucket, sources, bound)
+        if copies.bound is not None:
+            copies.bound.run(copies.sources)
+
+    def _find(self, wire_slice: WireSlice) -> Tensor | None:
+        """Return the memory that serves a whole slice, or None if no one tensor does."""
+        found = [
+            region.view(self._read(region.parameter))[_relative_slices(shared, region.box)]
+            for region in self._of[wire_slice.tensor.name]
+            if (shared := intersection(wire_slice.box, region.box)) is not None
+        ]
+        if len(found) != 1 or found[0].shape != wire_slice.box.shape:
+            return None
+        return found[0]
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:

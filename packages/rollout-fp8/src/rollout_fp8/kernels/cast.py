@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from rollout_fp8.kernels.table import (
     tiles,
     to_device,
 )
+from rollout_fp8.wire.checksum import Count, checksum_many, find_words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,6 +50,8 @@ class CastPlan:
             columns may not.
         outs: the same shapes. Casts round to nearest even; too large values become infinite, a NaN
             stays NaN.
+        counts: for each out of two bytes an element, where its checksum is added, or None (see
+            ``is_countable``); None: for all.
 
     Raises:
         ValueError: tensors have other shapes, layouts or dtypes.
@@ -56,7 +59,12 @@ class CastPlan:
     Source and out must not overlap.
     """
 
-    def __init__(self, sources: Sequence[Layout], outs: Sequence[Layout]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Layout],
+        outs: Sequence[Layout],
+        counts: Sequence[Count | None] | None = None,
+    ) -> None:
         if len(sources) != len(outs):
             raise ValueError(f"{len(sources)} sources and {len(outs)} outs")
         for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
@@ -70,7 +78,11 @@ class CastPlan:
             rows_of(out)
         self._layouts = (tuple(sources), tuple(outs))
         device = one_device([*sources, *outs])
-        self._launches = _launches(sources, outs, device) if has_kernels(device) else None
+        counts = counts or [None] * len(outs)
+        self._counts = {i: count for i, count in enumerate(counts) if count is not None}
+        self._launches = None
+        if has_kernels(device):
+            self._launches = _launches(sources, outs, self._counts, device)
 
     def run(
         self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
@@ -94,7 +106,7 @@ class CastPlan:
 
     def bind(self, outs: Sequence[Tensor]) -> BoundCast:
         """Return the casts into these tensors, whose addresses are then read only once."""
-        return BoundCast(outs, self._launches)
+        return BoundCast(outs, self._launches, self._counts)
 
 
 class BoundCast:
@@ -103,21 +115,39 @@ class BoundCast:
     The sources may be others at each run.
     """
 
-    def __init__(self, outs: Sequence[Tensor], launches: list[_Launch] | None) -> None:
+    def __init__(
+        self,
+        outs: Sequence[Tensor],
+        launches: list[_Launch] | None,
+        counts: Mapping[int, Count],
+    ) -> None:
         self._outs = outs
+        self._counts = counts
         self._launches = launches
         self._table = None if launches is None else AddressTable(outs)
         # Of each launch: whether everything in it is aligned.
         self._aligned: list[bool] = []
 
-    def run(self, sources: Sequence[Tensor], broken: Tensor | None = None) -> None:
-        """Queue the copies of sources whose layouts the caller has compared."""
+    def run(
+        self,
+        sources: Sequence[Tensor],
+        broken: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Queue the copies of sources whose layouts the caller has compared.
+
+        ``sums`` int64: checksums of outs are added, of what is written and not of what is read
+        back.
+        """
         if self._table is None or self._launches is None:
             with torch.no_grad():
                 for i, (source, out) in enumerate(zip(sources, self._outs, strict=True)):
                     out.copy_(source)
                     if broken is not None:
                         broken[i] |= ~out.isfinite().all()
+            if sums is not None and self._counts:
+                boxes, groups = zip(*self._counts.values(), strict=True)
+                checksum_many([self._outs[i] for i in self._counts], boxes, sums, groups)
             return
         from rollout_fp8.kernels.copy import launch
 
@@ -130,6 +160,7 @@ class BoundCast:
                 self._table.on_device,
                 work.records,
                 broken,
+                sums if work.counted else None,
                 source=work.dtypes[0],
                 out=work.dtypes[1],
                 aligned=aligned,
@@ -146,27 +177,38 @@ class _Launch(NamedTuple):
 
     dtypes: tuple[torch.dtype, torch.dtype]
     aligned: bool
+    counted: bool
     items: list[int]
     records: Tensor
-    """[tiles, 8] on the device."""
+    """int64 [tiles, 8] on the device, and [tiles, 10] where checksums are added."""
 
 
 def _launches(
-    sources: Sequence[Layout], outs: Sequence[Layout], device: torch.device
+    sources: Sequence[Layout],
+    outs: Sequence[Layout],
+    counts: Mapping[int, Count],
+    device: torch.device,
 ) -> list[_Launch]:
-    kinds: dict[tuple[tuple[torch.dtype, torch.dtype], bool], dict[int, NDArray[np.int64]]] = {}
+    kinds: dict[
+        tuple[tuple[torch.dtype, torch.dtype], bool, bool], dict[int, NDArray[np.int64]]
+    ] = {}
     for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
         a = rows_of(source)
         b = rows_of(out)
         dtypes = source[2], out[2]
-        if 0 not in source[0]:
-            records = tiles(i, a, (0, 0), (a.stride, b.stride))
-            kinds.setdefault((dtypes, _is_aligned(a, b, dtypes)), {})[i] = records
+        if 0 in source[0]:
+            continue
+        start, step, group = (0, 0), (a.stride, b.stride), 0
+        if (count := counts.get(i)) is not None:
+            words = find_words(out, count.box)
+            assert words is not None and out[2].itemsize == 2, "is_countable says which outs are"
+            # Of two elements each.
+            start, step, group = (*start, 2 * words[0]), (*step, 2 * words[1]), count.group
+        kind = dtypes, _is_aligned(a, b, dtypes), count is not None
+        kinds.setdefault(kind, {})[i] = tiles(i, a, start, step, group)
     return [
-        _Launch(
-            dtypes, aligned, list(items), to_device(np.concatenate(list(items.values())), device)
-        )
-        for (dtypes, aligned), items in kinds.items()
+        _Launch(*kind, list(items), to_device(np.concatenate(list(items.values())), device))
+        for kind, items in kinds.items()
     ]
 
 

@@ -19,6 +19,39 @@ WARPS = 8
 
 
 @triton.jit
+def mixed(index: tl.tensor) -> tl.tensor:
+    """Return the coefficients (uint64) of the words at these indices (uint32)."""
+    h = (index ^ (index >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return (h ^ (h >> 16)).to(tl.uint64) + 1
+
+
+@triton.jit
+def add_block(
+    sums: tl.tensor,
+    group: tl.tensor,
+    bits: tl.tensor,
+    index: tl.tensor,
+    index_step: tl.tensor,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    parts: tl.constexpr,
+) -> None:
+    """Add the checksum of a block of elements to ``sums[group]``; a negative group is none.
+
+    ``bits``: elements as unsigned integers, of which ``parts`` neighbours are a word of 32 bits.
+    ``index``: of the first word; ``index_step``: from a row to the next.
+    """
+    place = tl.arange(0, parts)[None, None, :].to(tl.uint32) * (32 // parts)
+    words = tl.reshape(bits.to(tl.uint32), (height, width // parts, parts)) << place
+    r = tl.arange(0, height)[:, None].to(tl.uint32)
+    c = tl.arange(0, width // parts)[None, :].to(tl.uint32)
+    h = mixed(index.to(tl.uint32) + r * index_step.to(tl.uint32) + c)
+    total = tl.sum(tl.sum(words, axis=2).to(tl.uint64) * h)
+    tl.atomic_add(sums + group, total.to(tl.int64), mask=group >= 0, sem="relaxed")
+
+
+@triton.jit
 def _checksum(
     addresses: tl.tensor,
     records: tl.tensor,
@@ -50,11 +83,8 @@ def _checksum(
     r = tl.arange(0, height)[:, None]
     c = tl.arange(0, width)[None, :]
     word = tl.load(words + start + r * step + c, mask=(r < rows) & (c < columns), other=0)
-    h = first.to(tl.uint32) + r.to(tl.uint32) * index_step + c.to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = h ^ (h >> 16)
-    total = tl.sum(word.to(tl.uint64) * (h.to(tl.uint64) + 1))
+    index = first.to(tl.uint32) + r.to(tl.uint32) * index_step + c.to(tl.uint32)
+    total = tl.sum(word.to(tl.uint64) * mixed(index))
     tl.atomic_add(out + group, total.to(tl.int64), sem="relaxed")
 
 

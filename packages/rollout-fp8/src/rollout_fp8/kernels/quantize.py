@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_fp8.kernels.checksum import add_block
+
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
 # A thread holds 64 elements of 4 or 2 bytes, so that 2 or 3 programs fit a multiprocessor.
@@ -24,16 +26,18 @@ def _quantize(
     sizes: tl.tensor,
     blocks: tl.tensor,
     broken: tl.tensor,
+    sums: tl.tensor,
     dtype: tl.constexpr,
     bits: tl.constexpr,
     vector: tl.constexpr,
     watch: tl.constexpr,
+    count: tl.constexpr,
     pow2: tl.constexpr,
 ) -> None:
     """Quantize one 128 × 128 block, in one program.
 
     ``bits``: the integer as wide as ``dtype``. ``vector``: elements of a 16-byte load, or 0 where
-    something is not aligned.
+    something is not aligned. ``count``: add the checksum of the FP8 weights to ``sums``.
     """
     block = tl.load(blocks + tl.program_id(0))
     tensor = block >> 40
@@ -42,11 +46,11 @@ def _quantize(
     source = tl.load(addresses + tensor * 3).to(tl.pointer_type(dtype))
     out = tl.load(addresses + tensor * 3 + 1).to(tl.pointer_type(tl.float8e4nv))
     scale_out = tl.load(addresses + tensor * 3 + 2).to(tl.pointer_type(tl.float32))
-    rows = tl.load(sizes + tensor * 5)
-    columns = tl.load(sizes + tensor * 5 + 1)
-    step = tl.load(sizes + tensor * 5 + 2)
-    out_step = tl.load(sizes + tensor * 5 + 3)
-    scale_out += row * tl.load(sizes + tensor * 5 + 4) + column
+    rows = tl.load(sizes + tensor * 8)
+    columns = tl.load(sizes + tensor * 8 + 1)
+    step = tl.load(sizes + tensor * 8 + 2)
+    out_step = tl.load(sizes + tensor * 8 + 3)
+    scale_out += row * tl.load(sizes + tensor * 8 + 4) + column
     row = row * 128
     column = column * 128
     rows = (rows - row).to(tl.int32)
@@ -85,6 +89,13 @@ def _quantize(
     q = (x.to(tl.float32) * inverse).to(tl.float8e4nv)
     tl.store(out + (row * out_step + column) + r * out_step + c, q, mask=inside)
     tl.store(scale_out, scale)
+    if count:
+        # Beyond the weight's edge there are no zeros where a block has a NaN.
+        byte = tl.where(inside, q.to(tl.uint8, bitcast=True), 0)
+        index_step = tl.load(sizes + tensor * 8 + 6)
+        index = tl.load(sizes + tensor * 8 + 5) + row * index_step + column // 4
+        group = tl.load(sizes + tensor * 8 + 7)
+        add_block(sums, group, byte, index, index_step, 128, 128, 4)
     if watch:
         tl.store(broken + tensor, 1, mask=is_finite == 0)
 
@@ -94,6 +105,7 @@ def launch(
     sizes: Tensor,
     blocks: Tensor,
     broken: Tensor | None,
+    sums: Tensor | None,
     *,
     source: torch.dtype,
     aligned: bool,
@@ -101,10 +113,14 @@ def launch(
 ) -> None:
     """Quantize every block of ``blocks`` (int64: tensor, row and column in 24, 20 and 20 bits).
 
-    ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 5]: rows, columns, row strides of
-    the three. ``broken`` int32 [n]: 1 is stored for a weight with a NaN or an infinity.
+    ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 8]: rows, columns, row strides of
+    the three; index of the output's first word in the whole weight, words from a row to the next,
+    and the element of ``sums`` (-1: none). ``broken`` int32 [n]: 1 is stored for a weight with a
+    NaN or an infinity. ``sums`` int64: outputs' checksums are added (see
+    ``rollout_fp8.wire.checksum``).
     """
     watch = broken is not None
+    count = sums is not None
     kernel: Any = _quantize
     size = source.itemsize
     bits = tl.int32 if size == 4 else tl.int16
@@ -116,10 +132,12 @@ def launch(
             sizes,
             blocks,
             broken if watch else blocks,
+            sums if count else blocks,
             SOURCES[source],
             bits,
             vector,
             watch,
+            count,
             pow2,
             num_warps=WARPS,
             maxnreg=registers,

@@ -113,37 +113,43 @@ def rows_of(layout: Layout) -> Rows:
 
 
 def tiles(
-    item: int, size: Rows, start: tuple[int, int], step: tuple[int, int], group: int = 0
+    item: int, size: Rows, start: tuple[int, ...], step: tuple[int, ...], group: int = 0
 ) -> NDArray[np.int64]:
-    """Return records of the tiles that cover rows × columns at two places at once, [n, 8].
+    """Return records of the tiles that cover rows × columns at several places at once.
 
-    The two places are source and output of a copy, or the memory of a part and its words' indices
-    in the whole. ``start``: of the first row at either; ``step``: from a row to the next. A record
-    is (item, starts, steps, rows and columns from the tile's corner to the end, group).
+    The places are source and output of a copy, and that of the output in its whole tensor if its
+    checksum is added up; or the memory of a part, and its words' indices in the whole. ``start``:
+    of the first row at each; ``step``: from a row to the next. A record, of int64, is (item,
+    starts, steps, rows and columns from the tile's corner to the end, group).
     """
-    # Where both are dense, tiles are full at any width.
-    if size.rows > 1 and step[0] == step[1] == size.columns:
+    # Where all are dense, tiles are full at any width.
+    if size.rows > 1 and set(step) == {size.columns}:
         count = size.rows * size.columns
         full = count // TILE_COLUMNS * TILE_COLUMNS
         body = _grid(
-            item, count // TILE_COLUMNS, TILE_COLUMNS, start, (TILE_COLUMNS, TILE_COLUMNS), group
+            item,
+            count // TILE_COLUMNS,
+            TILE_COLUMNS,
+            start,
+            (TILE_COLUMNS,) * len(start),
+            group,
         )
-        tail = _grid(item, 1, count - full, (start[0] + full, start[1] + full), (0, 0), group)
+        tail = _grid(
+            item, 1, count - full, tuple(s + full for s in start), (0,) * len(start), group
+        )
         return np.concatenate([body, tail])
     return _grid(item, size.rows, size.columns, start, step, group)
 
 
 def _grid(
-    item: int, rows: int, columns: int, start: tuple[int, int], step: tuple[int, int], group: int
+    item: int, rows: int, columns: int, start: tuple[int, ...], step: tuple[int, ...], group: int
 ) -> NDArray[np.int64]:
     row = np.arange(0, rows, TILE_ROWS, dtype=np.int64)[:, None]
     column = np.arange(0, columns, TILE_COLUMNS, dtype=np.int64)[None, :]
     fields = [
         np.int64(item),
-        start[0] + row * step[0] + column,
-        start[1] + row * step[1] + column,
-        np.int64(step[0]),
-        np.int64(step[1]),
+        *(first + row * each + column for first, each in zip(start, step, strict=True)),
+        *map(np.int64, step),
         rows - row,
         columns - column,
         np.int64(group),

@@ -222,6 +222,36 @@ class _Region:
         )
 
 
+class Count(NamedTuple):
+    """Where a launch adds the checksum of what it writes.
+
+    It is the box of the whole tensor that the output is, and an element of the sums.
+    """
+
+    box: ShardSpec
+    group: int
+
+
+def is_countable(part: Layout, box: ShardSpec) -> bool:
+    """Return whether a launch that writes a part can add its checksum, of words of four bytes.
+
+    Raises:
+        ValueError: as ``ChecksumPlan``.
+    """
+    return find_words(part, box) is not None
+
+
+def find_words(part: Layout, box: ShardSpec) -> tuple[int, int] | None:
+    """Return the index in the whole of a part's first word, and the words from a row to the next.
+
+    None: the part has more than one region, or its words are not of four bytes.
+    """
+    found = list(_regions(part, box))
+    if len(found) != 1 or found[0].word != 4:
+        return None
+    return found[0].first, found[0].step
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
     """Launch for parts whose words are equally long, all aligned or all not."""

@@ -8,10 +8,10 @@ sync (``WirePlan``); later syncs only fill the same buffers again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -134,6 +134,22 @@ class WireStream(Protocol):
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds of ``gather`` and ``quantize``, after the last bucket."""
+        ...
+
+
+Find = Callable[[WireSlice], Tensor | None]
+
+
+@runtime_checkable
+class PlacingStream(WireStream, Protocol):
+    """Stream of the process that serves the weights, which may write them where they are served."""
+
+    def place(self, find: Find) -> None:
+        """Leave slices out of the buckets for which ``find`` returns a tensor, and fill that.
+
+        To be called before ``buckets``. Those that the stream cannot fill in this way stay in the
+        buckets, and so do all that would be audited by the memory that they were written to.
+        """
         ...
 
 
