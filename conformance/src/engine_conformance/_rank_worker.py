@@ -146,9 +146,7 @@ def _join(spec: WorkerSpec) -> None:
         groups = stand_in.GROUPS
     else:
         groups = BACKENDS[spec.device]
-    device = None
     if spec.device != "cpu" and not simulated:
-        device = torch.device(spec.device, spec.rank)
         torch.get_device_module(spec.device).set_device(spec.rank)
     if spec.port is not None:
         # torchrun's variables: its ranks are clients of a store that the launcher serves.
@@ -160,13 +158,14 @@ def _join(spec: WorkerSpec) -> None:
         return
     file = str(Path(spec.folder) / "rendezvous")
     store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
+    # Without a device_id: with one, NCCL connects each group that an engine makes at once,
+    # Megatron's twenty among them, and processes that share GPUs wait for the driver's lock.
     dist.init_process_group(
         groups,
         store=store,
         rank=spec.rank,
         world_size=spec.world,
         timeout=datetime.timedelta(seconds=spec.group_timeout),
-        device_id=device,
     )
 
 
