@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,7 +214,25 @@ def measure(
             "start_s": round(started, 1),
             "digest": digest_of(checksums) if audit else None,
         }
+        if options.profile:
+            name = "-".join(("audited" if audit else "plain", quantization, entry.backend))
+            path = options.profile / f"{name}-rank{engine.topology.rank}.json"
+            record(options.device, path, engine, exporter, rollout, next(versions))
         exporter.close()
+
+
+def record(device: str, path: Path, engine: Any, exporter: Any, rollout: Any, version: int) -> None:
+    """Write the trace of one more sync, its launches and its kernels, for chrome://tracing."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    kinds = [ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(ProfilerActivity.CUDA)
+    with profiler(activities=kinds) as recorded:
+        timed(engine, exporter, rollout, version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(path))
 
 
 def generated(
@@ -302,6 +321,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sequences", type=int, default=0, help="also measure generation with so many at a time"
     )
+    parser.add_argument("--profile", type=Path, help="write a trace of one more sync there")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args(arguments)
