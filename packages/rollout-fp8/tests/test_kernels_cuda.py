@@ -14,9 +14,10 @@ from torch import Tensor
 
 from engine_api.weights import ShardSpec
 from rollout_fp8.fp8.quantize import Count, QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.kernels import cast
 from rollout_fp8.kernels.cast import CastPlan, cast_into
-from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, Rows, layouts, tiles
-from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many
+from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR, Rows, layouts, tiles
+from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -60,6 +61,52 @@ def test_tiles_cover_every_element_once(
         (start[0] + r * step[0] + c).tolist(), (start[1] + r * step[1] + c).tolist(), strict=True
     )
     assert sorted(seen) == sorted(wanted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    pairs=st.integers(1, 300),
+    gap=st.sampled_from([0, 2, 8, 100]),
+    around=st.tuples(*[st.sampled_from([0, 4, 16, 300])] * 4),
+    source=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_cast_knows_where_each_word_is_in_its_whole_and_which_loads_are_wide(
+    rows: int,
+    pairs: int,
+    gap: int,
+    around: tuple[int, int, int, int],
+    source: torch.dtype,
+) -> None:
+    """Check it by walking the records as the kernel does, for a box anywhere in a whole."""
+    above, below, left, right = around
+    columns = 2 * pairs
+    box = ShardSpec(
+        global_shape=(above + rows + below, left + columns + right),
+        offset=(above, left),
+        shape=(rows, columns),
+    )
+    out = torch.randn(rows, columns + gap).bfloat16()[:, :columns]
+    plan = layouts([out.to(source)]), layouts([out])
+    (work,) = cast._launches(*plan, {0: Count(box, 0)}, torch.device("cpu"))
+    memory = out.as_strided((out.untyped_storage().nbytes() // 2,), (1,)).view(torch.int16)
+    wide = VECTOR // source.itemsize
+    total = 0
+    seen = 0
+    for record in work.records.tolist():
+        _, start, to, whole, step, to_step, whole_step, height, width, _ = record
+        if work.aligned:
+            assert not any(n % wide for n in (start, to, step, to_step, width)), record
+        r, c = np.indices((min(height, TILE_ROWS), min(width, TILE_COLUMNS) // 2))
+        words = [
+            memory.numpy().view(np.uint16)[to + r * to_step + 2 * c + k].astype(np.uint64)
+            for k in range(2)
+        ]
+        index = whole // 2 + r * (whole_step // 2) + c
+        total += int(np.sum((words[0] | words[1] << np.uint64(16)) * coefficients(index)))
+        seen += 2 * r.size
+    assert seen == out.numel()
+    assert (total - checksum(out, box)) % 2**64 == 0
 
 
 def test_casts_without_a_gpu_are_copies() -> None:

@@ -204,7 +204,7 @@ def _launches(
             assert words is not None and out[2].itemsize == 2, "is_countable says which outs are"
             # Of two elements each.
             start, step, group = (*start, 2 * words[0]), (*step, 2 * words[1]), count.group
-        kind = dtypes, _is_aligned(a, b, dtypes), count is not None
+        kind = dtypes, _is_aligned(a, step, dtypes), count is not None
         kinds.setdefault(kind, {})[i] = tiles(i, a, start, step, group)
     return [
         _Launch(*kind, list(items), to_device(np.concatenate(list(items.values())), device))
@@ -212,11 +212,14 @@ def _launches(
     ]
 
 
-def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
-    """Return whether the kernel's ``VECTOR``-byte accesses fit the rows, if tensors are aligned."""
+def _is_aligned(size: Rows, step: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    """Return whether the kernel's ``VECTOR``-byte accesses fit the tiles, if tensors are aligned.
+
+    ``step``: from a row to the next at each of the places that ``tiles`` gets; source and out come
+    first, and memory is accessed only there.
+    """
     elements = VECTOR // min(d.itemsize for d in dtypes)
-    is_dense = source.is_dense and out.is_dense
-    lengths = (
-        [source.rows * source.columns] if is_dense else [source.columns, source.stride, out.stride]
-    )
+    # As in ``tiles``.
+    is_dense = size.rows <= 1 or set(step) == {size.columns}
+    lengths = [size.rows * size.columns] if is_dense else [size.columns, *step[:2]]
     return not any(n % elements for n in lengths)
