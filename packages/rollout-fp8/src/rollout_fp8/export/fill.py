@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,10 @@ from rollout_fp8.kernels.table import Layout, describe, has_kernels, layouts, mi
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
 from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, Count, is_countable
-from rollout_fp8.wire.format import BucketPlan, Find, WirePlan, WireSlice
+from rollout_fp8.wire.format import BucketPlan, Places, WirePlan, WireSlice
 
 T = TypeVar("T")
 Gather = Callable[[Tensor, Tensor], None]
-
-
-def find_nothing(_: WireSlice) -> None:
-    """Return None: every slice stays in its bucket."""
 
 
 class Filler:
@@ -51,23 +48,19 @@ class Filler:
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots
         ]
-        self._work: dict[int, _Work] = {}
-        # Layouts of a bucket's shards at the first sync, if kernels read them where they are.
-        self._in_place: dict[int, tuple[Layout, ...]] = {}
+        # They end with the places, whose memory the launches hold.
+        self._placed: WeakKeyDictionary[Places, _Prepared] = WeakKeyDictionary()
+        self._unplaced = _Prepared()
+        self._places: Callable[[], Places | None] = _no_places
         # This rank's boxes as the engine gave them last: most engines give the same objects again.
         self._boxes = [source.boxes[self.rank] for source in plan.sources]
-        self._find: Find = find_nothing
-        # Of each bucket: what its reader is given.
-        self._rests: dict[int, BucketPlan] = {}
-        self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
-        self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
-        # One flag for each source that this rank computes, bucket by bucket, and the tensor of each
-        # flag.
+        self._index = {name: index for index, name in enumerate(plan.wire.tensors)}
+        self._sums = torch.zeros(len(self._index), dtype=torch.int64, device=device)
+        # One flag for each source that this rank computes.
         flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
         self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
-        self._flagged: list[int] = []
         self._totals = torch.zeros(
-            2 * len(self._place) + self._world_size, dtype=torch.int64, device=device
+            2 * len(self._index) + self._world_size, dtype=torch.int64, device=device
         )
         self._error: Exception | None = None
 
@@ -76,21 +69,25 @@ class Filler:
         """True if weights may be written where they are served.
 
         Another rank's weights come through a gather, and only a kernel adds up what it computes
-        without reading it again, so that the audit sees whether it arrived.
+        without reading it back, so that the audit sees whether it arrived.
         """
         return self._world_size == 1 and has_kernels(self.device)
 
-    def begin(self, find: Find = find_nothing) -> None:
+    @property
+    def _prepared(self) -> _Prepared:
+        """The launches of the current sync."""
+        places = self._places()
+        return self._unplaced if places is None else self._placed[places]
+
+    def begin(self, places: Places | None) -> None:
         """Reset the sums, flags and error of the last sync.
 
-        ``find`` returns the tensor to fill in place of a slice of a bucket, or None.
+        ``places``: where slices are written that have a place; None: all stay in the buckets.
         """
-        if find != self._find:
-            # Launches are bound to the places of the last sync.
-            self._work.clear()
-            self._rests.clear()
-            self._flagged.clear()
-            self._find = find
+        self._places = _no_places
+        if places is not None:
+            self._placed.setdefault(places, _Prepared())
+            self._places = ref(places)
         self._sums.zero_()
         self._flags.zero_()
         self._error = None
@@ -100,8 +97,9 @@ class Filler:
         return Reader(self._plan, self._boxes, shards)
 
     def rest_of(self, bucket: Bucket) -> BucketPlan:
-        """Return the bucket without the slices that were filled where they are served."""
-        return self._rests.get(id(bucket), bucket.wire)
+        """Return the bucket without the slices that were written where they are served."""
+        work = self._prepared.work.get(id(bucket))
+        return bucket.wire if work is None else work.rest
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
         """Return ``work()``, or None if an earlier attempt of this sync failed (unless ``always``).
@@ -155,7 +153,8 @@ class Filler:
             Exception: this rank's own error of an earlier attempt.
         """
         broken = torch.zeros_like(self._sums)
-        broken[self._flagged] = self._flags[: len(self._flagged)].to(torch.int64)
+        flagged = self._prepared.flagged
+        broken[flagged] = self._flags[: len(flagged)].to(torch.int64)
         failed = torch.zeros(self._world_size, dtype=torch.int64, device=self.device)
         failed[self.rank] = int(self._error is not None)
         self._totals = torch.cat([self._sums, broken, failed])
@@ -174,7 +173,7 @@ class Filler:
             RolloutError: a weight was not finite, or a rank failed.
         """
         totals = self._totals.tolist()
-        count = len(self._place)
+        count = len(self._index)
         sums = totals[:count]
         flags = totals[count : 2 * count]
         failed = totals[2 * count :]
@@ -219,14 +218,15 @@ class Filler:
         There may be thousands, so those that do are looked at once.
         """
         shards = reader.take(places)
-        known = self._in_place.get(id(bucket))
+        prepared = self._prepared
+        known = prepared.in_place.get(id(bucket))
         if known is not None and misfit(shards, known) is None:
             return shards, True
         reader.check(places, shards)
         here = [self._here(shard) for shard in shards]
-        is_first = id(bucket) not in self._work
+        is_first = id(bucket) not in prepared.work
         if is_first and all(a is b for a, b in zip(shards, here, strict=True)):
-            self._in_place[id(bucket)] = layouts(shards)
+            prepared.in_place[id(bucket)] = layouts(shards)
         return here, False
 
     def _here(self, shard: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Filler:
         self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor, *, is_checked: bool
     ) -> None:
         try:
-            work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
+            work = self._prepared.work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
         # A plan raises it: words are cut, or a weight is not of two dimensions.
         except ValueError as error:
             raise RolloutError(
@@ -258,16 +258,12 @@ class Filler:
         parts = list(enumerate(bucket.of_rank(self.rank)))
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
-        placed: dict[int, Tensor] = {}
+        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
+        placed = self._find_places(weights)
 
         def view(wire_slice: WireSlice) -> Tensor:
             return placed.get(id(wire_slice), wire_slice.view(buffer))
 
-        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
-        for wire_slice in weights:
-            target = self._find(wire_slice)
-            if target is not None and self._fits(wire_slice, target):
-                placed[id(wire_slice)] = target
         outs = [view(w) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
         casts = [view(w) for _, w in plain]
         quantized_sources = [mine[i] for i, *_ in quantized]
@@ -275,7 +271,7 @@ class Filler:
         # The launch that writes a weight adds up its checksum, without another pass over memory.
         counted = self._counted_slices(bucket) if self.audit else []
         counts = {
-            id(w): Count(w.box, self._place[w.tensor.name])
+            id(w): Count(w.box, self._index[w.tensor.name])
             for w in (weights if counted else ())
             if _is_counted(w, layouts([view(w)])[0])
         }
@@ -295,17 +291,18 @@ class Filler:
         if counted:
             views = [wire_slice.view(buffer) for wire_slice in counted]
             boxes = [wire_slice.box for wire_slice in counted]
-            groups = [self._place[wire_slice.tensor.name] for wire_slice in counted]
+            groups = [self._index[wire_slice.tensor.name] for wire_slice in counted]
             checksums = ChecksumPlan(layouts(views), boxes, groups).bind(views)
+        rest = bucket.wire
         if placed:
-            left = [one for one in bucket.wire.slices if id(one) not in placed]
-            self._rests[id(bucket)] = replace(bucket.wire, slices=tuple(left))
+            left = [wire_slice for wire_slice in rest.slices if id(wire_slice) not in placed]
+            rest = replace(rest, slices=tuple(left))
         # Flags are taken once nothing can fail any more.
         flags = (
             self._own_flags([w for _, w, _ in quantized]),
             self._own_flags([w for _, w in plain]),
         )
-        self._work[id(bucket)] = _Work(
+        work = _Work(
             layouts=layouts(mine),
             quantized=[i for i, *_ in quantized],
             plain=[i for i, _ in plain],
@@ -313,14 +310,28 @@ class Filler:
             cast=cast,
             checksums=checksums,
             flags=flags,
+            rest=rest,
         )
-        return self._work[id(bucket)]
+        self._prepared.work[id(bucket)] = work
+        return work
 
-    def _fits(self, wire_slice: WireSlice, target: Tensor) -> bool:
+    def _find_places(self, weights: Sequence[WireSlice]) -> dict[int, Tensor]:
+        """Return the places to which weights are written, by the weight's identity."""
+        places = self._places()
+        if places is None:
+            return {}
+        placed: dict[int, Tensor] = {}
+        for wire_slice in weights:
+            place = places.find(wire_slice)
+            if place is not None and self._fits(wire_slice, place):
+                placed[id(wire_slice)] = place
+        return placed
+
+    def _fits(self, wire_slice: WireSlice, place: Tensor) -> bool:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
-        if target.dtype != wire_slice.tensor.dtype:
+        if place.dtype != wire_slice.tensor.dtype:
             return False
-        (layout,) = layouts([target])
+        (layout,) = layouts([place])
         try:
             rows_of(layout)
             return not self.audit or _is_counted(wire_slice, layout)
@@ -330,9 +341,10 @@ class Filler:
 
     def _own_flags(self, slices: Sequence[WireSlice]) -> Tensor:
         """Return the next flags, one for each of these weights."""
-        first = len(self._flagged)
-        self._flagged += [self._place[wire_slice.tensor.name] for wire_slice in slices]
-        return self._flags[first : len(self._flagged)]
+        flagged = self._prepared.flagged
+        first = len(flagged)
+        flagged += [self._index[wire_slice.tensor.name] for wire_slice in slices]
+        return self._flags[first : len(flagged)]
 
     def _gather_first(
         self, sources: Sequence[Source], mine: Sequence[Tensor] | None, gather: Gather
@@ -473,11 +485,27 @@ def _changed(expected: str, found: str) -> RolloutError:
     )
 
 
+def _no_places() -> None:
+    """Return no places: every slice stays in its bucket."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Prepared:
+    """Launches that write to the same memory at every sync, by the bucket's identity."""
+
+    work: dict[int, _Work] = field(default_factory=dict)
+    in_place: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
+    """Layouts of a bucket's shards at the first sync, if kernels read them where they are."""
+
+    flagged: list[int] = field(default_factory=list)
+    """Index of the tensor of each flag, bucket by bucket."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
     """Launches of one bucket.
 
-    ``quantized`` and ``plain`` are indices into its shards.
+    ``quantized`` and ``plain`` are indices into its shards; ``rest`` is left to the reader.
     """
 
     layouts: tuple[Layout, ...]
@@ -487,6 +515,7 @@ class _Work:
     quantize: BoundQuantize | None
     cast: BoundCast | None
     checksums: BoundChecksum | None
+    rest: BucketPlan
 
     def check(self, mine: Sequence[Tensor]) -> None:
         """Raise ``RolloutError`` for shards of other layouts than those prepared for."""
