@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.fp8.quantize import Count, QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
 from rollout_fp8.kernels import cast
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR, Rows, layouts, tiles
-from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients
+from rollout_fp8.wire.checksum import ChecksumPlan, Count, checksum, checksum_many, coefficients
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -289,6 +289,37 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
     plan.bind(outs, scales).run(sources, None, sums)
     wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
     assert sums.tolist() == [*wanted[:-1], 0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cast_adds_up_the_checksums_of_what_it_writes(
+    dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    """Boxes anywhere, columns of no whole loads in dense memory, one that is left out."""
+    places = [
+        ((256, 384), (0, 0), (256, 384), 0),
+        ((4, 12), (0, 12), (4, 24), 0),
+        ((40, 300), (5, 4), (50, 600), 8),
+        ((1, 256), (7, 0), (9, 256), 0),
+        ((130, 256), (128, 128), (512, 640), 36),
+        ((512, 2048), (1024, 0), (4096, 2048), 0),
+    ]
+    sources = [torch.randn(shape, device="cuda").to(dtype) for shape, *_ in places]
+    room = [torch.zeros(s[0], s[1] + gap, dtype=out_dtype).cuda() for s, _, _, gap in places]
+    outs = [r[:, : s.shape[1]] for r, s in zip(room, sources, strict=True)]
+    boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w, _ in places]
+    counts = [Count(box, i) for i, box in enumerate(boxes)]
+    plan = CastPlan(layouts(sources), layouts(outs), [*counts[:-1], None])
+    sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
+    broken = torch.zeros(len(places), dtype=torch.int32, device="cuda")
+    plan.bind(outs).run(sources, broken, sums)
+    assert all(same(o, s.to(out_dtype)) for o, s in zip(outs, sources, strict=True))
+    wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
+    assert sums.tolist() == [*wanted[:-1], 0]
+    assert not broken.any()
 
 
 @pytest.mark.gpu

@@ -438,3 +438,61 @@ def test_an_export_laid_out_differently_for_another_server_is_not_taken_for_the_
     with pytest.raises(RolloutError, match="another layout than at the first sync"):
         servers[1].run(export.export(Shards(apart, 0, 1)), 1)
     assert servers[0].run(export.export(Shards(apart, 0, 1)), 1).audited
+
+
+class Tied(ServedModel):
+    """Model that loads its embedding into its head, too, and keeps a projection in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.bfloat16)
+        wide = self.get_parameter("model.layers.1.mlp.down_proj.weight")
+        wide.data = wide.float()
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        super()._load(name, tensor)
+        if name == "model.embed_tokens.weight":
+            super()._load("lm_head.weight", tensor)
+
+
+def test_weights_served_twice_or_in_a_wider_dtype_come_through_buckets(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "none")
+    workers = Seen([Tied()])
+    session = SyncSession(workers)
+    for version in range(2):
+        weights = checkpoint(version)
+        del weights["lm_head.weight"]
+        workers.slices = []
+        assert session.run(export.export(Shards(weights, 0, 1)), version).audited
+        want = expected(weights, Tied(), fp8=False)
+        for name, parameter in workers.models[0].named_parameters():
+            assert torch.equal(raw(parameter), raw(want[name])), name
+        assert [name for name in workers.slices if not name.endswith("norm.weight")] == [
+            "model.embed_tokens.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        ]
+
+
+def test_a_sync_that_fails_while_it_writes_in_place_is_an_error_and_the_next_one_is_whole(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "fp8", bucket_bytes=200_000)
+    model = ServedModel(fp8=True, dtype=torch.bfloat16)
+    session = SyncSession(InProcess([model]))
+    session.run(export.export(Shards(checkpoint(0), 0, 1)), 0)
+    short = checkpoint(1)
+    del short["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(RolloutError, match="has changed since the first sync"):
+        session.run(export.export(Shards(short, 0, 1)), 1)
+    broken = checkpoint(2)
+    broken["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    with pytest.raises(RolloutError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight"):
+        session.run(export.export(Shards(broken, 0, 1)), 2)
+    weights = checkpoint(3)
+    assert session.run(export.export(Shards(weights, 0, 1)), 3).audited
+    want = expected(weights, ServedModel(fp8=True, dtype=torch.bfloat16), fp8=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(raw(parameter), raw(want[name])), name

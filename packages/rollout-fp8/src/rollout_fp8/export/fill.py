@@ -126,12 +126,12 @@ class Filler:
         After an error it is gathered with undefined content.
         """
         buffer = self._buffers[bucket.wire.slot]
-        places = [part.source for part in bucket.of_rank(self.rank)]
-        taken = self.attempt(lambda: self._take(bucket, require_value(reader), places))
+        indices = [part.source for part in bucket.of_rank(self.rank)]
+        taken = self.attempt(lambda: self._take(bucket, require_value(reader), indices))
         mine, is_checked = taken or (None, False)
         if not bucket.gathered:
             with phases.phase("gather"):
-                sources = [self._plan.sources[place] for place in places]
+                sources = [self._plan.sources[index] for index in indices]
                 mine = self._gather_first(sources, mine, gather)
                 is_checked = is_checked and self._world_size == 1
         with phases.phase("quantize"):
@@ -211,18 +211,18 @@ class Filler:
         )
 
     def _take(
-        self, bucket: Bucket, reader: Reader, places: Sequence[int]
+        self, bucket: Bucket, reader: Reader, indices: Sequence[int]
     ) -> tuple[list[Tensor], bool]:
         """Return this rank's shards on the device, and whether they lie as they always did.
 
         There may be thousands, so those that do are looked at once.
         """
-        shards = reader.take(places)
+        shards = reader.take(indices)
         prepared = self._prepared
         known = prepared.in_place.get(id(bucket))
         if known is not None and misfit(shards, known) is None:
             return shards, True
-        reader.check(places, shards)
+        reader.check(indices, shards)
         here = [self._here(shard) for shard in shards]
         is_first = id(bucket) not in prepared.work
         if is_first and all(a is b for a, b in zip(shards, here, strict=True)):
@@ -420,11 +420,11 @@ class Reader:
             mine.append(self._last)
         return mine
 
-    def check(self, places: Sequence[int], shards: Sequence[Tensor]) -> None:
+    def check(self, indices: Sequence[int], shards: Sequence[Tensor]) -> None:
         """Raise ``RolloutError`` where shards are of another shape or dtype than planned."""
-        for place, shard in zip(places, shards, strict=True):
-            source = self._sources[place]
-            shape = self._boxes[place].shape
+        for index, shard in zip(indices, shards, strict=True):
+            source = self._sources[index]
+            shape = self._boxes[index].shape
             if shard.dtype != source.stored or shard.shape != shape:
                 raise _changed(
                     f"{source.name} {shape} {source.stored}",

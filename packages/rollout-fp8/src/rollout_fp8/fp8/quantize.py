@@ -46,7 +46,7 @@ from rollout_fp8.kernels.table import (
     rows_of,
     to_device,
 )
-from rollout_fp8.wire.checksum import Count, checksum_many, find_words
+from rollout_fp8.wire.checksum import Count, bind_counts, find_words
 from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
@@ -204,9 +204,10 @@ class BoundQuantize:
         counts: Mapping[int, Count],
     ) -> None:
         self._out = out
-        self._counts = counts
         self._scales_out = scales_out
         self._launches = launches
+        self._checksums = bind_counts(out, counts) if launches is None else None
+        self._is_counted = bool(counts)
         self._pow2 = pow2
         self._table = None if launches is None else AddressTable(out, scales_out)
         # Of each launch: whether everything in it is aligned.
@@ -220,8 +221,8 @@ class BoundQuantize:
     ) -> None:
         """Queue the quantization of weights whose layouts the caller has compared.
 
-        ``sums`` int64: checksums of outputs are added, of what is computed and not of what is read
-        back.
+        ``sums`` int64: checksums of outputs are added. Kernels add up what they write, and do not
+        read it back.
         """
         if self._table is None or self._launches is None:
             for i, (weight, q, s) in enumerate(
@@ -230,9 +231,8 @@ class BoundQuantize:
                 _quantize_plain(weight, q, s, pow2=self._pow2)
                 if broken is not None:
                     broken[i] |= ~s.isfinite().all()
-            if sums is not None and self._counts:
-                boxes, groups = zip(*self._counts.values(), strict=True)
-                checksum_many([self._out[i] for i in self._counts], boxes, sums, groups)
+            if sums is not None and self._checksums is not None:
+                self._checksums.run(sums)
             return
         from rollout_fp8.kernels.quantize import launch
 
@@ -247,7 +247,7 @@ class BoundQuantize:
                 work.sizes,
                 work.blocks,
                 broken,
-                sums if self._counts else None,
+                sums if self._is_counted else None,
                 source=work.dtype,
                 aligned=aligned,
                 pow2=self._pow2,

@@ -26,7 +26,7 @@ from rollout_fp8.kernels.table import (
     tiles,
     to_device,
 )
-from rollout_fp8.wire.checksum import Count, checksum_many, find_words
+from rollout_fp8.wire.checksum import Count, bind_counts, find_words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -122,8 +122,8 @@ class BoundCast:
         counts: Mapping[int, Count],
     ) -> None:
         self._outs = outs
-        self._counts = counts
         self._launches = launches
+        self._checksums = bind_counts(outs, counts) if launches is None else None
         self._table = None if launches is None else AddressTable(outs)
         # Of each launch: whether everything in it is aligned.
         self._aligned: list[bool] = []
@@ -136,8 +136,8 @@ class BoundCast:
     ) -> None:
         """Queue the copies of sources whose layouts the caller has compared.
 
-        ``sums`` int64: checksums of outs are added, of what is written and not of what is read
-        back.
+        ``sums`` int64: checksums of outs are added. Kernels add up what they write, and do not read
+        it back.
         """
         if self._table is None or self._launches is None:
             with torch.no_grad():
@@ -145,9 +145,8 @@ class BoundCast:
                     out.copy_(source)
                     if broken is not None:
                         broken[i] |= ~out.isfinite().all()
-            if sums is not None and self._counts:
-                boxes, groups = zip(*self._counts.values(), strict=True)
-                checksum_many([self._outs[i] for i in self._counts], boxes, sums, groups)
+            if sums is not None and self._checksums is not None:
+                self._checksums.run(sums)
             return
         from rollout_fp8.kernels.copy import launch
 

@@ -20,7 +20,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -230,6 +230,18 @@ class Count(NamedTuple):
 
     box: ShardSpec
     group: int
+
+
+def bind_counts(outs: Sequence[Tensor], counts: Mapping[int, Count]) -> BoundChecksum | None:
+    """Prepare the checksums of those outs that are counted, which are then read back.
+
+    It is for devices without kernels. None: no out is counted.
+    """
+    if not counts:
+        return None
+    parts = [outs[i] for i in counts]
+    boxes, groups = zip(*counts.values(), strict=True)
+    return ChecksumPlan(layouts(parts), boxes, groups).bind(parts)
 
 
 def is_countable(part: Layout, box: ShardSpec) -> bool:
