@@ -17,7 +17,7 @@ from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantiz
 from rollout_fp8.kernels import cast
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR, Rows, layouts, tiles
-from rollout_fp8.wire.checksum import ChecksumPlan, Count, checksum, checksum_many, coefficients
+from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients, count_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -87,8 +87,11 @@ def test_a_cast_knows_where_each_word_is_in_its_whole_and_which_loads_are_wide(
         shape=(rows, columns),
     )
     out = torch.randn(rows, columns + gap).bfloat16()[:, :columns]
-    plan = layouts([out.to(source)]), layouts([out])
-    (work,) = cast._launches(*plan, {0: Count(box, 0)}, torch.device("cpu"))
+    count = count_of(layouts([out])[0], box, 0)
+    assert count is not None
+    (work,) = cast._launches(
+        layouts([out.to(source)]), layouts([out]), {0: count}, torch.device("cpu")
+    )
     memory = out.as_strided((out.untyped_storage().nbytes() // 2,), (1,)).view(torch.int16)
     wide = VECTOR // source.itemsize
     total = 0
@@ -107,6 +110,17 @@ def test_a_cast_knows_where_each_word_is_in_its_whole_and_which_loads_are_wide(
         seen += 2 * r.size
     assert seen == out.numel()
     assert (total - checksum(out, box)) % 2**64 == 0
+
+
+def test_checksums_in_launches_are_refused_where_there_are_none() -> None:
+    matrix = torch.zeros(4, 8, dtype=torch.bfloat16)
+    count = count_of(layouts([matrix])[0], ShardSpec.whole(matrix.shape), 0)
+    with pytest.raises(ValueError, match="on cpu, which has no kernels, got 1"):
+        CastPlan(layouts([matrix]), layouts([matrix]), [count])
+    with pytest.raises(ValueError, match="on cpu, which has no kernels, got 1"):
+        QuantizePlan(
+            layouts([matrix]), *map(layouts, zip(empty_like(matrix))), scales="fp32", counts=[count]
+        )
 
 
 def test_casts_without_a_gpu_are_copies() -> None:
@@ -281,7 +295,7 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
     outs = [r[:, 4 : 4 + s.shape[1]] for r, s in zip(room, sources, strict=True)]
     scales = [empty_like(source).scales for source in sources]
     boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w in places]
-    counts = [Count(box, i) for i, box in enumerate(boxes)]
+    counts = [count_of(*pair, i) for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))]
     plan = QuantizePlan(
         *map(layouts, (sources, outs, scales)), scales="fp32", counts=[*counts[:-1], None]
     )
@@ -311,7 +325,7 @@ def test_a_cast_adds_up_the_checksums_of_what_it_writes(
     room = [torch.zeros(s[0], s[1] + gap, dtype=out_dtype).cuda() for s, _, _, gap in places]
     outs = [r[:, : s.shape[1]] for r, s in zip(room, sources, strict=True)]
     boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w, _ in places]
-    counts = [Count(box, i) for i, box in enumerate(boxes)]
+    counts = [count_of(*pair, i) for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))]
     plan = CastPlan(layouts(sources), layouts(outs), [*counts[:-1], None])
     sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
     broken = torch.zeros(len(places), dtype=torch.int32, device="cuda")

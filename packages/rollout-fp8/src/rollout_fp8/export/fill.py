@@ -17,10 +17,10 @@ from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
-from rollout_fp8.kernels.table import Layout, describe, has_kernels, layouts, misfit, rows_of
+from rollout_fp8.kernels.table import Count, Layout, describe, has_kernels, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
-from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, Count, is_countable
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, count_of
 from rollout_fp8.wire.format import BucketPlan, Places, WirePlan, WireSlice
 
 T = TypeVar("T")
@@ -268,13 +268,15 @@ class Filler:
         casts = [view(w) for _, w in plain]
         quantized_sources = [mine[i] for i, *_ in quantized]
         plain_sources = [mine[i] for i, _ in plain]
-        # The launch that writes a weight adds up its checksum, without another pass over memory.
         counted = self._counted_slices(bucket) if self.audit else []
-        counts = {
-            id(w): Count(w.box, self._index[w.tensor.name])
-            for w in (weights if counted else ())
-            if _is_counted(w, layouts([view(w)])[0])
-        }
+        counts: dict[int, Count] = {}
+        if counted and has_kernels(self.device):
+            # The launch that writes a weight adds up its checksum, without another pass over
+            # memory.
+            for wire_slice in weights:
+                count = self._count(wire_slice, view(wire_slice))
+                if count is not None:
+                    counts[id(wire_slice)] = count
         counted = [wire_slice for wire_slice in counted if id(wire_slice) not in counts]
         quantize = cast = checksums = None
         if quantized:
@@ -289,7 +291,7 @@ class Filler:
                 layouts(plain_sources), layouts(casts), [counts.get(id(w)) for _, w in plain]
             ).bind(casts)
         if counted:
-            views = [wire_slice.view(buffer) for wire_slice in counted]
+            views = [view(wire_slice) for wire_slice in counted]
             boxes = [wire_slice.box for wire_slice in counted]
             groups = [self._index[wire_slice.tensor.name] for wire_slice in counted]
             checksums = ChecksumPlan(layouts(views), boxes, groups).bind(views)
@@ -331,13 +333,19 @@ class Filler:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
         if place.dtype != wire_slice.tensor.dtype:
             return False
-        (layout,) = layouts([place])
         try:
-            rows_of(layout)
-            return not self.audit or _is_counted(wire_slice, layout)
+            rows_of(*layouts([place]))
+            return not self.audit or self._count(wire_slice, place) is not None
         # Its rows are not at one distance, or a word of four bytes is cut.
         except ValueError:
             return False
+
+    def _count(self, wire_slice: WireSlice, out: Tensor) -> Count | None:
+        """Return how the launch that writes a slice adds up its checksum, or None if it cannot."""
+        if wire_slice.tensor.dtype.itemsize > 2:
+            return None
+        (layout,) = layouts([out])
+        return count_of(layout, wire_slice.box, self._index[wire_slice.tensor.name])
 
     def _own_flags(self, slices: Sequence[WireSlice]) -> Tensor:
         """Return the next flags, one for each of these weights."""
@@ -451,11 +459,6 @@ class Reader:
         if spec is not None:
             self._boxes[place] = spec
         return shard
-
-
-def _is_counted(wire_slice: WireSlice, layout: Layout) -> bool:
-    """Return whether the launch that writes a slice can add up its checksum."""
-    return wire_slice.tensor.dtype.itemsize <= 2 and is_countable(layout, wire_slice.box)
 
 
 def _in_rows(shard: Tensor) -> Tensor:
