@@ -282,12 +282,13 @@ def test_addresses_are_those_of_the_call() -> None:
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dtype) -> None:
-    """Boxes anywhere, edges inside a block, memory that is not aligned, one that is left out."""
+    """Check boxes anywhere, edges inside a block, unaligned memory, and one that is left out."""
     places = [
         ((256, 384), (0, 0), (256, 384)),
         ((200, 144), (0, 0), (200, 144)),
         ((130, 256), (128, 128), (512, 640)),
         ((64, 100), (0, 0), (64, 100)),
+        ((3, 64), (2**31, 0), (2**32, 64)),
         ((512, 2048), (1024, 0), (4096, 2048)),
     ]
     sources = [torch.randn(shape, device="cuda").to(dtype) for shape, _, _ in places]
@@ -312,13 +313,14 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
 def test_a_cast_adds_up_the_checksums_of_what_it_writes(
     dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
-    """Boxes anywhere, columns of no whole loads in dense memory, one that is left out."""
+    """Check boxes anywhere, dense columns of no whole loads, and one that is left out."""
     places = [
         ((256, 384), (0, 0), (256, 384), 0),
         ((4, 12), (0, 12), (4, 24), 0),
         ((40, 300), (5, 4), (50, 600), 8),
         ((1, 256), (7, 0), (9, 256), 0),
         ((130, 256), (128, 128), (512, 640), 36),
+        ((3, 64), (2**31, 0), (2**32, 64), 0),
         ((512, 2048), (1024, 0), (4096, 2048), 0),
     ]
     sources = [torch.randn(shape, device="cuda").to(dtype) for shape, *_ in places]

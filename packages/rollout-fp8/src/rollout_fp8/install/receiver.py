@@ -2,9 +2,10 @@
 
 Learning runs the server's own loader, including its processing after loading, on marked tensors,
 and compares the parameters with the marks afterwards. So it is known, not assumed, that the served
-weights lie in memory as they come over the wire. Where a server keeps its weights in packed form
-(vLLM on a CPU), every sync goes through its loader instead. A parameter that such a loader leaves
-as it was is found by that: it is neither the mark nor anything else than before.
+weights lie in memory as they come over the wire. A stream of this process may then write them there
+itself (``PlacingStream``), and the audit reads them in any case. Where a server keeps its weights
+in packed form (vLLM on a CPU), every sync goes through its loader instead. A parameter that such a
+loader leaves as it was is found by that: it is neither the mark nor anything else than before.
 """
 
 from __future__ import annotations
