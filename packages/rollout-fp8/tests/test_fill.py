@@ -107,9 +107,9 @@ def watched(streams: Streams, stream: Any, *, fails_at: int = -1) -> Any:
                 raise MemoryError
             yield shard
 
-    def clears(find: Any) -> None:
+    def clears(places: Any) -> None:
         streams.log.append(f"{streams.at} clears")
-        begin(find)
+        begin(places)
 
     stream._export, stream._filler.begin = reads, clears
     return stream

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.fp8.quantize import Count, QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.kernels import cast
 from rollout_fp8.kernels.cast import CastPlan, cast_into
-from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, Rows, layouts, tiles
-from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many
+from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR, Rows, layouts, tiles
+from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients, count_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -60,6 +61,66 @@ def test_tiles_cover_every_element_once(
         (start[0] + r * step[0] + c).tolist(), (start[1] + r * step[1] + c).tolist(), strict=True
     )
     assert sorted(seen) == sorted(wanted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    pairs=st.integers(1, 300),
+    gap=st.sampled_from([0, 2, 8, 100]),
+    around=st.tuples(*[st.sampled_from([0, 4, 16, 300])] * 4),
+    source=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_cast_knows_where_each_word_is_in_its_whole_and_which_loads_are_wide(
+    rows: int,
+    pairs: int,
+    gap: int,
+    around: tuple[int, int, int, int],
+    source: torch.dtype,
+) -> None:
+    """Check it by walking the records as the kernel does, for a box anywhere in a whole."""
+    above, below, left, right = around
+    columns = 2 * pairs
+    box = ShardSpec(
+        global_shape=(above + rows + below, left + columns + right),
+        offset=(above, left),
+        shape=(rows, columns),
+    )
+    out = torch.randn(rows, columns + gap).bfloat16()[:, :columns]
+    count = count_of(layouts([out])[0], box, 0)
+    assert count is not None
+    (work,) = cast._launches(
+        layouts([out.to(source)]), layouts([out]), {0: count}, torch.device("cpu")
+    )
+    memory = out.as_strided((out.untyped_storage().nbytes() // 2,), (1,)).view(torch.int16)
+    wide = VECTOR // source.itemsize
+    total = 0
+    seen = 0
+    for record in work.records.tolist():
+        _, start, to, whole, step, to_step, whole_step, height, width, _ = record
+        if work.aligned:
+            assert not any(n % wide for n in (start, to, step, to_step, width)), record
+        r, c = np.indices((min(height, TILE_ROWS), min(width, TILE_COLUMNS) // 2))
+        words = [
+            memory.numpy().view(np.uint16)[to + r * to_step + 2 * c + k].astype(np.uint64)
+            for k in range(2)
+        ]
+        index = whole // 2 + r * (whole_step // 2) + c
+        total += int(np.sum((words[0] | words[1] << np.uint64(16)) * coefficients(index)))
+        seen += 2 * r.size
+    assert seen == out.numel()
+    assert (total - checksum(out, box)) % 2**64 == 0
+
+
+def test_checksums_in_launches_are_refused_where_there_are_none() -> None:
+    matrix = torch.zeros(4, 8, dtype=torch.bfloat16)
+    count = count_of(layouts([matrix])[0], ShardSpec.whole(matrix.shape), 0)
+    with pytest.raises(ValueError, match="on cpu, which has no kernels, got 1"):
+        CastPlan(layouts([matrix]), layouts([matrix]), [count])
+    with pytest.raises(ValueError, match="on cpu, which has no kernels, got 1"):
+        QuantizePlan(
+            layouts([matrix]), *map(layouts, zip(empty_like(matrix))), scales="fp32", counts=[count]
+        )
 
 
 def test_casts_without_a_gpu_are_copies() -> None:
@@ -221,12 +282,13 @@ def test_addresses_are_those_of_the_call() -> None:
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dtype) -> None:
-    """Boxes anywhere, edges inside a block, memory that is not aligned, one that is left out."""
+    """Check boxes anywhere, edges inside a block, unaligned memory, and one that is left out."""
     places = [
         ((256, 384), (0, 0), (256, 384)),
         ((200, 144), (0, 0), (200, 144)),
         ((130, 256), (128, 128), (512, 640)),
         ((64, 100), (0, 0), (64, 100)),
+        ((3, 64), (2**31, 0), (2**32, 64)),
         ((512, 2048), (1024, 0), (4096, 2048)),
     ]
     sources = [torch.randn(shape, device="cuda").to(dtype) for shape, _, _ in places]
@@ -234,7 +296,7 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
     outs = [r[:, 4 : 4 + s.shape[1]] for r, s in zip(room, sources, strict=True)]
     scales = [empty_like(source).scales for source in sources]
     boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w in places]
-    counts = [Count(box, i) for i, box in enumerate(boxes)]
+    counts = [count_of(*pair, i) for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))]
     plan = QuantizePlan(
         *map(layouts, (sources, outs, scales)), scales="fp32", counts=[*counts[:-1], None]
     )
@@ -242,6 +304,38 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
     plan.bind(outs, scales).run(sources, None, sums)
     wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
     assert sums.tolist() == [*wanted[:-1], 0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cast_adds_up_the_checksums_of_what_it_writes(
+    dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    """Check boxes anywhere, dense columns of no whole loads, and one that is left out."""
+    places = [
+        ((256, 384), (0, 0), (256, 384), 0),
+        ((4, 12), (0, 12), (4, 24), 0),
+        ((40, 300), (5, 4), (50, 600), 8),
+        ((1, 256), (7, 0), (9, 256), 0),
+        ((130, 256), (128, 128), (512, 640), 36),
+        ((3, 64), (2**31, 0), (2**32, 64), 0),
+        ((512, 2048), (1024, 0), (4096, 2048), 0),
+    ]
+    sources = [torch.randn(shape, device="cuda").to(dtype) for shape, *_ in places]
+    room = [torch.zeros(s[0], s[1] + gap, dtype=out_dtype).cuda() for s, _, _, gap in places]
+    outs = [r[:, : s.shape[1]] for r, s in zip(room, sources, strict=True)]
+    boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w, _ in places]
+    counts = [count_of(*pair, i) for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))]
+    plan = CastPlan(layouts(sources), layouts(outs), [*counts[:-1], None])
+    sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
+    broken = torch.zeros(len(places), dtype=torch.int32, device="cuda")
+    plan.bind(outs).run(sources, broken, sums)
+    assert all(same(o, s.to(out_dtype)) for o, s in zip(outs, sources, strict=True))
+    wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
+    assert sums.tolist() == [*wanted[:-1], 0]
+    assert not broken.any()
 
 
 @pytest.mark.gpu

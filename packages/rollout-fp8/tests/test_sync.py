@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from exporter_ranks import Shards, exporter
 from served_model import CONFIG, ServedModel, checkpoint
 from sync_parts import CPU, InProcess, expected, stream_of
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
@@ -374,3 +377,122 @@ def test_a_weight_that_changes_after_it_was_written_in_place_fails_the_audit(
     workers.receivers[0].served = spoil
     with pytest.raises(RolloutError, match=r"1 of \d+ tensors differ: model.layers.1.mlp.down_pr"):
         session.run(export.export(Shards(checkpoint(1), 0, 1)), 1)
+
+
+def test_a_server_that_is_closed_is_freed_while_its_exporter_lives(tmp_path, monkeypatch) -> None:
+    """Check it after a sync that was written in place, and after one that failed half-way."""
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "fp8", bucket_bytes=200_000)
+    for fails in (False, True):
+        workers = InProcess([ServedModel(fp8=True, dtype=torch.bfloat16)])
+        session = SyncSession(workers)
+        stream = export.export(Shards(checkpoint(0), 0, 1))
+        session.run(stream, 0)
+        if fails:
+            weights = checkpoint(1)
+            weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
+            stream = export.export(Shards(weights, 0, 1))
+            with pytest.raises(RolloutError, match="has changed since the first sync"):
+                session.run(stream, 1)
+        model = weakref.ref(workers.models[0])
+        served = workers.models[0].get_parameter("model.layers.0.mlp.down_proj.weight")
+        memory = StorageWeakRef(served.untyped_storage())
+        del workers, session, served
+        gc.collect()
+        assert model() is None
+        assert memory.expired()
+
+
+def test_two_servers_of_one_exporter_keep_what_was_prepared_for_each(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "fp8", bucket_bytes=200_000)
+    servers = [InProcess([ServedModel(fp8=True, dtype=torch.bfloat16)]) for _ in range(2)]
+    sessions = [SyncSession(workers) for workers in servers]
+    sizes: list[list[int]] = []
+    for version in range(3):
+        weights = checkpoint(version)
+        want = expected(weights, ServedModel(fp8=True, dtype=torch.bfloat16), fp8=True)
+        for workers, session in zip(servers, sessions, strict=True):
+            session.run(export.export(Shards(weights, 0, 1)), version)
+            for name, parameter in workers.models[0].named_parameters():
+                assert torch.equal(raw(parameter), raw(want[name])), name
+        sizes.append([len(workers.receivers[0]._copies) for workers in servers])
+    assert sizes[0] == sizes[1] == sizes[2]
+    # A stream that is given no places still brings everything, as for another process.
+    whole = {name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), 0, 1))}
+    assert whole.keys() >= checkpoint(0).keys()
+
+
+def test_an_export_laid_out_differently_for_another_server_is_not_taken_for_the_first_one(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "none")
+    apart = {
+        name: torch.cat([w, w], dim=-1)[..., : w.shape[-1]] for name, w in checkpoint(0).items()
+    }
+    turned = {name: w.t().contiguous().t() for name, w in checkpoint(1).items()}
+    servers = [SyncSession(InProcess([ServedModel(dtype=torch.bfloat16)])) for _ in range(2)]
+    servers[0].run(export.export(Shards(apart, 0, 1)), 0)
+    servers[1].run(export.export(Shards(turned, 0, 1)), 0)
+    with pytest.raises(RolloutError, match="another layout than at the first sync"):
+        servers[1].run(export.export(Shards(apart, 0, 1)), 1)
+    assert servers[0].run(export.export(Shards(apart, 0, 1)), 1).audited
+
+
+class Tied(ServedModel):
+    """Model that loads its embedding into its head, too, and keeps a projection in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.bfloat16)
+        wide = self.get_parameter("model.layers.1.mlp.down_proj.weight")
+        wide.data = wide.float()
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        super()._load(name, tensor)
+        if name == "model.embed_tokens.weight":
+            super()._load("lm_head.weight", tensor)
+
+
+def test_weights_served_twice_or_in_a_wider_dtype_come_through_buckets(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "none")
+    workers = Seen([Tied()])
+    session = SyncSession(workers)
+    for version in range(2):
+        weights = checkpoint(version)
+        del weights["lm_head.weight"]
+        workers.slices = []
+        assert session.run(export.export(Shards(weights, 0, 1)), version).audited
+        want = expected(weights, Tied(), fp8=False)
+        for name, parameter in workers.models[0].named_parameters():
+            assert torch.equal(raw(parameter), raw(want[name])), name
+        assert [name for name in workers.slices if not name.endswith("norm.weight")] == [
+            "model.embed_tokens.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        ]
+
+
+def test_a_sync_that_fails_while_it_writes_in_place_is_an_error_and_the_next_one_is_whole(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Filler, "can_place", True)
+    export = exporter(tmp_path, "fp8", bucket_bytes=200_000)
+    model = ServedModel(fp8=True, dtype=torch.bfloat16)
+    session = SyncSession(InProcess([model]))
+    session.run(export.export(Shards(checkpoint(0), 0, 1)), 0)
+    short = checkpoint(1)
+    del short["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(RolloutError, match="has changed since the first sync"):
+        session.run(export.export(Shards(short, 0, 1)), 1)
+    broken = checkpoint(2)
+    broken["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    with pytest.raises(RolloutError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight"):
+        session.run(export.export(Shards(broken, 0, 1)), 2)
+    weights = checkpoint(3)
+    assert session.run(export.export(Shards(weights, 0, 1)), 3).audited
+    want = expected(weights, ServedModel(fp8=True, dtype=torch.bfloat16), fp8=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(raw(parameter), raw(want[name])), name

@@ -21,7 +21,7 @@ from engine_api.heartbeat import watched_each
 from engine_api.process_groups import all_gather
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from rollout_fp8.export.fill import Filler, Reader, find_nothing, require_value
+from rollout_fp8.export.fill import Filler, Reader, require_value
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
 from rollout_fp8.fp8.layers import kind
 from rollout_fp8.fp8.quantize import ScalePolicy
@@ -31,7 +31,7 @@ from rollout_fp8.model import architecture_of
 from rollout_fp8.options import QUANTIZATIONS, Options
 from rollout_fp8.phases import Phases
 from rollout_fp8.ranks import of_all
-from rollout_fp8.wire.format import BucketPlan, Find, WirePlan
+from rollout_fp8.wire.format import BucketPlan, Places, WirePlan
 
 log = logging.getLogger("rollout_fp8")
 
@@ -176,13 +176,13 @@ class EngineStream:
         self._export = export
         self._phases = Phases(filler.device)
         self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
-        self._find: Find = find_nothing
+        self._places: Places | None = None
         self._is_whole = False
 
-    def place(self, find: Find) -> None:
+    def place(self, places: Places) -> None:
         """See ``PlacingStream.place``. One rank whose device has kernels does so, others do not."""
         if self._filler.can_place:
-            self._find = find
+            self._places = places
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """See ``WireStream.buckets``. The next bucket is made while this one is installed."""
@@ -230,7 +230,9 @@ class EngineStream:
         One is filled and gathered on a stream of its own while the caller reads the other.
         """
         # Before the lane begins, because the lane waits for the work that is queued here by then.
-        self._filler.begin(self._find)
+        self._filler.begin(self._places)
+        # A caller that keeps this stream does not keep a server that is closed.
+        self._places = None
         lane = _Lane(self._filler, self._phases)
         ready: list[tuple[Bucket, Tensor]] = []
         try:

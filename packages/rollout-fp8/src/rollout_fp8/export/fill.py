@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,14 @@ from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
-from rollout_fp8.kernels.table import Layout, describe, has_kernels, layouts, misfit, rows_of
+from rollout_fp8.kernels.table import Count, Layout, describe, has_kernels, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
-from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, Count, is_countable
-from rollout_fp8.wire.format import BucketPlan, Find, WirePlan, WireSlice
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, count_of
+from rollout_fp8.wire.format import BucketPlan, Places, WirePlan, WireSlice
 
 T = TypeVar("T")
 Gather = Callable[[Tensor, Tensor], None]
-
-
-def find_nothing(_: WireSlice) -> None:
-    """Return None: every slice stays in its bucket."""
 
 
 class Filler:
@@ -51,23 +48,19 @@ class Filler:
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots
         ]
-        self._work: dict[int, _Work] = {}
-        # Layouts of a bucket's shards at the first sync, if kernels read them where they are.
-        self._in_place: dict[int, tuple[Layout, ...]] = {}
+        # They end with the places, whose memory the launches hold.
+        self._placed: WeakKeyDictionary[Places, _Prepared] = WeakKeyDictionary()
+        self._unplaced = _Prepared()
+        self._places: Callable[[], Places | None] = _no_places
         # This rank's boxes as the engine gave them last: most engines give the same objects again.
         self._boxes = [source.boxes[self.rank] for source in plan.sources]
-        self._find: Find = find_nothing
-        # Of each bucket: what its reader is given.
-        self._rests: dict[int, BucketPlan] = {}
-        self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
-        self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
-        # One flag for each source that this rank computes, bucket by bucket, and the tensor of each
-        # flag.
+        self._index = {name: index for index, name in enumerate(plan.wire.tensors)}
+        self._sums = torch.zeros(len(self._index), dtype=torch.int64, device=device)
+        # One flag for each source that this rank computes.
         flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
         self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
-        self._flagged: list[int] = []
         self._totals = torch.zeros(
-            2 * len(self._place) + self._world_size, dtype=torch.int64, device=device
+            2 * len(self._index) + self._world_size, dtype=torch.int64, device=device
         )
         self._error: Exception | None = None
 
@@ -76,21 +69,25 @@ class Filler:
         """True if weights may be written where they are served.
 
         Another rank's weights come through a gather, and only a kernel adds up what it computes
-        without reading it again, so that the audit sees whether it arrived.
+        without reading it back, so that the audit sees whether it arrived.
         """
         return self._world_size == 1 and has_kernels(self.device)
 
-    def begin(self, find: Find = find_nothing) -> None:
+    @property
+    def _prepared(self) -> _Prepared:
+        """The launches of the current sync."""
+        places = self._places()
+        return self._unplaced if places is None else self._placed[places]
+
+    def begin(self, places: Places | None) -> None:
         """Reset the sums, flags and error of the last sync.
 
-        ``find`` returns the tensor to fill in place of a slice of a bucket, or None.
+        ``places``: where slices are written that have a place; None: all stay in the buckets.
         """
-        if find != self._find:
-            # Launches are bound to the places of the last sync.
-            self._work.clear()
-            self._rests.clear()
-            self._flagged.clear()
-            self._find = find
+        self._places = _no_places
+        if places is not None:
+            self._placed.setdefault(places, _Prepared())
+            self._places = ref(places)
         self._sums.zero_()
         self._flags.zero_()
         self._error = None
@@ -100,8 +97,9 @@ class Filler:
         return Reader(self._plan, self._boxes, shards)
 
     def rest_of(self, bucket: Bucket) -> BucketPlan:
-        """Return the bucket without the slices that were filled where they are served."""
-        return self._rests.get(id(bucket), bucket.wire)
+        """Return the bucket without the slices that were written where they are served."""
+        work = self._prepared.work.get(id(bucket))
+        return bucket.wire if work is None else work.rest
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
         """Return ``work()``, or None if an earlier attempt of this sync failed (unless ``always``).
@@ -128,12 +126,12 @@ class Filler:
         After an error it is gathered with undefined content.
         """
         buffer = self._buffers[bucket.wire.slot]
-        places = [part.source for part in bucket.of_rank(self.rank)]
-        taken = self.attempt(lambda: self._take(bucket, require_value(reader), places))
+        indices = [part.source for part in bucket.of_rank(self.rank)]
+        taken = self.attempt(lambda: self._take(bucket, require_value(reader), indices))
         mine, is_checked = taken or (None, False)
         if not bucket.gathered:
             with phases.phase("gather"):
-                sources = [self._plan.sources[place] for place in places]
+                sources = [self._plan.sources[index] for index in indices]
                 mine = self._gather_first(sources, mine, gather)
                 is_checked = is_checked and self._world_size == 1
         with phases.phase("quantize"):
@@ -155,7 +153,8 @@ class Filler:
             Exception: this rank's own error of an earlier attempt.
         """
         broken = torch.zeros_like(self._sums)
-        broken[self._flagged] = self._flags[: len(self._flagged)].to(torch.int64)
+        flagged = self._prepared.flagged
+        broken[flagged] = self._flags[: len(flagged)].to(torch.int64)
         failed = torch.zeros(self._world_size, dtype=torch.int64, device=self.device)
         failed[self.rank] = int(self._error is not None)
         self._totals = torch.cat([self._sums, broken, failed])
@@ -174,7 +173,7 @@ class Filler:
             RolloutError: a weight was not finite, or a rank failed.
         """
         totals = self._totals.tolist()
-        count = len(self._place)
+        count = len(self._index)
         sums = totals[:count]
         flags = totals[count : 2 * count]
         failed = totals[2 * count :]
@@ -212,21 +211,22 @@ class Filler:
         )
 
     def _take(
-        self, bucket: Bucket, reader: Reader, places: Sequence[int]
+        self, bucket: Bucket, reader: Reader, indices: Sequence[int]
     ) -> tuple[list[Tensor], bool]:
         """Return this rank's shards on the device, and whether they lie as they always did.
 
         There may be thousands, so those that do are looked at once.
         """
-        shards = reader.take(places)
-        known = self._in_place.get(id(bucket))
+        shards = reader.take(indices)
+        prepared = self._prepared
+        known = prepared.in_place.get(id(bucket))
         if known is not None and misfit(shards, known) is None:
             return shards, True
-        reader.check(places, shards)
+        reader.check(indices, shards)
         here = [self._here(shard) for shard in shards]
-        is_first = id(bucket) not in self._work
+        is_first = id(bucket) not in prepared.work
         if is_first and all(a is b for a, b in zip(shards, here, strict=True)):
-            self._in_place[id(bucket)] = layouts(shards)
+            prepared.in_place[id(bucket)] = layouts(shards)
         return here, False
 
     def _here(self, shard: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Filler:
         self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor, *, is_checked: bool
     ) -> None:
         try:
-            work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
+            work = self._prepared.work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
         # A plan raises it: words are cut, or a weight is not of two dimensions.
         except ValueError as error:
             raise RolloutError(
@@ -258,27 +258,25 @@ class Filler:
         parts = list(enumerate(bucket.of_rank(self.rank)))
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
-        placed: dict[int, Tensor] = {}
+        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
+        placed = self._find_places(weights)
 
         def view(wire_slice: WireSlice) -> Tensor:
             return placed.get(id(wire_slice), wire_slice.view(buffer))
 
-        weights = [w for _, w, _ in quantized] + [w for _, w in plain]
-        for wire_slice in weights:
-            target = self._find(wire_slice)
-            if target is not None and self._fits(wire_slice, target):
-                placed[id(wire_slice)] = target
         outs = [view(w) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
         casts = [view(w) for _, w in plain]
         quantized_sources = [mine[i] for i, *_ in quantized]
         plain_sources = [mine[i] for i, _ in plain]
-        # The launch that writes a weight adds up its checksum, without another pass over memory.
         counted = self._counted_slices(bucket) if self.audit else []
-        counts = {
-            id(w): Count(w.box, self._place[w.tensor.name])
-            for w in (weights if counted else ())
-            if _is_counted(w, layouts([view(w)])[0])
-        }
+        counts: dict[int, Count] = {}
+        if counted and has_kernels(self.device):
+            # The launch that writes a weight adds up its checksum, without another pass over
+            # memory.
+            for wire_slice in weights:
+                count = self._count(wire_slice, view(wire_slice))
+                if count is not None:
+                    counts[id(wire_slice)] = count
         counted = [wire_slice for wire_slice in counted if id(wire_slice) not in counts]
         quantize = cast = checksums = None
         if quantized:
@@ -293,19 +291,20 @@ class Filler:
                 layouts(plain_sources), layouts(casts), [counts.get(id(w)) for _, w in plain]
             ).bind(casts)
         if counted:
-            views = [wire_slice.view(buffer) for wire_slice in counted]
+            views = [view(wire_slice) for wire_slice in counted]
             boxes = [wire_slice.box for wire_slice in counted]
-            groups = [self._place[wire_slice.tensor.name] for wire_slice in counted]
+            groups = [self._index[wire_slice.tensor.name] for wire_slice in counted]
             checksums = ChecksumPlan(layouts(views), boxes, groups).bind(views)
+        rest = bucket.wire
         if placed:
-            left = [one for one in bucket.wire.slices if id(one) not in placed]
-            self._rests[id(bucket)] = replace(bucket.wire, slices=tuple(left))
+            left = [wire_slice for wire_slice in rest.slices if id(wire_slice) not in placed]
+            rest = replace(rest, slices=tuple(left))
         # Flags are taken once nothing can fail any more.
         flags = (
             self._own_flags([w for _, w, _ in quantized]),
             self._own_flags([w for _, w in plain]),
         )
-        self._work[id(bucket)] = _Work(
+        work = _Work(
             layouts=layouts(mine),
             quantized=[i for i, *_ in quantized],
             plain=[i for i, _ in plain],
@@ -313,26 +312,47 @@ class Filler:
             cast=cast,
             checksums=checksums,
             flags=flags,
+            rest=rest,
         )
-        return self._work[id(bucket)]
+        self._prepared.work[id(bucket)] = work
+        return work
 
-    def _fits(self, wire_slice: WireSlice, target: Tensor) -> bool:
+    def _find_places(self, weights: Sequence[WireSlice]) -> dict[int, Tensor]:
+        """Return the places to which weights are written, by the weight's identity."""
+        places = self._places()
+        if places is None:
+            return {}
+        placed: dict[int, Tensor] = {}
+        for wire_slice in weights:
+            place = places.find(wire_slice)
+            if place is not None and self._fits(wire_slice, place):
+                placed[id(wire_slice)] = place
+        return placed
+
+    def _fits(self, wire_slice: WireSlice, place: Tensor) -> bool:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
-        if target.dtype != wire_slice.tensor.dtype:
+        if place.dtype != wire_slice.tensor.dtype:
             return False
-        (layout,) = layouts([target])
         try:
-            rows_of(layout)
-            return not self.audit or _is_counted(wire_slice, layout)
+            rows_of(*layouts([place]))
+            return not self.audit or self._count(wire_slice, place) is not None
         # Its rows are not at one distance, or a word of four bytes is cut.
         except ValueError:
             return False
 
+    def _count(self, wire_slice: WireSlice, out: Tensor) -> Count | None:
+        """Return how the launch that writes a slice adds up its checksum, or None if it cannot."""
+        if wire_slice.tensor.dtype.itemsize > 2:
+            return None
+        (layout,) = layouts([out])
+        return count_of(layout, wire_slice.box, self._index[wire_slice.tensor.name])
+
     def _own_flags(self, slices: Sequence[WireSlice]) -> Tensor:
         """Return the next flags, one for each of these weights."""
-        first = len(self._flagged)
-        self._flagged += [self._place[wire_slice.tensor.name] for wire_slice in slices]
-        return self._flags[first : len(self._flagged)]
+        flagged = self._prepared.flagged
+        first = len(flagged)
+        flagged += [self._index[wire_slice.tensor.name] for wire_slice in slices]
+        return self._flags[first : len(flagged)]
 
     def _gather_first(
         self, sources: Sequence[Source], mine: Sequence[Tensor] | None, gather: Gather
@@ -408,11 +428,11 @@ class Reader:
             mine.append(self._last)
         return mine
 
-    def check(self, places: Sequence[int], shards: Sequence[Tensor]) -> None:
+    def check(self, indices: Sequence[int], shards: Sequence[Tensor]) -> None:
         """Raise ``RolloutError`` where shards are of another shape or dtype than planned."""
-        for place, shard in zip(places, shards, strict=True):
-            source = self._sources[place]
-            shape = self._boxes[place].shape
+        for index, shard in zip(indices, shards, strict=True):
+            source = self._sources[index]
+            shape = self._boxes[index].shape
             if shard.dtype != source.stored or shard.shape != shape:
                 raise _changed(
                     f"{source.name} {shape} {source.stored}",
@@ -439,11 +459,6 @@ class Reader:
         if spec is not None:
             self._boxes[place] = spec
         return shard
-
-
-def _is_counted(wire_slice: WireSlice, layout: Layout) -> bool:
-    """Return whether the launch that writes a slice can add up its checksum."""
-    return wire_slice.tensor.dtype.itemsize <= 2 and is_countable(layout, wire_slice.box)
 
 
 def _in_rows(shard: Tensor) -> Tensor:
@@ -473,11 +488,27 @@ def _changed(expected: str, found: str) -> RolloutError:
     )
 
 
+def _no_places() -> None:
+    """Return no places: every slice stays in its bucket."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Prepared:
+    """Launches that write to the same memory at every sync, by the bucket's identity."""
+
+    work: dict[int, _Work] = field(default_factory=dict)
+    in_place: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
+    """Layouts of a bucket's shards at the first sync, if kernels read them where they are."""
+
+    flagged: list[int] = field(default_factory=list)
+    """Index of the tensor of each flag, bucket by bucket."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
     """Launches of one bucket.
 
-    ``quantized`` and ``plain`` are indices into its shards.
+    ``quantized`` and ``plain`` are indices into its shards; ``rest`` is left to the reader.
     """
 
     layouts: tuple[Layout, ...]
@@ -487,6 +518,7 @@ class _Work:
     quantize: BoundQuantize | None
     cast: BoundCast | None
     checksums: BoundChecksum | None
+    rest: BucketPlan
 
     def check(self, mine: Sequence[Tensor]) -> None:
         """Raise ``RolloutError`` for shards of other layouts than those prepared for."""

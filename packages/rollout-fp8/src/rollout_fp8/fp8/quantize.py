@@ -36,7 +36,9 @@ from torch import Tensor
 from rollout_fp8.kernels.table import (
     VECTOR,
     AddressTable,
+    Count,
     Layout,
+    check_counts,
     check_layouts,
     describe,
     has_kernels,
@@ -46,7 +48,6 @@ from rollout_fp8.kernels.table import (
     rows_of,
     to_device,
 )
-from rollout_fp8.wire.checksum import Count, checksum_many, find_words
 from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
@@ -56,6 +57,8 @@ SMALLEST_SCALE = 2.0**-126
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows that the plain path takes at once: its temporaries stay small.
 _PANEL = 8 * BLOCK
+# The kernel leaves out a negative group.
+_NOT_COUNTED = Count(0, 0, -1)
 
 
 class Quantized(NamedTuple):
@@ -118,8 +121,8 @@ class QuantizePlan:
         out: float8_e4m3fn [N, K] each, laid out likewise.
         scales_out: float32 [ceil(N/128), ceil(K/128)] each, laid out likewise.
         scales: fp32, or powers of two.
-        counts: for each output, its box of the whole weight and the element of the sums that its
-            checksum is added to, or None (see ``is_countable``); None: for all.
+        counts: for each output, how its checksum is added up, or None; None stands for None for
+            all. It is for devices with kernels.
 
     Raises:
         ValueError: tensors have other shapes, layouts or dtypes.
@@ -148,11 +151,11 @@ class QuantizePlan:
         self._layouts = (tuple(weights), tuple(out), tuple(scales_out))
         self._pow2 = scales == "pow2"
         device = one_device([*weights, *out, *scales_out])
-        counts = counts or [None] * len(out)
-        self._counts = {i: count for i, count in enumerate(counts) if count is not None}
+        counted = check_counts(counts, out, device)
+        self._is_counted = bool(counted)
         self._launches = None
         if has_kernels(device):
-            self._launches = _launches(*self._layouts, counts, device)
+            self._launches = _launches(*self._layouts, counted, device)
 
     def run(
         self,
@@ -185,7 +188,9 @@ class QuantizePlan:
 
     def bind(self, out: Sequence[Tensor], scales_out: Sequence[Tensor]) -> BoundQuantize:
         """Return the quantization into these tensors, whose addresses are then read only once."""
-        return BoundQuantize(out, scales_out, self._launches, pow2=self._pow2, counts=self._counts)
+        return BoundQuantize(
+            out, scales_out, self._launches, pow2=self._pow2, is_counted=self._is_counted
+        )
 
 
 class BoundQuantize:
@@ -201,12 +206,12 @@ class BoundQuantize:
         launches: list[_Launch] | None,
         *,
         pow2: bool,
-        counts: Mapping[int, Count],
+        is_counted: bool,
     ) -> None:
         self._out = out
-        self._counts = counts
         self._scales_out = scales_out
         self._launches = launches
+        self._is_counted = is_counted
         self._pow2 = pow2
         self._table = None if launches is None else AddressTable(out, scales_out)
         # Of each launch: whether everything in it is aligned.
@@ -220,8 +225,8 @@ class BoundQuantize:
     ) -> None:
         """Queue the quantization of weights whose layouts the caller has compared.
 
-        ``sums`` int64: checksums of outputs are added, of what is computed and not of what is read
-        back.
+        ``sums`` int64: checksums of the outputs that are counted are added, of what is computed and
+        not of what is read back.
         """
         if self._table is None or self._launches is None:
             for i, (weight, q, s) in enumerate(
@@ -230,9 +235,6 @@ class BoundQuantize:
                 _quantize_plain(weight, q, s, pow2=self._pow2)
                 if broken is not None:
                     broken[i] |= ~s.isfinite().all()
-            if sums is not None and self._counts:
-                boxes, groups = zip(*self._counts.values(), strict=True)
-                checksum_many([self._out[i] for i in self._counts], boxes, sums, groups)
             return
         from rollout_fp8.kernels.quantize import launch
 
@@ -247,7 +249,7 @@ class BoundQuantize:
                 work.sizes,
                 work.blocks,
                 broken,
-                sums if self._counts else None,
+                sums if self._is_counted else None,
                 source=work.dtype,
                 aligned=aligned,
                 pow2=self._pow2,
@@ -291,7 +293,7 @@ def _launches(
     weights: Sequence[Layout],
     out: Sequence[Layout],
     scales_out: Sequence[Layout],
-    counts: Sequence[Count | None],
+    counts: Mapping[int, Count],
     device: torch.device,
 ) -> list[_Launch]:
     steps = [
@@ -300,8 +302,8 @@ def _launches(
     ]
     sizes = np.array(
         [
-            [*w[0], *step, *_count_fields(q, count)]
-            for w, q, step, count in zip(weights, out, steps, counts, strict=True)
+            [*weight[0], *step, *counts.get(i, _NOT_COUNTED)]
+            for i, (weight, step) in enumerate(zip(weights, steps, strict=True))
         ],
         dtype=np.int64,
     )
@@ -318,15 +320,6 @@ def _launches(
                 _Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device))
             )
     return works
-
-
-def _count_fields(out: Layout, count: Count | None) -> tuple[int, int, int]:
-    """Return the kernel's fields of an output's words, and the element of the sums."""
-    if count is None:
-        return 0, 0, -1
-    words = find_words(out, count.box)
-    assert words is not None, "is_countable says which outputs are"
-    return *words, count.group
 
 
 def _blocks(tensor: int, shape: tuple[int, ...]) -> NDArray[np.int64]:

@@ -2,9 +2,10 @@
 
 Learning runs the server's own loader, including its processing after loading, on marked tensors,
 and compares the parameters with the marks afterwards. So it is known, not assumed, that the served
-weights lie in memory as they come over the wire. Where a server keeps its weights in packed form
-(vLLM on a CPU), every sync goes through its loader instead. A parameter that such a loader leaves
-as it was is found by that: it is neither the mark nor anything else than before.
+weights lie in memory as they come over the wire. A stream of this process may then write them there
+itself (``PlacingStream``), and the audit reads them in any case. Where a server keeps its weights
+in packed form (vLLM on a CPU), every sync goes through its loader instead. A parameter that such a
+loader leaves as it was is found by that: it is neither the mark nor anything else than before.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Receiver:
                 self._copies = {}
                 self._bound = stream.plan
             if isinstance(stream, PlacingStream):
-                stream.place(self._find)
+                stream.place(self)
             for bucket, buffer in stream.buckets():
                 with phases.phase("install"):
                     self._install(bucket, buffer)
@@ -170,6 +171,18 @@ class Receiver:
         else:
             self._live.run(sums)
         return sums
+
+    def find(self, wire_slice: WireSlice) -> Tensor | None:
+        """See ``Places.find``."""
+        found = [
+            # Its holder keeps the memory, and not the parameter and what refers to it.
+            region.view(self._read(region.parameter).detach())[_relative_slices(shared, region.box)]
+            for region in self._of[wire_slice.tensor.name]
+            if (shared := intersection(wire_slice.box, region.box)) is not None
+        ]
+        if len(found) != 1 or found[0].shape != wire_slice.box.shape:
+            return None
+        return found[0]
 
     def _reload(self, stream: WireStream) -> None:
         # Clones: a loader may keep a tensor until a layer is whole (vLLM's does), and these tensors
@@ -251,17 +264,6 @@ class Receiver:
             copies = self._copies[key] = _Copies(bucket, sources, bound)
         if copies.bound is not None:
             copies.bound.run(copies.sources)
-
-    def _find(self, wire_slice: WireSlice) -> Tensor | None:
-        """Return the memory that serves a whole slice, or None if no one tensor does."""
-        found = [
-            region.view(self._read(region.parameter))[_relative_slices(shared, region.box)]
-            for region in self._of[wire_slice.tensor.name]
-            if (shared := intersection(wire_slice.box, region.box)) is not None
-        ]
-        if len(found) != 1 or found[0].shape != wire_slice.box.shape:
-            return None
-        return found[0]
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:

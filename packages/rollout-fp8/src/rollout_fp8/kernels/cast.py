@@ -14,8 +14,10 @@ from torch import Tensor
 from rollout_fp8.kernels.table import (
     VECTOR,
     AddressTable,
+    Count,
     Layout,
     Rows,
+    check_counts,
     check_layouts,
     describe,
     has_kernels,
@@ -26,7 +28,6 @@ from rollout_fp8.kernels.table import (
     tiles,
     to_device,
 )
-from rollout_fp8.wire.checksum import Count, checksum_many, find_words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,8 +51,8 @@ class CastPlan:
             columns may not.
         outs: the same shapes. Casts round to nearest even; too large values become infinite, a NaN
             stays NaN.
-        counts: for each out of two bytes an element, where its checksum is added, or None (see
-            ``is_countable``); None: for all.
+        counts: for each out of two bytes an element, how its checksum is added up, or None; None
+            stands for None for all. It is for devices with kernels.
 
     Raises:
         ValueError: tensors have other shapes, layouts or dtypes.
@@ -78,11 +79,10 @@ class CastPlan:
             rows_of(out)
         self._layouts = (tuple(sources), tuple(outs))
         device = one_device([*sources, *outs])
-        counts = counts or [None] * len(outs)
-        self._counts = {i: count for i, count in enumerate(counts) if count is not None}
+        counted = check_counts(counts, outs, device)
         self._launches = None
         if has_kernels(device):
-            self._launches = _launches(sources, outs, self._counts, device)
+            self._launches = _launches(sources, outs, counted, device)
 
     def run(
         self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
@@ -106,7 +106,7 @@ class CastPlan:
 
     def bind(self, outs: Sequence[Tensor]) -> BoundCast:
         """Return the casts into these tensors, whose addresses are then read only once."""
-        return BoundCast(outs, self._launches, self._counts)
+        return BoundCast(outs, self._launches)
 
 
 class BoundCast:
@@ -115,14 +115,8 @@ class BoundCast:
     The sources may be others at each run.
     """
 
-    def __init__(
-        self,
-        outs: Sequence[Tensor],
-        launches: list[_Launch] | None,
-        counts: Mapping[int, Count],
-    ) -> None:
+    def __init__(self, outs: Sequence[Tensor], launches: list[_Launch] | None) -> None:
         self._outs = outs
-        self._counts = counts
         self._launches = launches
         self._table = None if launches is None else AddressTable(outs)
         # Of each launch: whether everything in it is aligned.
@@ -136,8 +130,8 @@ class BoundCast:
     ) -> None:
         """Queue the copies of sources whose layouts the caller has compared.
 
-        ``sums`` int64: checksums of outs are added, of what is written and not of what is read
-        back.
+        ``sums`` int64: checksums of the outs that are counted are added, of what is computed and
+        not of what is read back.
         """
         if self._table is None or self._launches is None:
             with torch.no_grad():
@@ -145,9 +139,6 @@ class BoundCast:
                     out.copy_(source)
                     if broken is not None:
                         broken[i] |= ~out.isfinite().all()
-            if sums is not None and self._counts:
-                boxes, groups = zip(*self._counts.values(), strict=True)
-                checksum_many([self._outs[i] for i in self._counts], boxes, sums, groups)
             return
         from rollout_fp8.kernels.copy import launch
 
@@ -198,13 +189,15 @@ def _launches(
         dtypes = source[2], out[2]
         if 0 in source[0]:
             continue
-        start, step, group = (0, 0), (a.stride, b.stride), 0
+        start: tuple[int, ...] = (0, 0)
+        step: tuple[int, ...] = (a.stride, b.stride)
+        group = 0
         if (count := counts.get(i)) is not None:
-            words = find_words(out, count.box)
-            assert words is not None and out[2].itemsize == 2, "is_countable says which outs are"
-            # Of two elements each.
-            start, step, group = (*start, 2 * words[0]), (*step, 2 * words[1]), count.group
-        kind = dtypes, _is_aligned(a, b, dtypes), count is not None
+            assert out[2].itemsize == 2, "the kernel adds up words of two elements"
+            start = (*start, 2 * count.first)
+            step = (*step, 2 * count.step)
+            group = count.group
+        kind = dtypes, _is_aligned(a, step, dtypes), count is not None
         kinds.setdefault(kind, {})[i] = tiles(i, a, start, step, group)
     return [
         _Launch(*kind, list(items), to_device(np.concatenate(list(items.values())), device))
@@ -212,11 +205,14 @@ def _launches(
     ]
 
 
-def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
-    """Return whether the kernel's ``VECTOR``-byte accesses fit the rows, if tensors are aligned."""
+def _is_aligned(size: Rows, step: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    """Return whether the kernel's ``VECTOR``-byte accesses fit the tiles, if tensors are aligned.
+
+    ``step``: from a row to the next at each of the places that ``tiles`` gets; source and out come
+    first, and memory is accessed only there.
+    """
     elements = VECTOR // min(d.itemsize for d in dtypes)
-    is_dense = source.is_dense and out.is_dense
-    lengths = (
-        [source.rows * source.columns] if is_dense else [source.columns, source.stride, out.stride]
-    )
+    # As in ``tiles``.
+    is_dense = size.rows <= 1 or set(step) == {size.columns}
+    lengths = [size.rows * size.columns] if is_dense else [size.columns, *step[:2]]
     return not any(n % elements for n in lengths)

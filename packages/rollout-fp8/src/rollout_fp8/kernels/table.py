@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,22 @@ TILE_COLUMNS = 256
 
 # Shape, strides in elements, dtype and device.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+class Count(NamedTuple):
+    """Place in a whole tensor of what a launch writes, whose checksum the launch adds up.
+
+    Words are of four bytes (``rollout_fp8.wire.checksum.count_of`` makes it).
+    """
+
+    first: int
+    """Index of the first word."""
+
+    step: int
+    """Words from a row to the next."""
+
+    group: int
+    """Element of the sums that the checksum is added to."""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -62,6 +79,27 @@ def describe(layout: Layout) -> str:
     """Return a layout as text, for messages."""
     shape, strides, dtype, device = layout
     return f"{dtype} {tuple(shape)} with strides {tuple(strides)} on {device}"
+
+
+def check_counts(
+    counts: Sequence[Count | None] | None, outs: Sequence[Layout], device: torch.device
+) -> dict[int, Count]:
+    """Return the counts by the index of their output.
+
+    Raises:
+        ValueError: there is no kernel that adds checksums up.
+    """
+    if counts is None:
+        return {}
+    found = {
+        i: count for i, (count, _) in enumerate(zip(counts, outs, strict=True)) if count is not None
+    }
+    if found and not has_kernels(device):
+        raise ValueError(
+            f"expected no checksums to add up in launches on {device}, which has no kernels, "
+            f"got {len(found)}"
+        )
+    return found
 
 
 def one_device(found: Sequence[Layout]) -> torch.device:

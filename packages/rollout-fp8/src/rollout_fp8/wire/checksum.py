@@ -32,6 +32,7 @@ from torch import Tensor
 from engine_api.weights import ShardSpec
 from rollout_fp8.kernels.table import (
     VECTOR,
+    Count,
     Layout,
     Rows,
     addresses,
@@ -222,34 +223,18 @@ class _Region:
         )
 
 
-class Count(NamedTuple):
-    """Where a launch adds the checksum of what it writes.
+def count_of(part: Layout, box: ShardSpec, group: int) -> Count | None:
+    """Return how a launch that writes a part adds its checksum to an element of the sums.
 
-    It is the box of the whole tensor that the output is, and an element of the sums.
-    """
-
-    box: ShardSpec
-    group: int
-
-
-def is_countable(part: Layout, box: ShardSpec) -> bool:
-    """Return whether a launch that writes a part can add its checksum, of words of four bytes.
+    None: the part has more than one region, or its words are not of four bytes.
 
     Raises:
         ValueError: as ``ChecksumPlan``.
     """
-    return find_words(part, box) is not None
-
-
-def find_words(part: Layout, box: ShardSpec) -> tuple[int, int] | None:
-    """Return the index in the whole of a part's first word, and the words from a row to the next.
-
-    None: the part has more than one region, or its words are not of four bytes.
-    """
     found = list(_regions(part, box))
     if len(found) != 1 or found[0].word != 4:
         return None
-    return found[0].first, found[0].step
+    return Count(found[0].first, found[0].step, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

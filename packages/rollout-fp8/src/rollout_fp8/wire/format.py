@@ -8,7 +8,7 @@ sync (``WirePlan``); later syncs only fill the same buffers again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -137,18 +137,28 @@ class WireStream(Protocol):
         ...
 
 
-Find = Callable[[WireSlice], Tensor | None]
+class Places(Protocol):
+    """Memory from which weights are served."""
+
+    def find(self, wire_slice: WireSlice) -> Tensor | None:
+        """Return the memory that serves a whole slice, or None if no one tensor does.
+
+        It is the same whenever weights are written.
+        """
+        ...
 
 
 @runtime_checkable
 class PlacingStream(WireStream, Protocol):
     """Stream of the process that serves the weights, which may write them where they are served."""
 
-    def place(self, find: Find) -> None:
-        """Leave slices out of the buckets for which ``find`` returns a tensor, and fill that.
+    def place(self, places: Places) -> None:
+        """Write slices to their places, and leave them out of the buckets.
 
-        To be called before ``buckets``. Those that the stream cannot fill in this way stay in the
-        buckets, and so do all that would be audited by the memory that they were written to.
+        To be called before ``buckets``. Slices that have no place or that the stream cannot write
+        there stay in the buckets, and so do all whose checksums would be read from the memory that
+        they were written to. The stream and its exporter do not keep the places alive after the
+        sync.
         """
         ...
 
