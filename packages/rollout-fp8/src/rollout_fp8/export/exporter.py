@@ -180,7 +180,7 @@ class EngineStream:
         self._is_whole = False
 
     def place(self, places: Places) -> None:
-        """See ``PlacingStream.place``. One rank whose device has kernels does so, others do not."""
+        """Take the places of weights on one rank whose device has kernels, and none elsewhere."""
         if self._filler.can_place:
             self._places = places
 

@@ -173,7 +173,7 @@ class Receiver:
         return sums
 
     def find(self, wire_slice: WireSlice) -> Tensor | None:
-        """See ``Places.find``."""
+        """Return the region of a live parameter that a slice fills alone, or None if none is so."""
         found = [
             # Its holder keeps the memory, and not the parameter and what refers to it.
             region.view(self._read(region.parameter).detach())[_relative_slices(shared, region.box)]
