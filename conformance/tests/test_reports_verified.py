@@ -218,7 +218,11 @@ def test_verdicts_follow_from_rows_though_the_digest_is_right(
 
 @pytest.mark.parametrize("other", [{"version": "0.2.0"}, {"digest": "b" * 64}, {"contract": "1.1"}])
 def test_another_suite_is_named(tmp_path: Path, other: dict[str, str]) -> None:
-    path = stored(tmp_path / "report.json", to_document(*made()))
+    document = to_document(*made())
+    # As in reports from before it was written, of which no row can be kept.
+    del document["code"]
+    document["digest"] = digest(document)
+    path = stored(tmp_path / "report.json", document)
     [problem] = verify(path, suite=SUITE | other)
     assert "written by suite 0.1.0 (contract 1.0, digest aaaaaaaaaaaa…), this is " in problem
     assert next(iter(other.values()))[:12] in problem

@@ -15,8 +15,8 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from engine_conformance.results import Row, SuiteRun
 from engine_conformance.verdict import EXIT, compute_verdicts, exit_code
 
 if TYPE_CHECKING:
+    from engine_conformance.deviations import Deviation
     from engine_conformance.plan import Selection
 
 __all__ = ["main"]
@@ -211,7 +212,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         dest="go_on",
         action="store_true",
         help="run what the report in --report DIR has not shown, and join both in it; "
-        "without a report yet, this run begins it",
+        "without a report yet, this run begins it; with --certify, a report of an older suite of "
+        "this contract keeps the rows of cases that have not changed",
     )
     parser.add_argument(
         "--commit",
@@ -267,24 +269,23 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     # The ranks import torch while this process does.
     warm_up(max(_worlds(options.world)), options.device)
-    from engine_conformance.cases import load_cases
-    from engine_conformance.deviations import DeviationError, read_deviations
+    from engine_conformance.environment import suite
+    from engine_conformance.report import merge, read_document, to_document
     from engine_conformance.session import run_selection
 
     selection = _selection(options)
     if options.report:
         _check_writable(options.report)
-    listed = options.deviations or (_DEVIATIONS if _DEVIATIONS.exists() else None)
-    try:
-        deviations = read_deviations(listed, known=load_cases()) if listed else []
-    except DeviationError as error:
-        raise UsageError(str(error)) from error
-    if listed:
-        print(f"{len(deviations)} deviation(s) from {listed}")
+    deviations = _read_deviations(options.deviations)
     preflight(options.name, options.device)
     earlier = None
     if options.go_on:
         earlier = _read_continued_report(options.report, selection, given, certify=options.certify)
+    if earlier and earlier["suite"] != suite():
+        selection, earlier = _renew(earlier, selection, given)
+        if not selection.cases:
+            run = merge({str(options.report): earlier}, command=given, certify=options.certify)
+            return _conclude(run, options.report, certify=options.certify)
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
@@ -292,8 +293,6 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
             return
         brief = well or row.outcome.status == "not-run"
         print(line(row) if brief else describe(row), flush=True)
-
-    from engine_conformance.report import merge, read_document, to_document
 
     run = run_selection(
         selection,
@@ -313,6 +312,26 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
             documents["what was run now"] = to_document(run, own)
         run = merge(documents, command=given, certify=options.certify)
     return _conclude(run, options.report, certify=options.certify)
+
+
+def _read_deviations(named: Path | None) -> list[Deviation]:
+    """Return the known deviations of a file, or of this folder's, if there is one.
+
+    Raises:
+        UsageError: if the file is not as it should be.
+    """
+    from engine_conformance.cases import load_cases
+    from engine_conformance.deviations import DeviationError, read_deviations
+
+    listed = named or (_DEVIATIONS if _DEVIATIONS.exists() else None)
+    if listed is None:
+        return []
+    try:
+        deviations = read_deviations(listed, known=load_cases())
+    except DeviationError as error:
+        raise UsageError(str(error)) from error
+    print(f"{len(deviations)} deviation(s) from {listed}")
+    return deviations
 
 
 def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
@@ -342,8 +361,13 @@ def _read_continued_report(
     if not (folder / "report.json").exists():
         print(f"--continue: no report.json in {folder} yet: this run begins it")
         return None
-    document = _read_verified_report(folder)
-    if problems := differences(read_document(document)[0], describe_run(selection, command=given)):
+    document = _read_verified_report(folder, renewable=certify)
+    now = describe_run(selection, command=given)
+    earlier, _ = read_document(document)
+    if certify:
+        # Of an older suite it has rows to keep, or would not have been verified.
+        earlier = replace(earlier, suite=now.suite)
+    if problems := differences(earlier, now):
         reasons = "".join(f"\n  {problem}" for problem in problems)
         raise UsageError(
             f"--continue: {folder} reports something else than what would run now{reasons}"
@@ -353,8 +377,40 @@ def _read_continued_report(
     return document
 
 
-def _read_verified_report(path: Path) -> dict[str, Any]:
+def _renew(
+    document: Mapping[str, Any], selection: Selection, given: Sequence[str]
+) -> tuple[Selection, dict[str, Any]]:
+    """Return what is to run, and the rest of a report of an older suite, which is kept.
+
+    The selection names no case if all rows are kept.
+
+    Raises:
+        UsageError: if cases were picked by hand, or the report has rows that would not run now.
+    """
+    from engine_conformance.plan import make_plan
+    from engine_conformance.report import read_document, renew, shown
+    from engine_conformance.session import describe_run
+
+    if not selection.complete:
+        raise UsageError(
+            "--continue: cases of the report are decided differently by this suite, and run again "
+            "by themselves: leave out --case and --part"
+        )
+    with tempfile.TemporaryDirectory(prefix="conformance-") as place:
+        planned = [item.key for item in make_plan(selection, Path(place))]
+    kept = renew(document, describe_run(selection, command=given), planned)
+    there = shown(read_document(kept)[0])
+    cases = tuple(dict.fromkeys(case for case, setting in planned if (case, setting) not in there))
+    print(f"--continue: {len(there)} of {len(planned)} rows are kept of an older suite's report")
+    return replace(selection, cases=cases), kept
+
+
+def _read_verified_report(path: Path, *, renewable: bool = False) -> dict[str, Any]:
     """Return the document of a verified report, given as a file or as its folder.
+
+    Args:
+        path: the file or the folder.
+        renewable: whether it may be of an older suite, if some of its rows can be kept.
 
     Raises:
         UsageError: if the file is missing or does not verify.
@@ -367,7 +423,7 @@ def _read_verified_report(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"expected a report.json, or the folder of one, got {file}, which is not a file"
         )
-    if problems := verify(file, suite=suite()):
+    if problems := verify(file, suite=suite(), renewable=renewable):
         raise UsageError("\n".join(["a report that does not verify is not joined:", *problems]))
     return json.loads(file.read_text())
 

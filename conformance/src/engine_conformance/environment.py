@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from engine_api.plugin import CONTRACT
 __all__ = [
     "SHIMMED",
     "SIMULATED",
+    "code",
+    "code_digests",
     "commits",
     "devices_of",
     "environment",
@@ -31,14 +33,17 @@ __all__ = [
     "reported",
     "sources",
     "suite",
+    "suite_digest",
 ]
 
 # The name in a report of a CPU that answered in CUDA's place.
 SHIMMED = "cpu (shimmed)"
 # The name in a report of a device that is made of CPU tensors.
 SIMULATED = "simulated"
-# These parts of the suite show results and decide none.
-_DECIDES_NOTHING = ("report", "explain.py")
+# These parts of the suite read what is asked for, which the report states, name what was tested and
+# show results. They decide none.
+_DECIDES_NOTHING = ("report", "cli.py", "environment.py", "explain.py")
+_CASES = "cases"
 _API = "engine-api"
 # The name at the beginning of a requirement (PEP 508).
 _NAME = re.compile(r"[A-Za-z0-9]+(?:[-_.]+[A-Za-z0-9]+)*")
@@ -58,7 +63,37 @@ def suite() -> dict[str, str]:
 
 def suite_digest(root: Path) -> str:
     """Return the SHA-256 of the files of a suite that decide its results."""
-    digest = hashlib.sha256()
+    return _join_digests(_deciding_files(root))
+
+
+@cache
+def code() -> dict[str, str]:
+    """Return the digests of the installed suite's code by module of cases (`code_digests`)."""
+    return code_digests(Path(engine_conformance.__file__).parent)
+
+
+def code_digests(root: Path) -> dict[str, str]:
+    """Return by module of cases the SHA-256 of the files that decide what its cases find.
+
+    They are the module, the modules of cases that it imports, and all of the suite that is no
+    case. A change of one case therefore leaves alone what the cases of other modules have found.
+    """
+    files = _deciding_files(root)
+    imports = {name: _imported_cases(root / name) for name in files if name.endswith(".py")}
+    inside = {name for name in files if name.startswith(f"{_CASES}/")}
+    outside = _with_imports((files.keys() - inside) | {f"{_CASES}/__init__.py"}, imports)
+    modules = sorted(inside - {f"{_CASES}/__init__.py"})
+    return {
+        Path(name).stem: _join_digests({one: files[one] for one in wanted})
+        for name in modules
+        if not Path(name).stem.startswith("_")
+        for wanted in [_with_imports({*outside, name}, imports)]
+    }
+
+
+def _deciding_files(root: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a suite that decides a result, by its path below it."""
+    found: dict[str, str] = {}
     for path in _files(root):
         name = path.relative_to(root)
         if name.parts[0] in _DECIDES_NOTHING:
@@ -66,8 +101,40 @@ def suite_digest(root: Path) -> str:
         content = path.read_bytes()
         if path.suffix == ".py":
             content = json.dumps(_shape(ast.parse(content))).encode()
-        digest.update(name.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
+        found[name.as_posix()] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def _join_digests(files: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files, key=lambda name: Path(name).parts):
+        digest.update(name.encode() + b"\0" + bytes.fromhex(files[name]))
     return digest.hexdigest()
+
+
+def _imported_cases(path: Path) -> set[str]:
+    """Return the paths below the suite of the modules of cases that a file imports, by any form."""
+    package = f"{engine_conformance.__name__}.{_CASES}"
+    named: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    modules = {name.removeprefix(f"{package}.") for name in named if name.startswith(f"{package}.")}
+    return {f"{_CASES}/{name.partition('.')[0]}.py" for name in modules}
+
+
+def _with_imports(names: Iterable[str], imports: Mapping[str, set[str]]) -> set[str]:
+    """Return files and all that they import, over any number of steps."""
+    found: set[str] = set()
+    left = set(names)
+    while left:
+        name = left.pop()
+        found.add(name)
+        # What a module imports by name may be a class of the package, which is no file.
+        left |= {one for one in imports.get(name, set()) if one in imports} - found
+    return found
 
 
 def _shape(node: Any) -> Any:

@@ -18,6 +18,7 @@ from engine_conformance.report.merge import (
     shown,
 )
 from engine_conformance.report.render import certificate, html
+from engine_conformance.report.renewal import renew
 from engine_conformance.report.summary import summary
 from engine_conformance.report.verify import verify
 
@@ -31,6 +32,7 @@ __all__ = [
     "junit",
     "merge",
     "read_document",
+    "renew",
     "shown",
     "summary",
     "to_document",

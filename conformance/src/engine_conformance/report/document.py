@@ -15,6 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from engine_conformance.environment import code
 from engine_conformance.results import STATUSES, Key, Outcome, Part, Row, Setting, SuiteRun
 from engine_conformance.verdict import ProfileVerdict
 
@@ -30,7 +31,8 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
     """Return everything about a run as JSON values, with times rounded to milliseconds.
 
     Args:
-        run: ``run.selection`` holds the selection's fields and ``complete``.
+        run: a run of the installed suite, which alone can be written; ``run.selection`` holds the
+            selection's fields and ``complete``.
         verdicts: as `engine_conformance.verdict.compute_verdicts` returns them.
     """
     # JSON has lists only: a document that is read must equal the one that was written.
@@ -39,6 +41,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
         "schema": SCHEMA,
         "contract": run.contract,
         "suite": dict(run.suite),
+        "code": code(),
         "name": run.name,
         "distribution": run.distribution,
         "trace": list(run.trace),

@@ -26,8 +26,10 @@ __all__ = [
     "differences",
     "joined_environment",
     "joined_selection",
+    "list_keys",
     "merge",
     "shown",
+    "sorted_keys",
 ]
 
 # From the status that counts most: bad, a listed deviation, good, and those that show nothing.
@@ -192,7 +194,7 @@ def check_same_plan(earlier: SuiteRun, planned: Sequence[Key]) -> None:
         what = "a part of another certificate than what would run now"
     raise UsageError(
         f"--continue: the report is {what}; one of them alone has"
-        f"{_list_keys(_sorted_keys(alone))}\n"
+        f"{list_keys(sorted_keys(alone))}\n"
         "  use the same --world, --dtype, --model-type and --profile, and --certify in both or in "
         "none, or another --report folder"
     )
@@ -222,7 +224,7 @@ def check_whole(run: SuiteRun) -> None:
         given = ", ".join(_name_selection(one) for one in selections)
         raise UsageError(
             f"merge: {named} of the certificate is missing: {len(missing)} of {len(own)} rows "
-            f"are in no report{_list_keys(missing)}\n"
+            f"are in no report{list_keys(missing)}\n"
             f"  given of the certificate of {options}: {given}\n"
             "  run what is missing, and join it; without --certify the result is a larger part"
         )
@@ -269,7 +271,7 @@ def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
         plan = frozenset(run.planned)
         for other, first in labels.items():
             if other != plan and other & plan:
-                alone = _list_keys(_sorted_keys(other ^ plan))
+                alone = list_keys(sorted_keys(other ^ plan))
                 raise UsageError(
                     f"{label} and {first} are parts of two certificates, which have only some "
                     f"rows in common; one of them alone has{alone}\n"
@@ -284,14 +286,14 @@ def _joined_plan(runs: Mapping[str, SuiteRun]) -> list[Key]:
             raise UsageError(
                 f"{label} ({_name_selection(run.selection)}) has rows that {owner} "
                 f"({_name_selection(runs[owner].selection)}) "
-                f"has, too: {len(twice)}{_list_keys(twice)}\n"
+                f"has, too: {len(twice)}{list_keys(twice)}\n"
                 "  each row of a certificate is in one part: name one of these reports alone"
             )
         owners |= dict.fromkeys(own, label)
     return [key for plan in plans.values() for key in plan]
 
 
-def _sorted_keys(keys: Iterable[Key]) -> list[Key]:
+def sorted_keys(keys: Iterable[Key]) -> list[Key]:
     """Return cases and settings by their texts."""
     return sorted(keys, key=lambda key: (key[0], str(key[1])))
 
@@ -305,7 +307,7 @@ def _name_selection(selection: Mapping[str, Any]) -> str:
     return "--tier quick" if selection["quick"] else "all cases"
 
 
-def _list_keys(keys: Sequence[Key]) -> str:
+def list_keys(keys: Sequence[Key]) -> str:
     """Return the first cases and settings, each on a line of its own."""
     lines = [f"\n  {case} in {setting}" for case, setting in keys[:_MOST]]
     more = f"\n  and {len(keys) - _MOST} more" if len(keys) > _MOST else ""

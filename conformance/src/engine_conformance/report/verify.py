@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,6 +17,7 @@ from engine_api.plugin import is_older
 from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
 from engine_conformance.report.merge import joined_environment, joined_selection
+from engine_conformance.report.renewal import changed_cases
 from engine_conformance.results import SuiteRun
 from engine_conformance.verdict import compute_verdicts, is_complete
 
@@ -29,6 +30,8 @@ __all__ = ["schema", "verify"]
 # Limit of the problems shown of a document that does not fit the schema.
 _MOST = 10
 _LONG = 200
+# Limit of the cases that a text names.
+_NAMED = 5
 # Seconds by which a sum of rounded times may be off.
 _ROUNDED = 0.002
 
@@ -41,7 +44,7 @@ def schema() -> dict[str, Any]:
     )
 
 
-def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
+def verify(path: Path, *, suite: Mapping[str, str], renewable: bool = False) -> list[str]:
     """Return the problems of a report, one text each.
 
     An empty list means that it is good.
@@ -50,7 +53,9 @@ def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
 
     Args:
         path: a ``report.json``.
-        suite: version, contract and digest of the suite that verifies.
+        suite: version, contract and digest of the installed suite, which verifies.
+        renewable: whether a report of an older suite is good if some of its rows can be kept
+            (`engine_conformance.report.renewal`).
 
     Raises:
         CannotRun: if jsonschema is not installed (extra ``verify``).
@@ -70,7 +75,7 @@ def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
     checks: list[Callable[[], Iterator[str]]] = [
         lambda: _altered(document),
         lambda: _contradictions(document),
-        lambda: _other_suite(document, suite),
+        lambda: _other_suite(document, suite, renewable=renewable),
     ]
     return [f"{path}: {problem}" for check in checks for problem in check()]
 
@@ -209,8 +214,13 @@ def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str
     return f" (groups that differ: {', '.join(names)})" if names else ""
 
 
-def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Iterator[str]:
-    """Yield the reason why a report is not of this suite: the contract, or the code."""
+def _other_suite(
+    document: Mapping[str, Any], suite: Mapping[str, str], *, renewable: bool
+) -> Iterator[str]:
+    """Yield the reason why a report is not of this suite: the contract, or the code.
+
+    A suite that decides the report's cases as this one does is none.
+    """
     theirs = document["suite"]
     if theirs == dict(suite):
         return
@@ -221,7 +231,18 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
     elif is_older(suite["contract"], theirs["contract"]):
         reason = f"of a newer contract ({theirs['contract']})"
     else:
+        changed = changed_cases(document)
+        kept = {row["case"] for row in document["rows"]} - set(changed)
+        if not changed or (kept and renewable):
+            return
         reason = "of this contract, and of a suite whose code decides differently"
+        if kept:
+            yield (
+                f"{reason}: {_name_some(changed)}; `engine-conformance run` with the options of "
+                "the report, --certify and --continue runs these again, and keeps the rows of "
+                f"{len(kept)} other cases"
+            )
+            return
     written, own = (
         f"{facts['version']} (contract {facts['contract']}, digest {facts['digest'][:12]}…)"
         for facts in (theirs, suite)
@@ -230,6 +251,12 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
         f"{reason}: written by suite {written}, this is {own}: "
         f"to compare, run this suite with: {_command_to_repeat(document)}"
     )
+
+
+def _name_some(cases: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(cases) - _NAMED} more" if len(cases) > _NAMED else ""
+    return ", ".join(cases[:_NAMED]) + more
 
 
 def _cases_after(contract: str, document: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,143 @@
+"""Tests of what a change of the suite leaves of a report, and of the rest of its rows run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_conformance import environment
+from engine_conformance.cli import main
+from engine_conformance.report import to_document, verify
+from engine_conformance.report.document import digest
+from report_samples import SUITE, made, row, stored
+
+PLUGIN = "engine_loopback.plugin:PLUGIN"
+FILES = {
+    "__init__.py": "",
+    "session.py": "from engine_conformance.cases import load_cases",
+    "report/view.py": "",
+    "gold/weights.bin": "1",
+    "cases/__init__.py": "from engine_conformance.cases._case import load_cases",
+    "cases/_case.py": "load_cases = 1",
+    "cases/_losses.py": "import engine_conformance.cases._sums",
+    "cases/_sums.py": "",
+    "cases/train.py": "from engine_conformance.cases import _losses as losses",
+    "cases/rl.py": "from engine_conformance.cases._losses import loss",
+    "cases/export.py": "from engine_conformance.cases import train",
+    "cases/forward.py": "",
+}
+MODULES = {"train", "rl", "export", "forward"}
+KNOWN = [row("forward.causal", margin=0.02), row("train.accumulation", margin=0.4)]
+
+
+def written(folder: Path, **changes: str) -> Path:
+    for name, text in (FILES | changes).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "modules"),
+    [
+        ("cases/forward.py", {"forward"}),
+        ("cases/train.py", {"train", "export"}),
+        ("cases/_sums.py", {"train", "rl", "export"}),
+        ("cases/_case.py", MODULES),
+        ("session.py", MODULES),
+        ("gold/weights.bin", MODULES),
+        ("report/view.py", set[str]()),
+    ],
+)
+def test_a_change_concerns_the_modules_of_cases_that_import_it(
+    tmp_path: Path, changed: str, modules: set[str]
+) -> None:
+    before = environment.code_digests(written(tmp_path / "before"))
+    text = f"{FILES[changed]}\nx = 2\n"
+    after = environment.code_digests(written(tmp_path / "after", **{changed: text}))
+    assert before.keys() == after.keys() == MODULES
+    assert {name for name in MODULES if before[name] != after[name]} == modules
+
+
+def test_every_module_with_cases_has_a_digest() -> None:
+    from engine_conformance.cases import load_cases
+
+    modules = {case.function.__module__.rpartition(".")[2] for case in load_cases().values()}
+    assert environment.code().keys() == modules
+
+
+def of_an_older_suite(document: dict[str, Any], *changed: str) -> dict[str, Any]:
+    """Return a report as a suite wrote it whose modules differ from today's in those named."""
+    code = document["code"] | dict.fromkeys(changed, "c" * 64)
+    suite = document["suite"] | {"digest": "b" * 64}
+    document = document | {"code": code, "suite": suite}
+    return document | {"digest": digest(document)}
+
+
+def problems_of(tmp_path: Path, *changed: str) -> list[str]:
+    document = of_an_older_suite(to_document(*made(KNOWN, declared=[])), *changed)
+    return verify(stored(tmp_path / "report.json", document), suite=SUITE)
+
+
+def test_a_report_whose_cases_have_not_changed_verifies(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == []
+    # No rollout ran.
+    assert problems_of(tmp_path, "rollout") == []
+
+
+def test_cases_that_have_changed_are_named_with_the_way_to_keep_the_others(tmp_path: Path) -> None:
+    [problem] = problems_of(tmp_path, "train")
+    assert "a suite whose code decides differently: train.accumulation, " in problem
+    assert " more; `engine-conformance run` with the options of the report" in problem
+    kept = "--certify and --continue runs these again, and keeps the rows of 1 other cases"
+    assert problem.endswith(kept)
+
+
+def test_a_report_is_not_renewed_if_every_case_has_changed(tmp_path: Path) -> None:
+    [problem] = problems_of(tmp_path, "train", "forward")
+    assert "written by suite 0.1.0" in problem
+
+
+@pytest.mark.turn
+@pytest.mark.distributed
+def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["run", "loopback", "--plugin", PLUGIN, "--model-type", "value_model", "--certify"]
+    run += ["--world", "1", "--patience", "10", "--report", str(tmp_path)]
+    path = tmp_path / "report.json"
+    # One rank shows no capability of several, so that the verdict is partial.
+    assert main(run) == 1
+    first = json.loads(path.read_text())
+    stored(path, of_an_older_suite(first, "rl"))
+    assert main(["verify", str(path)]) == 1
+    capsys.readouterr()
+    for other, told in ((["--case", "lora.*"], "leave out --case"), (["--world", "2"], "has not")):
+        assert main([*run, "--continue", *other]) == 2
+        shown = capsys.readouterr()
+        assert "--continue: " in shown.err
+        assert told in shown.err
+        assert "passed " not in shown.out
+    assert main([*run, "--continue"]) == 1
+    shown = capsys.readouterr().out
+    again = [entry for entry in first["rows"] if entry["case"].startswith("rl.")]
+    kept = len(first["rows"]) - len(again)
+    assert f"{kept} of {len(first['rows'])} rows are kept of an older suite's report" in shown
+    assert shown.count("\npassed ") == len(again)
+    renewed = json.loads(path.read_text())
+    names = ("verdicts", "counts", "suite", "code", "selection", "environment", "complete")
+    assert {name: renewed[name] for name in names} == {name: first[name] for name in names}
+    assert [entry["case"] for entry in renewed["rows"]] == [
+        entry["case"] for entry in first["rows"]
+    ]
+    assert len(renewed["parts"]) == 2
+    assert main(["verify", str(path)]) == 0
+    # A change that concerns no row is written down without a run.
+    stored(path, of_an_older_suite(renewed, "rollout"))
+    assert main([*run, "--continue"]) == 1
+    assert "passed " not in capsys.readouterr().out
+    assert json.loads(path.read_text())["suite"] == first["suite"]
