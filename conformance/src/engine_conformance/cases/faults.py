@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_api.capabilities import Capability
 from engine_api.config import OptimizerConfig
+from engine_api.contract import Engine
 from engine_api.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -577,6 +578,7 @@ def write_without_room(setup: Setup, place: Path) -> tuple[list[list[EngineError
     has disk space on every rank.
     """
     with opened(setup) as engine:
+        _connect(engine, place.with_name(f"{place.name}-first"))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         errors = list[list[EngineError | None]]()
         for rank in range(engine.topology.world_size):
@@ -654,9 +656,19 @@ def die_while_writing(setup: Setup, folder: Path, rank: int) -> None:
     It is killed only if it writes a large one.
     """
     with opened(setup) as engine:
+        _connect(engine, folder.with_name("first"))
         if engine.topology.rank == rank:
             _die_past_small_files()
         engine.save_hf(folder)
+
+
+def _connect(engine: Engine, folder: Path) -> None:
+    """Write a folder while nothing limits the size of files.
+
+    NCCL connects a group at its first use through files of shared memory, which the limit on the
+    size of files is meant to spare.
+    """
+    engine.save_hf(folder)
 
 
 @case(
