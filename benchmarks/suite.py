@@ -5,8 +5,8 @@ sync-8b,kernels --output DIR`` runs some. They run one after another, each with 
 output goes to ``DIR/<step>.log``; its measurements, one JSON line per row, are printed and go to
 ``DIR/rows.jsonl``. A step that fails or takes too long does not stop the remaining ones;
 ``--budget`` seconds after the start no further step begins. The exit status is 1 when a step did
-not pass. Some names are those of several steps: ``mfu-1.7b`` is one step for each engine at its
-best and one at its defaults.
+not pass, or did not run because GPUs are missing or have too little memory. Some names are those of
+several steps: ``mfu-1.7b`` is one step for each engine at its best and one at its defaults.
 
 Engines want different versions of the same packages. ``--environments FILE`` names a JSON object
 that has for a backend, or for a step, the variables of its process, such as
@@ -58,11 +58,17 @@ CUDA_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "packages/rollout-fp8/tests")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command, the number of its GPUs, and the seconds after which it is ended."""
+    """A command, its GPUs with their memory, and the seconds after which it is ended."""
 
     command: tuple[str, ...]
     seconds: int
     gpus: int = 1
+    gib: int = 0
+    """Memory of a GPU, in GiB, that the command needs. 0: that of any GPU is enough."""
+
+    smaller: tuple[str, ...] = ()
+    """Arguments that are added on a GPU with less than ``gib``. Without them it does not run."""
+
     backend: str = ""
     """The engine, where the step runs one alone."""
 
@@ -101,6 +107,31 @@ def syncs(
         )
         for suffix, quantization in (("", "none"), ("-fp8", "fp8"))
     }
+
+
+def obstacle(step: Step, gpus: int, gib: float) -> str:
+    """Return why a machine with ``gpus`` GPUs of ``gib`` GiB cannot run a step, or nothing."""
+    if step.gpus > gpus:
+        return f"it needs {step.gpus} GPUs, here are {gpus}"
+    if step.gib > gib and not step.smaller:
+        return f"it needs {step.gib} GiB of memory on a GPU, here are {gib:.1f}"
+    return ""
+
+
+def fit(step: Step, gib: float) -> Step:
+    """Return the step with the arguments that let it fit a GPU of ``gib`` GiB."""
+    if step.gib <= gib:
+        return step
+    return replace(step, command=(*step.command, *step.smaller))
+
+
+def smallest_memory() -> float:
+    """Return the memory in GiB of the smallest GPU here, and 0 where there is none."""
+    sizes = [
+        torch.cuda.get_device_properties(index).total_memory
+        for index in range(torch.cuda.device_count())
+    ]
+    return min(sizes, default=0) / 2**30
 
 
 def spread(gpus: int) -> tuple[str, ...]:
@@ -144,6 +175,14 @@ BEST: dict[str, dict[str, object]] = {
 # A micro-batch is half a step there, whose gradients would not be sharded before its end.
 REDUCING = {"reduce_each_micro_batch": True}
 OWN_OF_TWO: dict[str, dict[str, object]] = {"megatron": {"sequence_parallel": True}}
+# Memory that an engine's best settings need where that is more than 80 GB, by start of the step's
+# name, and what takes less. At 1.7B, weights, gradients and optimizer of Megatron are 29 GiB, the
+# activations of 16,384 tokens 44, and the head's tensors 13. Of 8B on two GPUs the first alone are
+# 69 GiB, and the step has taken 86.
+LARGE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "mfu-1.7b-megatron": (90, ("--max-tokens", "8192")),
+    "mfu-8b-2-megatron": (90, ()),
+}
 
 
 def engines(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> dict[str, Step]:
@@ -162,8 +201,11 @@ def engines(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
         given = own | (OWN_OF_TWO.get(backend, {}) if gpus > 1 else {})
         best = ("--options", json.dumps({backend: given})) if given else ()
         recompute = ("--recompute", "full") if gpus > 1 else ()
-        steps[f"{name}-{backend}"] = mfu(
-            backend + layout, shape, seconds, *arguments, *best, *recompute, gpus=gpus
+        gib, smaller = LARGE.get(f"{name}-{backend}", (0, ()))
+        steps[f"{name}-{backend}"] = replace(
+            mfu(backend + layout, shape, seconds, *arguments, *best, *recompute, gpus=gpus),
+            gib=gib,
+            smaller=smaller,
         )
         steps[f"{name}-{backend}-defaults"] = mfu(
             backend, shape, seconds, *arguments, "--defaults", gpus=gpus
@@ -180,7 +222,7 @@ def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> 
     for backend, own in BEST.items():
         megatron = backend == "megatron"
         given = own | (OWN_OF_TWO["megatron"] if megatron else REDUCING)
-        steps[f"{name}-{backend}"] = mfu(
+        step = mfu(
             backend + (":tp=2" if megatron else ""),
             shape,
             seconds,
@@ -191,6 +233,7 @@ def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> 
             json.dumps({backend: given}),
             gpus=gpus,
         )
+        steps[f"{name}-{backend}"] = replace(step, gib=90)
     return steps
 
 
@@ -382,12 +425,13 @@ STEPS = {
         for recipe in ("rowwise", "tensorwise")
     },
     # What a user gets who sets nothing but the model, and what the best settings give.
-    **{
-        f"defaults-{shape}": mfu(
-            "fsdp2", shape, 300, *WORK, "--tokens", "32768", "--defaults", "beside"
-        )
-        for shape in ("0.6b", "1.7b")
-    },
+    "defaults-0.6b": mfu("fsdp2", "0.6b", 300, *WORK, "--tokens", "32768", "--defaults", "beside"),
+    # The best settings take 85.4 GiB in one micro-batch, and 62.6 in two.
+    "defaults-1.7b": replace(
+        mfu("fsdp2", "1.7b", 300, *WORK, "--tokens", "32768", "--defaults", "beside"),
+        gib=90,
+        smaller=("--max-tokens", "16384"),
+    ),
     "defaults-8b-2": mfu(
         "fsdp2", "8b", 500, *WORK, "--recompute", "full", "--defaults", "beside", gpus=2
     ),
@@ -599,6 +643,18 @@ def brief(row: dict[str, Any]) -> str:
     )
 
 
+def describe(name: str, step: Step) -> str:
+    """Return a step's line of ``--list``: its GPUs, deadline and command."""
+    memory = ""
+    if step.gib:
+        memory = f" of {step.gib} GiB"
+        memory += f" (or with {' '.join(step.smaller)})" if step.smaller else ""
+    return (
+        f"{name:29} {step.gpus} GPU{memory}  at most {step.seconds} s  python "
+        f"{' '.join(step.command)}"
+    )
+
+
 def last_words(log: Path) -> str:
     """Return the line of the log that most likely says why the step failed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -628,25 +684,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.list:
         for name in names:
-            print(
-                f"{name:29} {STEPS[name].gpus} GPU  at most {STEPS[name].seconds} s  python "
-                f"{' '.join(STEPS[name].command)}"
-            )
+            print(describe(name, STEPS[name]))
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    begin, failed, present = time.monotonic(), False, torch.cuda.device_count()
+    begin = time.monotonic()
+    failed = False
+    gib = smallest_memory()
     for name in names:
-        spent, missing = time.monotonic() - begin > options.budget, STEPS[name].gpus > present
-        if spent or missing:
-            why = (
-                "the budget is spent"
-                if spent
-                else f"it needs {STEPS[name].gpus} GPUs, here are {present}"
-            )
-            print(f"{name:29} not run: {why}", flush=True)
+        spent = time.monotonic() - begin > options.budget
+        why = obstacle(STEPS[name], torch.cuda.device_count(), gib)
+        if spent or why:
+            print(f"{name:29} not run: {'the budget is spent' if spent else why}", flush=True)
             failed = True
             continue
-        step = STEPS[name]
+        step = fit(STEPS[name], gib)
+        if step.command != STEPS[name].command:
+            print(
+                f"{name:29} with {' '.join(step.smaller)}, since a GPU has {gib:.1f} GiB",
+                flush=True,
+            )
         own = environments.get(step.backend, {}) | environments.get(name, {})
         step = replace(step, environment=step.environment | own)
         status, seconds, rows = run(name, step, options.output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,50 @@ def test_a_step_runs_in_its_own_environment_and_else_in_its_backends(
         {"step": "second", "ONE": "backend", "TWO": "step"},
     ]
     assert "first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gib", "why"),
+    [
+        (1, 139.8, "it needs 2 GPUs, here are 1"),
+        (2, 79.2, "it needs 90 GiB of memory on a GPU, here are 79.2"),
+        (2, 139.8, ""),
+    ],
+)
+def test_a_step_that_a_machine_cannot_run_says_what_it_needs(
+    gpus: int, gib: float, why: str
+) -> None:
+    """The number of GPUs and their memory count."""
+    step = Step(command=(), seconds=1, gpus=2, gib=90)
+    assert suite.obstacle(step, gpus, gib) == why
+
+
+def test_a_small_gpu_gets_the_arguments_that_fit_it_where_a_step_has_some() -> None:
+    """A GPU that is large enough gets the step's own."""
+    for name in ("mfu-1.7b-megatron", "defaults-1.7b"):
+        step = STEPS[name]
+        assert suite.obstacle(step, 1, 79.2) == ""
+        assert suite.fit(step, 79.2).command == (*step.command, *step.smaller)
+        assert suite.fit(step, 139.8) == step
+        assert step.smaller[0] == "--max-tokens"
+        assert f"of {step.gib} GiB (or with {' '.join(step.smaller)})" in suite.describe(name, step)
+
+
+def test_the_arguments_for_a_small_gpu_are_in_the_command_that_runs_and_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step without such arguments does not run, and the exit status tells."""
+    print_arguments = "import json, sys; print(json.dumps({'arguments': sys.argv[1:]}))"
+    step = Step(command=("-c", print_arguments), seconds=60, gpus=0, gib=90)
+    steps = {"fits": replace(step, smaller=("--max-tokens", "8192")), "large": step}
+    monkeypatch.setattr(suite, "STEPS", steps)
+    monkeypatch.setattr(suite, "smallest_memory", lambda: 79.2)
+    assert suite.main(["--only", "fits,large", "--output", str(tmp_path)]) == 1
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert row == {"step": "fits", "arguments": ["--max-tokens", "8192"]}
+    said = capsys.readouterr().out
+    assert "with --max-tokens 8192, since a GPU has 79.2 GiB" in said
+    assert "not run: it needs 90 GiB of memory on a GPU, here are 79.2" in said
 
 
 def test_defaults_beside_other_settings_come_first_and_are_what_the_ratios_refer_to() -> None:

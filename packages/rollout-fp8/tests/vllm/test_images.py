@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from pictured_models import save_pictured_model
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, tiny_pictured_model
 from tiny_rollouts import NEAR
 from vllm_peers import DEVICE
@@ -103,6 +104,21 @@ def test_log_probs_behind_images_are_transformers_and_the_engines_after_every_sy
     assert apart["log_probs"] < NEAR
     assert apart["engine"] < NEAR
     assert apart["banned"] == 0
+
+
+@pytest.mark.turn
+@pytest.mark.parametrize("start", ["vision_tower.", "vision_tower.vision_model."])
+def test_a_siglip_tower_is_synced_under_the_names_of_either_folder(
+    tmp_path: Path, pool: RankPool, start: str
+) -> None:
+    """vLLM has the latter alone, and transformers writes the former for a model that it makes."""
+    folder = make(tmp_path / "model", "gemma3")
+    weights = load_file(folder / "model.safetensors")
+    level = "vision_tower.vision_model."
+    assert not any(name.startswith(level) for name in weights)
+    renamed = {name.replace("vision_tower.", start, 1): one for name, one in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    assert call(pool, "sync_audited", folder)
 
 
 def test_no_completion_has_a_token_of_an_image_or_a_video(found: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ from engine_trainer.config import RLConfig  # noqa: E402
 from engine_trainer.config.loading import load_config  # noqa: E402
 from engine_trainer.rl.loop import train_rl  # noqa: E402
 from engine_trainer.telemetry.logs import METRICS, read_metrics  # noqa: E402
+from rollout_fp8.vllm import images  # noqa: E402
 from rollout_fp8.vllm.rollout import _quantization_config  # noqa: E402
 
 FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
@@ -189,6 +190,16 @@ def quantized_layers(folder: str) -> dict[str, bool]:
         return found
     finally:
         rollout.close()
+
+
+def sync_audited(folder: str) -> bool:
+    """Return whether a sync of a folder's weights compared all that is then served.
+
+    The family may be one that vLLM does not compute rightly here: nothing is generated.
+    """
+    with mock.patch.object(images, "_REFUSED_ON_CPU", {}), served(folder) as rollout:
+        weights = load_file(f"{folder}/model.safetensors")
+        return rollout.update_weights(iter(weights.items()), 2).audited
 
 
 def refused(folder: str, **arguments: Any) -> EngineError | None:

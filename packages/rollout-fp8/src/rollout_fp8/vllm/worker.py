@@ -24,6 +24,7 @@ from rollout_fp8.phases import Phases
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.vllm import cache, private
 from rollout_fp8.vllm.packed import PackedReader
+from rollout_fp8.vllm.towers import add_level, find_towers
 from rollout_fp8.wire.audit import Boxes
 from rollout_fp8.wire.format import WirePlan, WireStream
 
@@ -160,10 +161,13 @@ class SyncExtension:
         self, tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
         worker: Any = self
-        wrapped = private.base_layer_names(worker.get_model())
+        model = worker.get_model()
+        wrapped = private.base_layer_names(model)
+        towers = find_towers(model)
         for name, tensor in tensors:
             layer, _, leaf = name.rpartition(".")
-            yield (f"{layer}.base_layer.{leaf}" if layer in wrapped else name), tensor
+            served = f"{layer}.base_layer.{leaf}" if layer in wrapped else add_level(name, towers)
+            yield served, tensor
             for alias, of in self._rollout_fp8_aliases.items():
                 if of == name:
                     yield alias, tensor
