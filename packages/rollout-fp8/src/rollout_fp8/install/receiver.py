@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
+from rollout_fp8.install.places import Places
 from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import layouts
@@ -40,8 +41,6 @@ from rollout_fp8.wire.format import (
 SYNC = "weight sync"
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 Read = Callable[[str], Tensor]
-# Of a parameter in memory: address, shape, strides and dtype.
-Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 # Each receiver has its own marks: parameters that an earlier one marked must change.
 _seeds = count()
 
@@ -98,7 +97,7 @@ class Receiver:
         self._stale: dict[str, bytes] | None = self._check_derived(self._former, "loading")
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
-        self._places = {name: _place(self._read(name)) for name in written}
+        self._places = Places(model, {name: self._read(name) for name in written})
         self._copies: dict[tuple[int, int], _Copies] = {}
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
@@ -164,12 +163,14 @@ class Receiver:
         They are queued on the current stream.
         """
         sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
-        if not self._packed:
-            self._check_places()
         if self._live is None:
+            if not self._packed:
+                self._check_places()
             self._checksums.run(self._views(), sums)
         else:
+            # The kernels read tensors that are kept, while the host looks where the server's are.
             self._live.run(sums)
+            self._check_places()
         return sums
 
     def find(self, wire_slice: WireSlice) -> Tensor | None:
@@ -229,12 +230,7 @@ class Receiver:
         return narrow
 
     def _check_places(self) -> None:
-        live = dict(self._model.named_parameters())
-        moved = [
-            name
-            for name, place in self._places.items()
-            if name not in live or _place(live[name]) != place
-        ]
+        moved = self._places.moved()
         if moved:
             raise RolloutError(
                 "the server has moved its weights since the first sync",
@@ -393,10 +389,6 @@ def _describe_error(error: Exception) -> str:
         return f"{type(error).__name__}: {text}"
     (place,) = traceback.extract_tb(error.__traceback__)[-1:]
     return f"{type(error).__name__} at {place.filename}:{place.lineno}: {place.line}"
-
-
-def _place(tensor: Tensor) -> Place:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _raw(tensor: Tensor) -> Tensor:
