@@ -11,8 +11,9 @@ import pytest
 from damaged_folders import whole_folder
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError
-from engine_megatron.shape import read_hf_config, refuse_other_models
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_megatron.mechanisms import MECHANISMS, refuse
+from engine_megatron.shape import read_hf_config, refuse_other_models, shape_of
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,53 @@ def test_more_experts_than_any_model_has_are_refused_before_their_names_are_list
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="expected at most 262,144 experts in all layers"):
         read_hf_config(ModelSource(path=str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("written", "alpha", "clamp"),
+    [({}, 1.702, 7.0), ({"swiglu_alpha": 1.5, "swiglu_limit": 3.0}, 1.5, 3.0)],
+)
+def test_the_gate_of_gpt_oss_does_not_depend_on_whether_transformers_has_keys_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: dict[str, float],
+    alpha: float,
+    clamp: float,
+) -> None:
+    """Transformers has them since 5.19."""
+    folder = Path(whole_folder(tmp_path / "model", "gpt_oss"))
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        content.pop(key, None)
+    file.write_text(json.dumps(content | written))
+    config = read_hf_config(ModelSource(path=str(folder)), str(folder))
+    for key in {"swiglu_alpha", "swiglu_limit"} - set(written):
+        vars(config).pop(key, None)
+        monkeypatch.delattr(type(config), key, raising=False)
+    refuse_other_models(config)
+    mixture = shape_of(config, "language_model").mixture
+    assert mixture is not None
+    assert (mixture.alpha, mixture.clamp) == (alpha, clamp)
+
+
+# transformers warns about damaged values.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", ["swiglu_alpha", "swiglu_limit"])
+def test_a_gate_of_gpt_oss_that_is_null_is_refused(tmp_path: Path, key: str) -> None:
+    folder = Path(whole_folder(tmp_path / "model", "gpt_oss"))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: None}))
+    # transformers refuses null itself since 5.19.
+    with pytest.raises(ConfigError, match=key):
+        refuse_other_models(read_hf_config(ModelSource(path=str(folder)), str(folder)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"]
+)
+def test_indexed_attention_is_refused_under_its_names_of_all_releases(kind: str) -> None:
+    config = SimpleNamespace(model_type="any", layer_types=["full_attention", kind])
+    with pytest.raises(UnsupportedCapability) as caught:
+        refuse(config, MECHANISMS)
+    assert caught.value.capability == "sparse_attention"

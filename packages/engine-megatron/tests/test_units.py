@@ -32,6 +32,7 @@ from engine_api.errors import ConfigError, EngineError, PluginUnavailable, Unsup
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_megatron.head import Vocabulary, log_probs
 from engine_megatron.layers import PackedAttention, build_packing
+from engine_megatron.model import build_model, transformer_config
 from engine_megatron.plugin import probe
 from engine_megatron.weights import check_stages, weight_table
 
@@ -181,6 +182,33 @@ def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None
         engine.close()
     assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
     assert float(exports[0]["model.embed_tokens.weight"].std()) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_every_parameter_of_a_model_is_made_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A router that moved at its first use left its master, and Megatron's hook, on the CPU."""
+    keys = {"head_dim": 8, "num_key_value_heads": 4} if family == "deepseek_v3" else {}
+    tiny_model(family, **keys).save_pretrained(tmp_path)
+    engine = create(tmp_path)
+    engine.initialize()
+    settings = transformer_config(
+        engine.shape, engine.config, engine.options, engine.layout, on_cpu=False
+    )
+    settings.sequence_parallel = True
+    # The device that every machine has besides the CPU.
+    device = torch.device("meta")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: device)
+    chunks = build_model(engine.shape, settings, engine.options, engine.layout)
+    engine.close()
+    parameters = dict(chunks.named_parameters())
+    assert not [name for name, one in parameters.items() if one.device != device]
+    # Megatron sums the gradients of parameters with this mark over tensor-parallel ranks.
+    routers = {name: one for name, one in parameters.items() if ".router." in name}
+    marked = [name for name, one in routers.items() if getattr(one, "sequence_parallel", False)]
+    assert marked == [name for name in routers if not name.endswith("expert_bias")]
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])

@@ -27,6 +27,9 @@ _OTHER_LAYERS = {
     "mamba2": "linear_attention",
     "chunked_attention": "chunked_attention",
     "indexed_attention": "sparse_attention",
+    # The names of transformers before 5.18, which later releases read as the one above.
+    "deepseek_sparse_attention": "sparse_attention",
+    "qwen_sparse_attention": "sparse_attention",
     "compressed_sparse_attention": "compressed_attention",
     "heavily_compressed_attention": "compressed_attention",
 }

@@ -318,8 +318,10 @@ def _build_chunk(
         if shape.factors.layers != 1.0:
             for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
                 linear.register_forward_hook(partial(_scale_linear, shape.factors.layers))
-        if shape.mixture is not None and shape.mixture.sigmoid:
-            _add_router_bias(layer.mlp)
+        if isinstance(layer.mlp, MoELayer):
+            _place_router(layer.mlp.router)
+            if shape.mixture is not None and shape.mixture.sigmoid:
+                _add_router_bias(layer.mlp.router)
     if is_last and shape.kind == "value_model":
         device = next(model.parameters()).device
         del model.output_layer
@@ -369,19 +371,29 @@ def _add_generators() -> None:
             tracker.add(name, seed=seed)
 
 
-def _add_router_bias(mlp: Any) -> None:
+def _place_router(router: Any) -> None:
+    """Make a router's parameters on the device, with Megatron's marks.
+
+    Megatron makes them on the CPU and replaces their data at their first use. Masters and hooks of
+    gradients exist before that, and would stay with the data that is replaced.
+    """
+    if router.config.use_cpu_initialization:
+        return
+    device = torch.accelerator.current_device_index()
+    for name, param in list(router.named_parameters(recurse=False)):
+        placed = nn.Parameter(torch.empty_like(param, device=device))
+        vars(placed).update(vars(param))
+        setattr(router, name, placed)
+
+
+def _add_router_bias(router: Any) -> None:
     """Give a router the saved bias of its scores, as a parameter that is not trained.
 
     Megatron's own is a buffer that its training loop updates.
     """
-    if isinstance(mlp, MoELayer):
-        router: Any = mlp.router
-        del router.expert_bias
-        # Not where the router's weight is: that is on the CPU until its first use.
-        config: Any = router.config
-        device = None if config.use_cpu_initialization else torch.accelerator.current_device_index()
-        bias = torch.zeros(router.num_experts, device=device)
-        router.expert_bias = nn.Parameter(bias, requires_grad=False)
+    del router.expert_bias
+    bias = torch.zeros(router.num_experts, device=router.weight.device)
+    router.expert_bias = nn.Parameter(bias, requires_grad=False)
 
 
 def _chunk_spec(shape: Shape, layout: Layout, number: int) -> Any:

@@ -117,6 +117,9 @@ _FACTORS = (
     "attention_multiplier",
     "logits_scaling",
 )
+# Constants of gpt-oss's gate in transformers before 5.19, which has no keys for them. Later
+# releases take them where config.json is silent.
+_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +354,7 @@ def _check_numbers(config: Any, file: Path) -> None:
     if family in SCALED:
         reals |= {key: getattr(config, key, None) for key in _FACTORS}
     if family == "gpt_oss":
-        reals |= {key: getattr(config, key, None) for key in ("swiglu_limit", "swiglu_alpha")}
+        reals |= _gate(config)
     wrong += [
         f"expected a finite number as {key}, got {value!r}"
         for key, value in reals.items()
@@ -379,6 +382,11 @@ def _rope_numbers(config: Any) -> dict[str, Any]:
     needed = ("rope_theta", *_ROPE_NUMBERS.get(str(rope.get("rope_type")), ()))
     given = [key for key in _OPTIONAL_ROPE_NUMBERS if rope.get(key) is not None]
     return {f"{key} in rope_parameters": rope.get(key) for key in (*needed, *given)}
+
+
+def _gate(config: Any) -> dict[str, Any]:
+    """Return the numbers of gpt-oss's gate, by the names of transformers' keys."""
+    return {key: getattr(config, key, usual) for key, usual in _GATE.items()}
 
 
 def _uneven_experts(config: Any) -> list[str]:
@@ -516,14 +524,15 @@ def _mixture(config: Any) -> Mixture | None:
     if family not in _FAMILY_SIZES:
         return None
     if family in ("mixtral", "gpt_oss"):
+        gate = _gate(config) if family == "gpt_oss" else None
         return Mixture(
             experts=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             intermediate=config.intermediate_size,
             sparse=tuple(True for _ in layers),
-            biased=family == "gpt_oss",
-            alpha=float(config.swiglu_alpha) if family == "gpt_oss" else 1.0,
-            clamp=float(config.swiglu_limit) if family == "gpt_oss" else None,
+            biased=gate is not None,
+            alpha=1.0 if gate is None else float(gate["swiglu_alpha"]),
+            clamp=None if gate is None else float(gate["swiglu_limit"]),
         )
     if family in SIGMOIDS:
         limited = config.topk_group < config.n_group
