@@ -138,6 +138,20 @@ class ExpertsOfLastMicroBatch(LoopbackEngine):
             yield
 
 
+@mutant("train.moe", group="moe")
+class RouterOfAnotherMemory(LoopbackEngine):
+    """An optimizer other than ``adamw`` moves a copy of the router, which serves nothing."""
+
+    def _apply_optimizer(self, lr: float) -> None:
+        assert self.config.optimizer is not None
+        routers = {w.name: w.local.clone() for w in self.held_and_trained() if ".gate." in w.name}
+        super()._apply_optimizer(lr)
+        if self.config.optimizer.name != "adamw":
+            for weight in self.held_and_trained():
+                if weight.name in routers:
+                    weight.local.copy_(routers[weight.name])
+
+
 # --- experts that a batch brings along ----------------------------------------------------------
 
 
