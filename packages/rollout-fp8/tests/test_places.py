@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from torch import nn
@@ -39,7 +40,7 @@ def remove_a_parameter(model: nn.Sequential) -> None:
     del model[0][1].bias
 
 
-def name_it_otherwise(model: nn.Sequential) -> None:
+def rename_it(model: nn.Sequential) -> None:
     model[0][1].shift = model[0][1].bias
     model[0][1].bias = None
 
@@ -52,7 +53,7 @@ def name_it_otherwise(model: nn.Sequential) -> None:
         (replace_the_parameter, ["0.1.bias"]),
         (replace_the_module, ["1.0.weight", "1.1.weight", "1.1.bias"]),
         (remove_a_parameter, ["0.1.bias"]),
-        (name_it_otherwise, ["0.1.bias"]),
+        (rename_it, ["0.1.bias"]),
     ],
 )
 def test_what_is_no_longer_where_it_was_is_named_at_each_look(
@@ -96,7 +97,37 @@ def test_the_modules_are_walked_once_while_nothing_changes(monkeypatch: pytest.M
     assert places.moved() == []
 
 
-def test_parameters_that_are_not_looked_after_may_move() -> None:
+class Hidden(nn.Module):
+    """A module that lists another one's parameters as its own, without having it as a part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of = (model,)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._of[0].named_parameters(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [replace_data, replace_the_parameter])
+def test_parameters_that_are_found_in_no_module_are_watched_too(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    model = nn.Sequential(layer(), layer())
+    places = Places(Hidden(model), dict(model.named_parameters()))
+    assert places.moved() == []
+    kept = dict(model.named_parameters())
+    change(model)
+    assert places.moved() == ["0.1.bias"]
+    assert kept
+
+
+def test_registries_that_are_replaced_as_a_whole_are_looked_up_anew() -> None:
+    model, places = watched()
+    vars(model[0][1])["_parameters"] = dict(layer()[1].named_parameters())
+    assert places.moved() == ["0.1.weight", "0.1.bias"]
+
+
+def test_parameters_that_are_not_watched_may_move() -> None:
     model = nn.Sequential(layer(), layer())
     places = Places(model, {"0.0.weight": model[0][0].weight})
     replace_data(model)

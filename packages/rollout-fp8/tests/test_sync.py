@@ -23,6 +23,7 @@ from rollout_fp8.export.fill import Filler
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
+from rollout_fp8.sglang.loader import ServedWeights
 from rollout_fp8.wire.expected import Expected
 
 
@@ -138,6 +139,21 @@ def test_a_server_that_moves_its_weights_is_not_fed_where_they_were(audit) -> No
         RolloutError, match=r"moved its weights.*\n.*1 parameters, model\.norm\.weight"
     ):
         session.run(stream_of(checkpoint(1), fp8=False, audit=audit), 1)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "parameters of SGLang's"])
+def test_a_server_that_replaces_a_parameter_is_not_fed_the_one_before(wrapped) -> None:
+    """Check the refusal: syncs and audits would both be of the parameter that nothing serves."""
+    model = ServedModel()
+    stream = stream_of(checkpoint(0), fp8=False)
+    receiver = Receiver(ServedWeights(model) if wrapped else model, stream.plan, model.load_weights)
+    receiver.sync(stream, Phases(CPU))
+    served = model.get_submodule("model.norm")
+    former = served.weight
+    served.weight = torch.nn.Parameter(former.detach().clone())
+    for use in (lambda: receiver.sync(stream, Phases(CPU)), receiver.served):
+        with pytest.raises(RolloutError, match=r"moved its weights"):
+            use()
 
 
 def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_wrong_ones() -> None:

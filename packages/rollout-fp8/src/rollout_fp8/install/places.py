@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,33 +10,34 @@ from torch import Tensor, nn
 
 # Of a parameter in memory: address, shape, strides and dtype.
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+# A module's variables, the name of one of its registries, a name in it, the object of that name, and
+# its place if it is a watched parameter.
+_Entry = tuple[Mapping[str, Any], str, str, Any, Place | None]
 
 
 class Places:
-    """Places of some parameters of a module, as they are when this object is made.
+    """Places of some of a module's parameters, as they are when this object is made.
 
-    A sync takes some ten ms. To list the parameters of an 8B model takes more than two of them on
-    the host, so that the attributes that hold them are listed once, and only read afterwards.
+    A sync takes some ten ms, and to list the parameters of an 8B model takes more than two of them
+    on the host. The entries of the modules' registries through which the parameters are found are
+    therefore listed once, and only compared afterwards, for as long as nothing differs.
 
     Args:
         model: the module.
-        parameters: the parameters to look after by name, which may be of any module.
+        parameters: the parameters to watch, by their names in ``model.named_parameters()``.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self._model = model
         self._places = {name: _place(tensor) for name, tensor in parameters.items()}
-        self._attributes = list(_attributes(model, self._places))
+        self._entries = self._list_entries()
 
     def moved(self) -> list[str]:
         """Return the names of the parameters that are not where they were.
 
         A parameter that was replaced by another one in the same memory is where it was.
         """
-        if all(
-            attributes.get(name) is kept and (place is None or _place(kept) == place)
-            for attributes, name, kept, place in self._attributes
-        ):
+        if self._entries is not None and all(map(_is_unchanged, self._entries)):
             return []
         live = dict(self._model.named_parameters())
         moved = [
@@ -45,25 +46,32 @@ class Places:
             if name not in live or _place(live[name]) != place
         ]
         if not moved:
-            self._attributes = list(_attributes(self._model, self._places))
+            self._entries = self._list_entries()
         return moved
 
+    def _list_entries(self) -> list[_Entry] | None:
+        """Return the entries on the way to every watched parameter, or None if some have none.
 
-# A module's modules or parameters, a name among them, what has the name, and a parameter's place.
-Attribute = tuple[Mapping[str, Any], str, Any, Place | None]
+        A module may name its parameters otherwise than after its modules, as wrappers do.
+        """
+        entries: list[_Entry] = []
+        found = set[str]()
+        for prefix, module in self._model.named_modules():
+            variables = vars(module)
+            for name, child in variables["_modules"].items():
+                entries.append((variables, "_modules", name, child, None))
+            for name, parameter in variables["_parameters"].items():
+                full = f"{prefix}.{name}" if prefix else name
+                if full in self._places and parameter is not None:
+                    found.add(full)
+                    place = self._places[full]
+                    entries.append((variables, "_parameters", name, parameter, place))
+        return entries if found == self._places.keys() else None
 
 
-def _attributes(model: nn.Module, places: Mapping[str, Place]) -> Iterable[Attribute]:
-    """Yield every attribute on the way from a module to the parameters in ``places``."""
-    for prefix, module in model.named_modules():
-        # A module's own lookup takes longer than the whole comparison of an attribute.
-        modules, parameters = vars(module)["_modules"], vars(module)["_parameters"]
-        for name, child in modules.items():
-            yield modules, name, child, None
-        for name, parameter in parameters.items():
-            place = places.get(f"{prefix}.{name}" if prefix else name)
-            if place is not None and parameter is not None:
-                yield parameters, name, parameter, place
+def _is_unchanged(entry: _Entry) -> bool:
+    variables, registry, name, kept, place = entry
+    return variables[registry].get(name) is kept and (place is None or _place(kept) == place)
 
 
 def _place(tensor: Tensor) -> Place:

@@ -168,7 +168,8 @@ class Receiver:
                 self._check_places()
             self._checksums.run(self._views(), sums)
         else:
-            # The kernels read tensors that are kept, while the host looks where the server's are.
+            # The kernels read tensors that are kept, and were in their places at the sync before,
+            # while the host looks where the server's are.
             self._live.run(sums)
             self._check_places()
         return sums

@@ -60,7 +60,7 @@ def _learn(model: Any, stream: RemoteStream) -> Any:
     setattr(model, RECEIVER, None)
     for _ in stream.buckets():
         raise AssertionError("a plan of no buckets")
-    receiver = Receiver(_Weights(model), stream.plan, model.load_weights)
+    receiver = Receiver(ServedWeights(model), stream.plan, model.load_weights)
     setattr(model, RECEIVER, receiver)
     return receiver.boxes
 
@@ -91,7 +91,7 @@ def _install(model: Any, stream: RemoteStream) -> Any:
     return sums, {**stream.seconds(), **phases.seconds()}
 
 
-class _Weights(nn.Module):
+class ServedWeights(nn.Module):
     """Parameters of a model without the scales of the key-value cache.
 
     These scales are constants unless a checkpoint has them.
@@ -108,3 +108,8 @@ class _Weights(nn.Module):
         for name, parameter in self._of[0].named_parameters(prefix, recurse, remove_duplicate):
             if not private.is_constant(parameter):
                 yield name, parameter
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        return self._of[0].named_modules(memo, prefix, remove_duplicate)
