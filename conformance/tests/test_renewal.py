@@ -28,6 +28,9 @@ FILES = {
     "cases/rl.py": "from engine_conformance.cases._losses import loss",
     "cases/export.py": "from engine_conformance.cases import train",
     "cases/forward.py": "",
+    "cases/table.json": "{}",
+    "cases/parts/__init__.py": "",
+    "cases/parts/one.py": "",
 }
 MODULES = {"train", "rl", "export", "forward"}
 KNOWN = [row("forward.causal", margin=0.02), row("train.accumulation", margin=0.4)]
@@ -50,6 +53,8 @@ def written(folder: Path, **changes: str) -> Path:
         ("cases/_case.py", MODULES),
         ("session.py", MODULES),
         ("gold/weights.bin", MODULES),
+        ("cases/table.json", MODULES),
+        ("cases/parts/one.py", MODULES),
         ("report/view.py", set[str]()),
     ],
 )
@@ -63,11 +68,23 @@ def test_a_change_concerns_the_modules_of_cases_that_import_it(
     assert {name for name in MODULES if before[name] != after[name]} == modules
 
 
+@pytest.mark.parametrize(
+    "statement",
+    ["from ._sums import x", "from . import _sums", "from engine_conformance import cases"],
+)
+def test_an_import_that_names_no_module_of_cases_is_an_error(
+    tmp_path: Path, statement: str
+) -> None:
+    folder = written(tmp_path, **{"cases/forward.py": statement})
+    with pytest.raises(ValueError, match=r"cases/forward\.py: expected "):
+        environment.code_digests(folder)
+
+
 def test_every_module_with_cases_has_a_digest() -> None:
     from engine_conformance.cases import load_cases
 
     modules = {case.function.__module__.rpartition(".")[2] for case in load_cases().values()}
-    assert environment.code().keys() == modules
+    assert environment.installed_code().keys() == modules
 
 
 def of_an_older_suite(document: dict[str, Any], *changed: str) -> dict[str, Any]:
@@ -79,7 +96,7 @@ def of_an_older_suite(document: dict[str, Any], *changed: str) -> dict[str, Any]
 
 
 def problems_of(tmp_path: Path, *changed: str) -> list[str]:
-    document = of_an_older_suite(to_document(*made(KNOWN, declared=[])), *changed)
+    document = of_an_older_suite(to_document(*made(KNOWN, declared=[], certify=True)), *changed)
     return verify(stored(tmp_path / "report.json", document), suite=SUITE)
 
 
@@ -95,6 +112,15 @@ def test_cases_that_have_changed_are_named_with_the_way_to_keep_the_others(tmp_p
     assert " more; `engine-conformance run` with the options of the report" in problem
     kept = "--certify and --continue runs these again, and keeps the rows of 1 other cases"
     assert problem.endswith(kept)
+
+
+def test_a_quick_report_is_not_advised_to_become_a_certificate(tmp_path: Path) -> None:
+    document = of_an_older_suite(to_document(*made(KNOWN, declared=[])), "train")
+    document = document | {"certify": False}
+    path = stored(tmp_path / "report.json", document | {"digest": digest(document)})
+    [problem] = verify(path, suite=SUITE)
+    assert "--certify" not in problem
+    assert "to compare, run this suite with: engine-conformance run acme" in problem
 
 
 def test_a_report_is_not_renewed_if_every_case_has_changed(tmp_path: Path) -> None:
@@ -113,7 +139,9 @@ def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
     # One rank shows no capability of several, so that the verdict is partial.
     assert main(run) == 1
     first = json.loads(path.read_text())
-    stored(path, of_an_older_suite(first, "rl"))
+    older = of_an_older_suite(first, "rl")
+    older["environment"] = older["environment"] | {"engine-conformance": "0.0.9"}
+    stored(path, older | {"digest": digest(older)})
     assert main(["verify", str(path)]) == 1
     capsys.readouterr()
     for other, told in ((["--case", "lora.*"], "leave out --case"), (["--world", "2"], "has not")):
@@ -122,22 +150,28 @@ def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
         assert "--continue: " in shown.err
         assert told in shown.err
         assert "passed " not in shown.out
+    # What a first run does not come to, the next one goes on with.
+    assert main([*run, "--continue", "--limit", "0"]) != 0
+    capsys.readouterr()
     assert main([*run, "--continue"]) == 1
     shown = capsys.readouterr().out
     again = [entry for entry in first["rows"] if entry["case"].startswith("rl.")]
     kept = len(first["rows"]) - len(again)
-    assert f"{kept} of {len(first['rows'])} rows are kept of an older suite's report" in shown
+    assert f"{kept} of {len(first['rows'])} rows are kept\n" in shown
     assert shown.count("\npassed ") == len(again)
     renewed = json.loads(path.read_text())
-    names = ("verdicts", "counts", "suite", "code", "selection", "environment", "complete")
+    names = ("verdicts", "counts", "suite", "code", "selection", "commits", "complete")
     assert {name: renewed[name] for name in names} == {name: first[name] for name in names}
     assert [entry["case"] for entry in renewed["rows"]] == [
         entry["case"] for entry in first["rows"]
     ]
-    assert len(renewed["parts"]) == 2
+    assert renewed["environment"]["engine-conformance"] == "0.0.9; 0.1.0"
+    assert len(renewed["parts"]) == 3
     assert main(["verify", str(path)]) == 0
-    # A change that concerns no row is written down without a run.
+    # A change that concerns no row is written down without a run, and not joined before.
     stored(path, of_an_older_suite(renewed, "rollout"))
+    assert main(["merge", str(path), "--report", str(tmp_path / "joined")]) == 2
+    assert "is of an older suite, though of one that decides" in capsys.readouterr().err
     assert main([*run, "--continue"]) == 1
     assert "passed " not in capsys.readouterr().out
     assert json.loads(path.read_text())["suite"] == first["suite"]

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("case")
     explaining.set_defaults(command=lambda options, _: _print(explain_case(options.case)))
     verifying = commands.add_parser(
-        "verify", help="whether a report.json is whole, unaltered and of this suite"
+        "verify", help="whether a report.json is whole, unaltered and what this suite decides"
     )
     verifying.add_argument("report", type=Path)
     verifying.add_argument(
@@ -271,7 +271,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     warm_up(max(_worlds(options.world)), options.device)
     from engine_conformance.environment import suite
     from engine_conformance.report import merge, read_document, to_document
-    from engine_conformance.session import run_selection
+    from engine_conformance.session import describe_run, run_selection
 
     selection = _selection(options)
     if options.report:
@@ -281,8 +281,9 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     earlier = None
     if options.go_on:
         earlier = _read_continued_report(options.report, selection, given, certify=options.certify)
-    if earlier and earlier["suite"] != suite():
-        selection, earlier = _renew(earlier, selection, given)
+    if earlier and (earlier["suite"] != suite() or _is_whole_plan(earlier, selection)):
+        now = describe_run(selection, command=given, commit=options.commit)
+        selection, earlier = _renew(earlier, selection, now)
         if not selection.cases:
             run = merge({str(options.report): earlier}, command=given, certify=options.certify)
             return _conclude(run, options.report, certify=options.certify)
@@ -353,7 +354,7 @@ def _read_continued_report(
     Raises:
         UsageError: if no folder is named, or its report does not fit the run that would start.
     """
-    from engine_conformance.report import check_certified, differences, read_document
+    from engine_conformance.report import SUITE, check_certified, differences, read_document
     from engine_conformance.session import describe_run
 
     if folder is None:
@@ -366,7 +367,8 @@ def _read_continued_report(
     earlier, _ = read_document(document)
     if certify:
         # Of an older suite it has rows to keep, or would not have been verified.
-        earlier = replace(earlier, suite=now.suite)
+        facts = dict(earlier.environment) | {SUITE: now.environment[SUITE]}
+        earlier = replace(earlier, suite=now.suite, environment=facts)
     if problems := differences(earlier, now):
         reasons = "".join(f"\n  {problem}" for problem in problems)
         raise UsageError(
@@ -377,10 +379,15 @@ def _read_continued_report(
     return document
 
 
+def _is_whole_plan(document: Mapping[str, Any], selection: Selection) -> bool:
+    """Return whether a report with a certificate's plan is continued without naming a part."""
+    return bool(document.get("planned")) and selection.complete
+
+
 def _renew(
-    document: Mapping[str, Any], selection: Selection, given: Sequence[str]
+    document: Mapping[str, Any], selection: Selection, now: SuiteRun
 ) -> tuple[Selection, dict[str, Any]]:
-    """Return what is to run, and the rest of a report of an older suite, which is kept.
+    """Return what is to run, and what is kept of a certificate that is continued.
 
     The selection names no case if all rows are kept.
 
@@ -389,19 +396,18 @@ def _renew(
     """
     from engine_conformance.plan import make_plan
     from engine_conformance.report import read_document, renew, shown
-    from engine_conformance.session import describe_run
 
     if not selection.complete:
         raise UsageError(
-            "--continue: cases of the report are decided differently by this suite, and run again "
-            "by themselves: leave out --case and --part"
+            "--continue: the report is of an older suite, of which the cases that have changed run "
+            "again by themselves: leave out --case and --part"
         )
     with tempfile.TemporaryDirectory(prefix="conformance-") as place:
         planned = [item.key for item in make_plan(selection, Path(place))]
-    kept = renew(document, describe_run(selection, command=given), planned)
+    kept = renew(document, now, planned)
     there = shown(read_document(kept)[0])
     cases = tuple(dict.fromkeys(case for case, setting in planned if (case, setting) not in there))
-    print(f"--continue: {len(there)} of {len(planned)} rows are kept of an older suite's report")
+    print(f"--continue: {len(there)} of {len(planned)} rows are kept")
     return replace(selection, cases=cases), kept
 
 
@@ -425,7 +431,13 @@ def _read_verified_report(path: Path, *, renewable: bool = False) -> dict[str, A
         )
     if problems := verify(file, suite=suite(), renewable=renewable):
         raise UsageError("\n".join(["a report that does not verify is not joined:", *problems]))
-    return json.loads(file.read_text())
+    document = json.loads(file.read_text())
+    if document["suite"] != suite() and not renewable:
+        raise UsageError(
+            f"{file}: is of an older suite, though of one that decides its cases as this one does: "
+            "`engine-conformance run` with its options, --certify and --continue takes it over"
+        )
+    return document
 
 
 def _merge(options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -588,7 +600,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
     if problems:
         print("\n".join(problems))
         return EXIT["not conformant"]
-    print(f"{options.report}: whole, unaltered, and written by this suite")
+    print(f"{options.report}: whole, unaltered, and decided as this suite decides")
     print("".join(f"{note}\n" for note in _other_builds(options.report)), end="")
     return EXIT["conformant"]
 

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from engine_api.plugin import CONTRACT
 __all__ = [
     "SHIMMED",
     "SIMULATED",
-    "code",
     "code_digests",
     "commits",
     "devices_of",
     "environment",
+    "installed_code",
     "parts_of",
     "reported",
     "sources",
@@ -41,7 +41,7 @@ SHIMMED = "cpu (shimmed)"
 # The name in a report of a device that is made of CPU tensors.
 SIMULATED = "simulated"
 # These parts of the suite read what is asked for, which the report states, name what was tested and
-# show results. They decide none.
+# what this machine has, and show results. They decide none: a row that they leave out is not run.
 _DECIDES_NOTHING = ("report", "cli.py", "environment.py", "explain.py")
 _CASES = "cases"
 _API = "engine-api"
@@ -67,7 +67,7 @@ def suite_digest(root: Path) -> str:
 
 
 @cache
-def code() -> dict[str, str]:
+def installed_code() -> dict[str, str]:
     """Return the digests of the installed suite's code by module of cases (`code_digests`)."""
     return code_digests(Path(engine_conformance.__file__).parent)
 
@@ -76,16 +76,21 @@ def code_digests(root: Path) -> dict[str, str]:
     """Return by module of cases the SHA-256 of the files that decide what its cases find.
 
     They are the module, the modules of cases that it imports, and all of the suite that is no
-    case. A change of one case therefore leaves alone what the cases of other modules have found.
+    module of cases. A change of one case thus leaves alone what those of other modules have found.
     """
     files = _deciding_files(root)
-    imports = {name: _imported_cases(root / name) for name in files if name.endswith(".py")}
-    inside = {name for name in files if name.startswith(f"{_CASES}/")}
-    outside = _with_imports((files.keys() - inside) | {f"{_CASES}/__init__.py"}, imports)
-    modules = sorted(inside - {f"{_CASES}/__init__.py"})
+    modules = {
+        name
+        for name in files
+        if Path(name).parent.as_posix() == _CASES and Path(name).suffix == ".py"
+    } - {f"{_CASES}/__init__.py"}
+    imports = {
+        name: _imported_cases(root / name, name, modules) for name in files if name.endswith(".py")
+    }
+    outside = _with_imports(files.keys() - modules, imports)
     return {
         Path(name).stem: _join_digests({one: files[one] for one in wanted})
-        for name in modules
+        for name in sorted(modules)
         if not Path(name).stem.startswith("_")
         for wanted in [_with_imports({*outside, name}, imports)]
     }
@@ -112,28 +117,42 @@ def _join_digests(files: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _imported_cases(path: Path) -> set[str]:
-    """Return the paths below the suite of the modules of cases that a file imports, by any form."""
+def _imported_cases(path: Path, name: str, modules: Collection[str]) -> set[str]:
+    """Return the modules of cases that the import statements of a file name.
+
+    Args:
+        path: the file.
+        name: its path below the suite.
+        modules: all modules of cases, by their paths below the suite.
+
+    Raises:
+        ValueError: a statement is relative, or imports all cases into a module of them: neither
+            says which module is used.
+    """
     package = f"{engine_conformance.__name__}.{_CASES}"
     named: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    modules = {name.removeprefix(f"{package}.") for name in named if name.startswith(f"{package}.")}
-    return {f"{_CASES}/{name.partition('.')[0]}.py" for name in modules}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"{name}: expected absolute imports, got a relative one")
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    if package in named and name in modules:
+        raise ValueError(f"{name}: expected imports of modules of {package}, got all of it")
+    start = f"{package}."
+    parts = {one[len(start) :].partition(".")[0] for one in named if one.startswith(start)}
+    return {f"{_CASES}/{part}.py" for part in parts} & set(modules)
 
 
 def _with_imports(names: Iterable[str], imports: Mapping[str, set[str]]) -> set[str]:
     """Return files and all that they import, over any number of steps."""
     found: set[str] = set()
-    left = set(names)
-    while left:
-        name = left.pop()
+    waiting = set(names)
+    while waiting:
+        name = waiting.pop()
         found.add(name)
-        # What a module imports by name may be a class of the package, which is no file.
-        left |= {one for one in imports.get(name, set()) if one in imports} - found
+        waiting |= imports.get(name, set()) - found
     return found
 
 

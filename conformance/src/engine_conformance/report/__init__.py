@@ -18,11 +18,12 @@ from engine_conformance.report.merge import (
     shown,
 )
 from engine_conformance.report.render import certificate, html
-from engine_conformance.report.renewal import renew
+from engine_conformance.report.renewal import SUITE, renew
 from engine_conformance.report.summary import summary
 from engine_conformance.report.verify import verify
 
 __all__ = [
+    "SUITE",
     "badge",
     "certificate",
     "check_certified",

@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from engine_conformance.environment import code
+from engine_conformance.environment import installed_code
 from engine_conformance.results import STATUSES, Key, Outcome, Part, Row, Setting, SuiteRun
 from engine_conformance.verdict import ProfileVerdict
 
@@ -41,7 +41,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
         "schema": SCHEMA,
         "contract": run.contract,
         "suite": dict(run.suite),
-        "code": code(),
+        "code": installed_code(),
         "name": run.name,
         "distribution": run.distribution,
         "trace": list(run.trace),

@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine_conformance.environment import code, suite
+from engine_conformance.environment import installed_code, suite
 from engine_conformance.errors import UsageError
 from engine_conformance.report.document import parts_of, read_document, to_document
 from engine_conformance.report.merge import list_keys, sorted_keys
 from engine_conformance.results import Key, SuiteRun
 from engine_conformance.verdict import compute_verdicts
 
-__all__ = ["changed_cases", "renew"]
+__all__ = ["SUITE", "changed_cases", "renew"]
+
+SUITE = "engine-conformance"
+"""The name of the suite's own version among a report's facts."""
 
 
 def changed_cases(document: Mapping[str, Any]) -> list[str]:
@@ -33,7 +36,7 @@ def changed_cases(document: Mapping[str, Any]) -> list[str]:
     from engine_conformance.cases import load_cases
 
     cases = load_cases()
-    theirs, ours = document.get("code", {}), code()
+    theirs, ours = document.get("code", {}), installed_code()
     reported = {row["case"] for row in document["rows"]}
     profiles = {entry["profile"] for entry in document["verdicts"]}
     declared = set(document["declared"])
@@ -66,10 +69,10 @@ def renew(document: Mapping[str, Any], now: SuiteRun, planned: Sequence[Key]) ->
     run, _ = read_document(document)
     changed = set(changed_cases(document))
     rows = [row for row in run.rows if row.case not in changed]
-    if others := {row.key for row in rows} - set(planned):
+    if left_over := {row.key for row in rows} - set(planned):
         raise UsageError(
             "--continue: the report has rows that the certificate that would run now has not"
-            f"{list_keys(sorted_keys(others))}\n"
+            f"{list_keys(sorted_keys(left_over))}\n"
             "  use the --world, --dtype, --model-type and --profile of the report, or another "
             "--report folder"
         )
@@ -78,7 +81,10 @@ def renew(document: Mapping[str, Any], now: SuiteRun, planned: Sequence[Key]) ->
         run,
         selection=dict(run.selection) | {"complete": complete},
         suite=now.suite,
-        commits=now.commits,
+        # Of the tested packages, whose files are the same, and of the suite that runs now.
+        commits={name: run.commits[name] for name in run.sources if name in run.commits}
+        | dict(now.commits),
+        environment=dict(run.environment) | {SUITE: now.environment[SUITE]},
         rows=rows,
         planned=planned,
         parts=tuple(parts_of(document)),

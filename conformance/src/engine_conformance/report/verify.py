@@ -179,6 +179,8 @@ def _joined_wrongly(document: Mapping[str, Any], run: SuiteRun, *, complete: boo
             yield f"{name}: {case} in {setting} is there {number} times"
     if not run.parts:
         return
+    if complete and (missing := set(run.planned) - {row.key for row in run.rows}):
+        yield f"rows: {len(missing)} of the certificate's planned rows are missing"
     selections = [part.selection for part in run.parts]
     if document["selection"] != joined_selection(selections, complete=complete):
         yield "selection: is not what its parts asked for"
@@ -219,7 +221,7 @@ def _other_suite(
 ) -> Iterator[str]:
     """Yield the reason why a report is not of this suite: the contract, or the code.
 
-    A suite that decides the report's cases as this one does is none.
+    Nothing is wrong with a suite that decides the report's cases as this one does.
     """
     theirs = document["suite"]
     if theirs == dict(suite):
@@ -236,7 +238,7 @@ def _other_suite(
         if not changed or (kept and renewable):
             return
         reason = "of this contract, and of a suite whose code decides differently"
-        if kept:
+        if kept and document["certify"]:
             yield (
                 f"{reason}: {_name_some(changed)}; `engine-conformance run` with the options of "
                 "the report, --certify and --continue runs these again, and keeps the rows of "

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 # Of a parameter in memory: address, shape, strides and dtype.
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-# A module's variables, the name of one of its registries, a name in it, the object of that name, and
-# its place if it is a watched parameter.
+# A module's variables, the name of one of its registries, a name in it, its object, and the
+# place of a watched parameter.
 _Entry = tuple[Mapping[str, Any], str, str, Any, Place | None]
 
 

@@ -105,6 +105,7 @@ class ServedWeights(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's parameters, as ``nn.Module.named_parameters`` does."""
         for name, parameter in self._of[0].named_parameters(prefix, recurse, remove_duplicate):
             if not private.is_constant(parameter):
                 yield name, parameter
@@ -112,4 +113,5 @@ class ServedWeights(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the model's modules, as ``nn.Module.named_modules`` does."""
         return self._of[0].named_modules(memo, prefix, remove_duplicate)
