@@ -30,7 +30,7 @@ from engine_api import (
     RolloutRegistry,
     SamplingParams,
 )
-from engine_trainer.algorithms.correction import Ratios, inside, ratios
+from engine_trainer.algorithms.correction import Ratios, is_kept, ratios
 
 # Half-widths of bands around 1, from verl's 0.999 to 1.001 outwards.
 GEOMETRIC = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -133,7 +133,7 @@ def figures(given: Ratios) -> dict[str, Any]:
         ratio, counted = given.units(level)
         row[f"rejected_{level}"] = {
             f"{low:.6g}…{high:.6g}": round(
-                float((~inside(ratio, low, high)[counted]).double().mean()), 4
+                float((~is_kept(ratio, low, high)[counted]).double().mean()), 4
             )
             for low, high in bands
         }
