@@ -269,7 +269,6 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     # The ranks import torch while this process does.
     warm_up(max(_worlds(options.world)), options.device)
-    from engine_conformance.environment import suite
     from engine_conformance.report import merge, read_document, to_document
     from engine_conformance.session import describe_run, run_selection
 
@@ -280,13 +279,13 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     preflight(options.name, options.device)
     earlier = None
     if options.go_on:
-        earlier = _read_continued_report(options.report, selection, given, certify=options.certify)
-    if earlier and (earlier["suite"] != suite() or _is_whole_plan(earlier, selection)):
         now = describe_run(selection, command=given, commit=options.commit)
-        selection, earlier = _renew(earlier, selection, now)
-        if not selection.cases:
-            run = merge({str(options.report): earlier}, command=given, certify=options.certify)
-            return _conclude(run, options.report, certify=options.certify)
+        earlier = _read_continued_report(options.report, now, certify=options.certify)
+        if earlier and (earlier["suite"] != now.suite or _is_whole_plan(earlier, selection)):
+            selection, earlier = _renew(earlier, selection, now)
+            if not selection.cases:
+                run = merge({str(options.report): earlier}, command=given, certify=options.certify)
+                return _conclude(run, options.report, certify=options.certify)
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
@@ -347,15 +346,14 @@ def _conclude(run: SuiteRun, folder: Path | None, *, certify: bool) -> int:
 
 
 def _read_continued_report(
-    folder: Path | None, selection: Selection, given: Sequence[str], *, certify: bool
+    folder: Path | None, now: SuiteRun, *, certify: bool
 ) -> dict[str, Any] | None:
-    """Return the report that this run continues, or None if the folder has none yet.
+    """Return the report that the run ``now`` continues, or None if the folder has none yet.
 
     Raises:
         UsageError: if no folder is named, or its report does not fit the run that would start.
     """
     from engine_conformance.report import SUITE, check_certified, differences, read_document
-    from engine_conformance.session import describe_run
 
     if folder is None:
         raise UsageError("--continue goes on with the report in --report DIR: name its folder")
@@ -363,7 +361,6 @@ def _read_continued_report(
         print(f"--continue: no report.json in {folder} yet: this run begins it")
         return None
     document = _read_verified_report(folder, renewable=certify)
-    now = describe_run(selection, command=given)
     earlier, _ = read_document(document)
     if certify:
         # Of an older suite it has rows to keep, or would not have been verified.

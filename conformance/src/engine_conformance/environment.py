@@ -44,6 +44,7 @@ SIMULATED = "simulated"
 # what this machine has, and show results. They decide none: a row that they leave out is not run.
 _DECIDES_NOTHING = ("report", "cli.py", "environment.py", "explain.py")
 _CASES = "cases"
+_ROOT = Path(engine_conformance.__file__).parent
 _API = "engine-api"
 # The name at the beginning of a requirement (PEP 508).
 _NAME = re.compile(r"[A-Za-z0-9]+(?:[-_.]+[A-Za-z0-9]+)*")
@@ -57,19 +58,24 @@ def suite() -> dict[str, str]:
     The digest is the SHA-256 of everything that decides a result. Docstrings, comments, layout and
     the rendering of reports are no part of it: a certificate stays valid when prose is corrected.
     """
-    digest = suite_digest(Path(engine_conformance.__file__).parent)
+    digest = _join_digests(_installed_files())
     return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest}
-
-
-def suite_digest(root: Path) -> str:
-    """Return the SHA-256 of the files of a suite that decide its results."""
-    return _join_digests(_deciding_files(root))
 
 
 @cache
 def installed_code() -> dict[str, str]:
     """Return the digests of the installed suite's code by module of cases (`code_digests`)."""
-    return code_digests(Path(engine_conformance.__file__).parent)
+    return _code_digests(_ROOT, _installed_files())
+
+
+@cache
+def _installed_files() -> dict[str, str]:
+    return _deciding_files(_ROOT)
+
+
+def suite_digest(root: Path) -> str:
+    """Return the SHA-256 of the files of a suite that decide its results."""
+    return _join_digests(_deciding_files(root))
 
 
 def code_digests(root: Path) -> dict[str, str]:
@@ -78,7 +84,10 @@ def code_digests(root: Path) -> dict[str, str]:
     They are the module, the modules of cases that it imports, and all of the suite that is no
     module of cases. A change of one case thus leaves alone what those of other modules have found.
     """
-    files = _deciding_files(root)
+    return _code_digests(root, _deciding_files(root))
+
+
+def _code_digests(root: Path, files: Mapping[str, str]) -> dict[str, str]:
     modules = {
         name
         for name in files
