@@ -52,6 +52,14 @@ def test_a_certificate_is_about_the_commit_that_it_names(path: Path, tmp_path: P
             assert digest_of(copy) == report["sources"][name], name
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+def test_a_certificate_names_no_place_of_the_machine_that_made_it(path: Path) -> None:
+    report = load(path)
+    for one in (report, *report.get("parts", [])):
+        words = [word.rpartition("=")[2] for word in one["command"]]
+        assert not [word for word in words if Path(word).is_absolute()]
+
+
 def digest_of(root: Path) -> str:
     """Return the digest of a package's files as a report states it."""
     digest = hashlib.sha256()

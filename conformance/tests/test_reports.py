@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +28,7 @@ from engine_conformance.report import (
     write_reports,
 )
 from engine_conformance.report.verify import schema
-from engine_conformance.results import STATUSES, Row
+from engine_conformance.results import STATUSES, Part, Row
 from engine_conformance.verdict import Verdict
 from report_samples import GOOD, OTHERS, SUITE, made, row, stored
 
@@ -39,6 +39,25 @@ def test_a_document_gives_the_run_back() -> None:
     run, verdicts = made()
     text = json.dumps(to_document(run, verdicts), allow_nan=False)
     assert read_document(json.loads(text)) == (run, verdicts)
+
+
+def test_a_command_names_no_place_of_the_machine_that_ran_it() -> None:
+    command = ["run", "acme", "--report", "/home/me/reports/acme", "--plugin", "acme.plugin:PLUGIN"]
+    command += ["--deviations=/home/me/known.toml", "--option", "spec=a/b=c", "--report", "reports"]
+    run, verdicts = made(command=command)
+    part = Part(
+        digest="a" * 64,
+        started=run.started,
+        seconds=1.0,
+        command=command,
+        selection=run.selection,
+        environment=run.environment,
+    )
+    document = to_document(replace(run, parts=(part,)), verdicts)
+    told = ["run", "acme", "--report", "acme", "--plugin", "acme.plugin:PLUGIN"]
+    told += ["--deviations=known.toml", "--option", "spec=a/b=c", "--report", "reports"]
+    assert document["command"] == told
+    assert document["parts"][0]["command"] == told
 
 
 def test_a_document_fits_the_schema_and_verifies(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from engine_conformance.environment import installed_code
@@ -59,7 +60,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
         "environment": dict(run.environment),
         "complete": selection.pop("complete"),
         "selection": selection,
-        "command": list(run.command),
+        "command": _without_places(run.command),
         "certify": run.certify,
         "started": run.started,
         "seconds": round(run.seconds, 3),
@@ -67,7 +68,7 @@ def to_document(run: SuiteRun, verdicts: Sequence[ProfileVerdict]) -> dict[str, 
         "rows": [_row(row) for row in run.rows],
         "sources": dict(run.sources),
         "commits": dict(run.commits),
-        "parts": [asdict(part) for part in run.parts],
+        "parts": [asdict(part) | {"command": _without_places(part.command)} for part in run.parts],
         **({"planned": _plan(run.planned)} if run.planned else {}),
     }
     return document | {"digest": digest(document)}
@@ -129,6 +130,18 @@ def digest(document: Mapping[str, Any]) -> str:
     content = {name: value for name, value in document.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_places(command: Sequence[str]) -> list[str]:
+    """Return a command with the names alone of what it gives absolute paths of.
+
+    They are places of one machine, where nobody else has a folder of reports.
+    """
+    return [
+        f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word
+        for word in command
+        for option, equals, value in [word.rpartition("=")]
+    ]
 
 
 def _row(row: Row) -> dict[str, Any]:
