@@ -18,6 +18,7 @@ from engine_conformance.errors import UsageError
 from engine_conformance.report import (
     certificate,
     check_whole,
+    differences,
     merge,
     read_document,
     shown,
@@ -211,6 +212,23 @@ def test_more_devices_and_cores_of_the_same_kind_are_the_same_machine() -> None:
     # What computes is the accelerator: its host may be another.
     two["environment"]["cpu"] = "Other CPU, 16 cores"
     assert joined(one, two)["environment"]["cpu"] == "Some CPU, 8 cores; Other CPU, 16 cores"
+
+
+def test_on_request_the_kind_of_machine_may_differ_and_a_device_that_is_simulated_not() -> None:
+    def run_on(accelerator: str, **changes: str) -> SuiteRun:
+        facts = {**ENVIRONMENT, "accelerator": accelerator, **changes}
+        return read_document(report([], environment=facts, selection={"device": "cuda"}))[0]
+
+    one, other = run_on("2 x NVIDIA H100"), run_on("1 x NVIDIA H200")
+    assert differences(one, other) == [
+        "accelerator: expected 'NVIDIA H100', got 'NVIDIA H200'",
+    ]
+    assert differences(one, other, any_machine=True) == []
+    assert differences(one, run_on("cpu (shimmed)"), any_machine=True)
+    assert differences(run_on("simulated"), other, any_machine=True)
+    assert differences(one, run_on("1 x NVIDIA H200", torch="2.14.0"), any_machine=True) == [
+        "torch: expected '2.13.0', got '2.14.0'"
+    ]
 
 
 def test_a_report_is_joined_once_also_within_a_joined_one() -> None:

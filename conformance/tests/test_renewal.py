@@ -140,7 +140,8 @@ def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
     assert main(run) == 1
     first = json.loads(path.read_text())
     older = of_an_older_suite(first, "rl")
-    older["environment"] = older["environment"] | {"engine-conformance": "0.0.9"}
+    facts = {"engine-conformance": "0.0.9", "cpu": "Another CPU, 64 cores"}
+    older["environment"] = older["environment"] | facts
     stored(path, older | {"digest": digest(older)})
     assert main(["verify", str(path)]) == 1
     capsys.readouterr()
@@ -166,7 +167,13 @@ def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
         entry["case"] for entry in first["rows"]
     ]
     assert renewed["environment"]["engine-conformance"] == "0.0.9; 0.1.0"
+    assert renewed["environment"]["cpu"] == "; ".join(
+        ("Another CPU, 64 cores", first["environment"]["cpu"])
+    )
     assert len(renewed["parts"]) == 3
+    text = (tmp_path / "certificate.md").read_text()
+    assert text.count("| Another CPU, 64 cores | all cases |") == 1
+    assert text.count(f"| {len({entry['case'] for entry in again})} of rl |") == 2
     assert main(["verify", str(path)]) == 0
     # A change that concerns no row is written down without a run, and not joined before.
     stored(path, of_an_older_suite(renewed, "rollout"))

@@ -310,7 +310,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         if run.rows:
             own = compute_verdicts(run.rows, complete=selection.complete, declared=run.declared)
             documents["what was run now"] = to_document(run, own)
-        run = merge(documents, command=given, certify=options.certify)
+        run = merge(documents, command=given, certify=options.certify, any_machine=options.certify)
     return _conclude(run, options.report, certify=options.certify)
 
 
@@ -366,7 +366,7 @@ def _read_continued_report(
         # Of an older suite it has rows to keep, or would not have been verified.
         facts = dict(earlier.environment) | {SUITE: now.environment[SUITE]}
         earlier = replace(earlier, suite=now.suite, environment=facts)
-    if problems := differences(earlier, now):
+    if problems := differences(earlier, now, any_machine=certify):
         reasons = "".join(f"\n  {problem}" for problem in problems)
         raise UsageError(
             f"--continue: {folder} reports something else than what would run now{reasons}"

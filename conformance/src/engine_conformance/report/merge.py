@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine_conformance.environment import SHIMMED, SIMULATED
 from engine_conformance.errors import UsageError
 from engine_conformance.report.document import parts_of, read_document
 from engine_conformance.results import Key, Part, Row, Status, SuiteRun
@@ -56,6 +57,7 @@ _SETTINGS = {
 }
 # Facts that belong to the kind of machine only where the cases ran on them.
 _HOST = ("cpu",)
+_MACHINE = (*_HOST, "accelerator")
 # The most cases and settings that an error lists.
 _MOST = 3
 # Numbers of devices and cores: a larger machine of the same kind is the same kind.
@@ -67,10 +69,16 @@ def shown(run: SuiteRun) -> frozenset[Key]:
     return frozenset(row.key for row in run.rows if row.outcome.status not in _SHOWED_NOTHING)
 
 
-def differences(first: SuiteRun, other: SuiteRun) -> list[str]:
-    """Return the reasons why two runs cannot be joined: expected (the first's value) and got."""
-    want = _shared_facts(first)
-    got = _shared_facts(other)
+def differences(first: SuiteRun, other: SuiteRun, *, any_machine: bool = False) -> list[str]:
+    """Return the reasons why two runs cannot be joined: expected (the first's value) and got.
+
+    Args:
+        first: a run.
+        other: another one.
+        any_machine: whether the kinds of machine may differ. A simulated device stays another one.
+    """
+    want = _shared_facts(first, any_machine=any_machine)
+    got = _shared_facts(other, any_machine=any_machine)
     return [
         f"{name}: expected {want.get(name)!r}, got {got.get(name)!r}"
         for name in dict.fromkeys((*want, *got))
@@ -78,7 +86,7 @@ def differences(first: SuiteRun, other: SuiteRun) -> list[str]:
     ]
 
 
-def _shared_facts(run: SuiteRun) -> dict[str, Any]:
+def _shared_facts(run: SuiteRun, *, any_machine: bool) -> dict[str, Any]:
     """Return the facts by name that joined reports must have in common."""
     facts = {
         "name": run.name,
@@ -92,13 +100,19 @@ def _shared_facts(run: SuiteRun) -> dict[str, Any]:
     facts |= {f"--{name}": run.selection.get(name) or None for name in _SAME_OPTIONS}
     # Versions and the kind of machine, without the numbers of devices and cores.
     left_out = () if run.selection["device"] == "cpu" else _HOST
+    if any_machine and run.environment.get("accelerator") not in (SHIMMED, SIMULATED):
+        left_out = _MACHINE
     return facts | {
         n: _COUNTED.sub("", text) for n, text in run.environment.items() if n not in left_out
     }
 
 
 def merge(
-    documents: Mapping[str, Mapping[str, Any]], *, command: Sequence[str], certify: bool
+    documents: Mapping[str, Mapping[str, Any]],
+    *,
+    command: Sequence[str],
+    certify: bool,
+    any_machine: bool = False,
 ) -> SuiteRun:
     """Join reports into one run, whose parts they are.
 
@@ -106,6 +120,7 @@ def merge(
         documents: by the name that errors show, as their paths; each must have been verified.
         command: the arguments after ``engine-conformance``, for the report.
         certify: whether a certificate was asked for, for the report.
+        any_machine: whether the kinds of machine may differ (`differences`).
 
     Raises:
         UsageError: if there is nothing to join, or reports do not belong together; the text says
@@ -116,7 +131,7 @@ def merge(
         raise UsageError("merge: name at least one report.json")
     (first_label, first), *others = runs.items()
     for label, other in others:
-        if problems := differences(first, other):
+        if problems := differences(first, other, any_machine=any_machine):
             reasons = "".join(f"\n  {problem}" for problem in problems)
             raise UsageError(
                 f"{label} cannot be joined with {first_label}: "

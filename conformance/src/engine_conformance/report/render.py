@@ -77,6 +77,7 @@ def _templates() -> Environment:
         "names": _names,
         "names_prose": _names_prose,
         "margin": view.margin_text,
+        "asked": view.describe_selection,
     }
     return made
 

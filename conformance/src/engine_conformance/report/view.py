@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_api.config import Parallelism
 from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
-from engine_conformance.results import BAD, Row, Setting, SuiteRun
+from engine_conformance.results import BAD, Part, Row, Setting, SuiteRun
 from engine_conformance.variants import name_variant
 from engine_conformance.verdict import ProfileVerdict, Verdict, unavailable, untested
 
@@ -21,6 +22,7 @@ __all__ = [
     "by_case",
     "commands",
     "coverage",
+    "describe_selection",
     "facts",
     "lane",
     "margin_text",
@@ -198,6 +200,17 @@ def precisions(settings: Iterable[Setting]) -> str:
     return "; ".join(
         f"{dtype} on {', '.join(map(str, sorted(found)))}" for dtype, found in worlds.items()
     )
+
+
+def describe_selection(part: Part) -> str:
+    """Return which cases a part's run was to show: by module, a number for each, if by name."""
+    chosen = part.selection
+    if chosen.get("part"):
+        return f"part {chosen['part']}"
+    if not chosen["cases"]:
+        return "the quick tier" if chosen["quick"] else "all cases"
+    modules = Counter(name.partition(".")[0] for name in chosen["cases"])
+    return ", ".join(f"{number} of {module}" for module, number in sorted(modules.items()))
 
 
 def commands(run: SuiteRun) -> list[str]:
