@@ -1,0 +1,130 @@
+"""Write the jobs of one GPU host for tools/gpu_lanes.py: certificates, tests and benchmarks.
+
+``python tools/gpu_jobs.py JOBS.json --reports DIR --commit HASH --certify megatron --parts 6
+--renew fsdp2,veomni --tests --steps mfu-8b-2,sync-8b-fp8``
+
+- ``--certify`` runs each engine's certificate in each precision on one rank and two, in ``--parts``
+  parts, into ``DIR/ENGINE.DTYPE.PART``: ``engine-conformance merge --certify`` joins them;
+- ``--renew`` copies the committed reports to ``DIR/ENGINE.DTYPE`` and runs the cases that have
+  changed since;
+- ``--tests`` runs the tests that want a GPU and have been on none since they were written;
+- ``--steps`` runs steps of benchmarks.suite, each with its GPUs to itself.
+
+A job's environment is its engine's name, ``vllm``, or ``all`` for all of them in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from matrix import ROOT, load, run_arguments
+
+sys.path.insert(0, str(ROOT))
+from benchmarks.suite import STEPS, expand
+
+DTYPES = ("float32", "bfloat16")
+REPORTS = ROOT / "conformance" / "reports"
+# Names, folders with arguments of pytest, and variables that say "on the GPU".
+TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "megatron-families": (
+        "megatron",
+        ("packages/engine-megatron/tests/test_families.py",),
+    ),
+    "fsdp2-gpu": ("fsdp2", ("-m", "gpu", "packages/engine-fsdp/tests")),
+    "vllm-images": ("vllm", ("packages/rollout-fp8/tests/vllm/test_images.py",)),
+}
+
+
+def certificate(
+    engine: str, dtype: str, report: Path, commit: str, lanes: int, *more: str
+) -> dict[str, Any]:
+    """Return the job of an engine's certificate in one precision, or of a part of it."""
+    name, *arguments = run_arguments(load(), engine, "cuda", (1, 2))
+    return {
+        "name": report.name,
+        "environment": engine,
+        "command": [
+            *(sys.executable, "-m", "engine_conformance", name, *arguments),
+            *("--dtype", dtype, "--certify", "--commit", commit, "--lanes", str(lanes)),
+            *("--report", str(report), "--limit", "{limit}", "--patience", "4", "--quiet", *more),
+        ],
+        "seconds": 1500,
+    }
+
+
+def renewal(engine: str, dtype: str, folder: Path, commit: str, lanes: int) -> dict[str, Any]:
+    """Copy a committed report and return the job that renews it."""
+    [committed] = REPORTS.glob(f"{engine}-*/cuda-{dtype}")
+    report = folder / f"{engine}.{dtype}"
+    shutil.copytree(committed, report, dirs_exist_ok=True)
+    return certificate(engine, dtype, report, commit, lanes, "--continue")
+
+
+def test(name: str, folder: Path) -> dict[str, Any]:
+    """Return the job of some tests."""
+    environment, arguments = TESTS[name]
+    said = f"--junitxml={folder / name}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", said, *arguments]
+    return {"name": name, "environment": environment, "command": command, "seconds": 600}
+
+
+def step(name: str, folder: Path, environments: str) -> dict[str, Any]:
+    """Return the job of a step of the suite of benchmarks."""
+    chosen = STEPS[name]
+    command = [sys.executable, "-m", "benchmarks.suite", "--only", name]
+    command += ["--output", str(folder / name), "--environments", environments]
+    return {
+        "name": name,
+        "command": command,
+        "gpus": chosen.gpus,
+        "environment": "" if chosen.backend else "all" if "engines" in name else "vllm",
+        "seconds": chosen.seconds + 20,
+        "least": 45,
+    }
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a list with commas."""
+    return [word for word in text.split(",") if word]
+
+
+def main() -> None:
+    """Write the jobs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("--reports", type=Path, required=True)
+    parser.add_argument("--commit", required=True, help="of this tree, for the reports")
+    parser.add_argument("--certify", type=words, default=[])
+    parser.add_argument("--parts", type=int, default=6)
+    parser.add_argument("--renew", type=words, default=[])
+    parser.add_argument("--renew-lanes", type=int, default=2)
+    parser.add_argument("--tests", type=words, default=[], help=",".join(TESTS))
+    parser.add_argument("--steps", default="")
+    parser.add_argument("--environments", default="")
+    options = parser.parse_args()
+    options.reports.mkdir(parents=True, exist_ok=True)
+    found = [
+        renewal(engine, dtype, options.reports, options.commit, options.renew_lanes)
+        for engine in options.renew
+        for dtype in DTYPES
+    ]
+    for engine in options.certify:
+        for dtype in DTYPES:
+            for number in range(1, options.parts + 1):
+                report = options.reports / f"{engine}.{dtype}.{number:02d}"
+                part = ("--part", f"{number}/{options.parts}")
+                found.append(certificate(engine, dtype, report, options.commit, 1, *part))
+    found += [test(name, options.reports) for name in options.tests]
+    names = expand(options.steps) if options.steps else []
+    found += [step(name, options.reports, options.environments) for name in names]
+    options.jobs.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{options.jobs}: {len(found)} jobs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Run commands side by side on the GPUs of one host, until a deadline.
+
+``python tools/gpu_lanes.py JOBS.json --seconds 1500 --lanes 20 --output DIR`` starts the jobs of a
+JSON list in its order. A job is an object:
+
+- ``name``: its log is ``DIR/NAME.log``, and its line in ``DIR/done.jsonl`` has status and seconds;
+- ``command``: a list of words, run in the current folder;
+- ``gpus``: how many GPUs it has to itself. Without it, it shares all GPUs with other jobs of its
+  kind, of which ``--lanes`` run at a time; a job with GPUs of its own waits until all of them have
+  ended, so that measurements are not disturbed;
+- ``environment``: a name in ``--environments FILE``, a JSON object of objects with variables;
+- ``seconds``: after these it is ended, and its processes with it;
+- ``least``: it does not start with fewer seconds left; 0 unless given.
+
+``{limit}`` in a command stands for nine tenths of the seconds that it has. Nothing is repeated. The
+exit status is 1 if a job did not end with 0, or was not started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+POLL_SECONDS = 0.2
+# What a command has to write its results in before its processes are killed.
+GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A command, the GPUs that it has to itself (0: it shares all), and its time in seconds."""
+
+    name: str
+    command: Sequence[str]
+    gpus: int = 0
+    environment: str = ""
+    seconds: float = 600
+    least: float = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A process with the GPUs that it has, and the time at which it is ended."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    begin: float
+    end: float
+    devices: tuple[int, ...]
+    was_stopped: bool = False
+
+
+@dataclass(kw_only=True)
+class Lanes:
+    """The jobs that run, and those that wait.
+
+    Attributes:
+        waiting: jobs in the order in which they start.
+        environments: variables by the name of an environment.
+        output: the folder of logs.
+        devices: the number of GPUs.
+        lanes: jobs that share GPUs at a time.
+        deadline: the time on `time.monotonic` at which all end.
+    """
+
+    waiting: list[Job]
+    environments: Mapping[str, Mapping[str, str]]
+    output: Path
+    devices: int
+    lanes: int
+    deadline: float
+    running: list[Running] = field(default_factory=list[Running])
+    failed: list[str] = field(default_factory=list[str])
+    started: int = 0
+
+    def run(self) -> list[str]:
+        """Run all jobs and return the names of those that failed or did not start."""
+        while self.waiting or self.running:
+            for one in list(self.running):
+                self._look_at(one)
+            while (job := self._next()) is not None:
+                self._start(job)
+            time.sleep(POLL_SECONDS)
+        return self.failed
+
+    def _next(self) -> Job | None:
+        """Return the next job that can start now, and take it and those that cannot any more."""
+        for job in list(self.waiting):
+            left = self.deadline - time.monotonic()
+            if left < max(job.least, 1):
+                self.waiting.remove(job)
+                self._note(job, "not started", 0)
+                continue
+            if self._has_room(job):
+                self.waiting.remove(job)
+                return job
+        return None
+
+    def _has_room(self, job: Job) -> bool:
+        sharing = sum(not one.job.gpus for one in self.running)
+        if not job.gpus:
+            return sharing == len(self.running) and sharing < self.lanes
+        sharing_waits = any(not one.gpus for one in self.waiting)
+        return not sharing and not sharing_waits and len(self._free()) >= job.gpus
+
+    def _free(self) -> list[int]:
+        taken = {device for one in self.running for device in one.devices}
+        return [device for device in range(self.devices) if device not in taken]
+
+    def _start(self, job: Job) -> None:
+        # Commands that share all GPUs put most of their work on the first one that they see.
+        turn = self.started % self.devices
+        order = [*range(turn, self.devices), *range(turn)]
+        devices = tuple(self._free()[: job.gpus]) if job.gpus else ()
+        seconds = min(job.seconds, self.deadline - time.monotonic())
+        command = [word.replace("{limit}", str(int(0.9 * seconds))) for word in job.command]
+        variables = dict(self.environments.get("", {}))
+        if job.environment:
+            variables |= self.environments[job.environment]
+        visible = ",".join(map(str, devices or order))
+        log = (self.output / f"{job.name}.log").open("wb")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables | {"CUDA_VISIBLE_DEVICES": visible},
+            start_new_session=True,
+        )
+        now = time.monotonic()
+        self.started += 1
+        self.running.append(
+            Running(
+                job=job, process=process, log=log, begin=now, end=now + seconds, devices=devices
+            )
+        )
+
+    def _look_at(self, one: Running) -> None:
+        """End a job whose time is over, and take note of one that has ended."""
+        now = time.monotonic()
+        if one.process.poll() is None:
+            if now > one.end + GRACE_SECONDS:
+                os.killpg(one.process.pid, signal.SIGKILL)
+            elif now > one.end and not one.was_stopped:
+                one.was_stopped = True
+                os.killpg(one.process.pid, signal.SIGTERM)
+            return
+        one.log.close()
+        self.running.remove(one)
+        status = one.process.returncode
+        self._note(one.job, "stopped" if one.was_stopped else str(status), now - one.begin)
+
+    def _note(self, job: Job, status: str, seconds: float) -> None:
+        if status != "0":
+            self.failed.append(job.name)
+        line = {"name": job.name, "status": status, "seconds": round(seconds, 1)}
+        with (self.output / "done.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{status:>12} {seconds:7.1f} s  {job.name}", flush=True)
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """Return the jobs of a file.
+
+    Raises:
+        ValueError: a job is not one, or two have one name.
+    """
+    entries: list[dict[str, Any]] = json.loads(path.read_text())
+    known = set(Job.__dataclass_fields__)
+    for entry in entries:
+        if unknown := sorted(set(entry) - known):
+            name = entry.get("name")
+            raise ValueError(f"{path}: {name}: expected {sorted(known)}, got {unknown}")
+    jobs = [Job(**entry) for entry in entries]
+    names = [job.name for job in jobs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path}: expected a name for each job, got {twice} twice")
+    return jobs
+
+
+def main() -> int:
+    """Run the jobs of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--environments", type=Path)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    lanes = Lanes(
+        waiting=read_jobs(options.jobs),
+        environments=json.loads(options.environments.read_text()) if options.environments else {},
+        output=options.output,
+        devices=torch.cuda.device_count(),
+        lanes=options.lanes,
+        deadline=time.monotonic() + options.seconds,
+    )
+    return 1 if lanes.run() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
