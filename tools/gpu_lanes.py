@@ -192,7 +192,7 @@ def read_jobs(path: Path) -> list[Job]:
 
 def main() -> int:
     """Run the jobs of a file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("jobs", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--lanes", type=int, default=8)

@@ -110,13 +110,15 @@ def test_attention_kernels_chosen_by_the_environment_are_refused(
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("chosen", ["", "CUDNN_HOME", "CUDNN_PATH"])
-def test_transformer_engine_is_told_of_torchs_cudnn(
+def test_transformer_engine_is_imported_with_torchs_cudnn_and_the_environment_is_as_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str
 ) -> None:
     parts = tmp_path / "nvidia" / "cudnn" / "lib"
     parts.mkdir(parents=True)
     for name in ("adv", "graph", "ops"):
         (parts / f"libcudnn_{name}.so.9").touch()
+    package = tmp_path / "transformer_engine.py"
+    package.write_text("import os\nseen = os.environ['CUDNN_HOME']\n")
     loaded: list[str] = []
     monkeypatch.setattr(te.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
     monkeypatch.syspath_prepend(tmp_path)
@@ -124,16 +126,16 @@ def test_transformer_engine_is_told_of_torchs_cudnn(
         monkeypatch.delenv(name, raising=False)
     if chosen:
         monkeypatch.setenv(chosen, "own")
+    before = dict(os.environ)
     te.share_cudnn()
-    found = os.environ.get("CUDNN_HOME")
-    monkeypatch.delenv("CUDNN_HOME", raising=False)
-    assert (
-        found
-        == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
-    )
-    assert loaded == (
-        [] if chosen else ["libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_adv.so.9"]
-    )
+    assert os.environ == before
+    imported: Any = sys.modules.pop("transformer_engine", None)
+    if chosen:
+        # Megatron imports it later.
+        assert (imported, loaded) == (None, [])
+    else:
+        assert imported.seen == str(tmp_path / "nvidia" / "cudnn")
+        assert loaded == ["libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_adv.so.9"]
 
 
 def test_absent_or_of_another_version(

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from engine_api.errors import ConfigError, EngineError, PluginUnavailable, Unsup
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_megatron.head import Vocabulary, log_probs
 from engine_megatron.layers import PackedAttention, build_packing
-from engine_megatron.model import build_model, transformer_config
+from engine_megatron.model import build_model, kept_generators, transformer_config
 from engine_megatron.plugin import probe
 from engine_megatron.weights import check_stages, weight_table
 
@@ -589,3 +590,37 @@ def test_weights_are_loaded_into_an_engine_whose_optimizer_state_is_not_a_tensor
     engine.initialize()
     assert engine.load_checkpoint(tmp_path / "step-0").step == 0
     engine.close()
+
+
+def test_inference_leaves_the_generators_that_transformer_engine_draws_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its fused attention moves them also without dropout."""
+
+    @dataclass
+    class Tracker:
+        states: dict[str, torch.Tensor]
+
+        def get_states(self) -> dict[str, torch.Tensor]:
+            return dict(self.states)
+
+        def set_states(self, states: dict[str, torch.Tensor]) -> None:
+            self.states = states
+
+    class Generator:
+        state = torch.tensor([1])
+
+        def rng_state(self) -> torch.Tensor:
+            return self.state
+
+        def set_rng_state(self, state: torch.Tensor) -> None:
+            self.state = state
+
+    tracker, generator = Tracker({"model-parallel-rng": torch.tensor([3])}), Generator()
+    monkeypatch.setattr("engine_megatron.model.get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr("engine_megatron.model.device_of", lambda _: generator)
+    with kept_generators("cuda"):
+        tracker.states["model-parallel-rng"] = torch.tensor([4])
+        generator.state = torch.tensor([2])
+    assert generator.state == torch.tensor([1])
+    assert tracker.states == {"model-parallel-rng": torch.tensor([3])}

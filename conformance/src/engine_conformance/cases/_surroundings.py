@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -90,8 +92,8 @@ class Surroundings:
     """Bytes allocated on the device."""
     daemons: tuple[str, ...]
     """Threads that end with the process, without those of torch's compiler."""
-    descriptors: int
-    """Number of open files and sockets."""
+    descriptors: tuple[str, ...]
+    """What each open descriptor is of: a path, or the kind of another thing, as a socket."""
     temporary: int
     """Number of entries in the folder for temporary files."""
     tensors: int
@@ -164,7 +166,7 @@ def read_surroundings(device: str, imported: frozenset[str]) -> Surroundings:
         imported=imported,
         memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
         daemons=tuple(sorted(_daemons())),
-        descriptors=_count("/proc/self/fd"),
+        descriptors=tuple(sorted(_descriptors())),
         temporary=_count(tempfile.gettempdir()),
         tensors=_tensors(),
     )
@@ -184,6 +186,14 @@ def _tensors() -> int:
 
 def _count(folder: str) -> int:
     return sum(1 for _ in Path(folder).glob("*"))
+
+
+def _descriptors() -> Iterator[str]:
+    """Yield what each open descriptor is of, without the number of a socket or a pipe."""
+    for entry in Path("/proc/self/fd").iterdir():
+        # The one through which the folder is read is closed by now.
+        with suppress(FileNotFoundError):
+            yield re.sub(r"\[\d+\]$", "", str(entry.readlink()))
 
 
 def _daemons() -> Iterator[str]:

@@ -396,11 +396,13 @@ def _leaves_nothing(target: Target, model: Path) -> None:
             (name, old, dict(after.switches)[name]) for name, old in before.switches
         ):
             must(old == new, name, f"{new} after close, {old} before", where=where)
-        left = Counter(after.daemons) - Counter(warm.daemons)
-        more = len(after.daemons) - len(warm.daemons)
-        problem = f"{more} more after a second life: {', '.join(left)}"
-        must(more <= 0, "daemons", problem, where=where)
-        for name in ("groups", "descriptors", "temporary", "tensors"):
+        for name in ("daemons", "descriptors"):
+            old, new = getattr(warm, name), getattr(after, name)
+            more = len(new) - len(old)
+            left = Counter(new) - Counter(old)
+            told = ", ".join(f"{count} x {one}" for one, count in left.items())
+            must(more <= 0, name, f"{more} more after a second life: {told}", where=where)
+        for name in ("groups", "temporary", "tensors"):
             more = getattr(after, name) - getattr(warm, name)
             must(more <= 0, name, f"{more} more after a second life", where=where)
         if target.is_asked_since("1.3"):

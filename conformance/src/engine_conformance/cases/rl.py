@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copyfile
+from typing import Any
 
 import numpy as np
 import torch
@@ -381,14 +382,33 @@ def version(target: Target) -> None:
         )
 
 
-def with_adapter(setup: Setup, batch: PackedDocuments) -> list[RankOutputs]:
-    """Return outputs with the adapter on and off, at the start and after two steps."""
+def attention_of(engine: Any, setup: Setup) -> str:
+    """Return the attention that an engine has chosen, or was asked for before contract 1.3."""
+    if not hasattr(engine, "resolved"):
+        return setup.config.model.attention
+    return engine.resolved()["model.attention"]
+
+
+def base_of(setup: Setup, batch: PackedDocuments) -> tuple[RankOutputs, str]:
+    """Return the outputs of an engine without an adapter, and the attention that it has chosen."""
+    with opened(setup) as engine:
+        outputs = infer_on_rank(engine, InferCall(documents=batch), setup.device)
+        return outputs, attention_of(engine, setup)
+
+
+def with_adapter(setup: Setup, batch: PackedDocuments) -> tuple[list[RankOutputs], str]:
+    """Return outputs with the adapter on and off, at the start and after two steps.
+
+    The attention that the engine has chosen is returned, too.
+    """
     calls = [InferCall(documents=batch, adapter=on) for on in (True, False)]
     with opened(setup) as engine:
+        attention = attention_of(engine, setup)
         outputs = [infer_on_rank(engine, call, setup.device) for call in calls]
         for _ in range(2):
             step(engine, setup, batch)
-        return outputs + [infer_on_rank(engine, call, setup.device) for call in calls]
+        outputs += [infer_on_rank(engine, call, setup.device) for call in calls]
+        return outputs, attention
 
 
 @case(id="rl.reference", profile="rl", requires=(Capability.LORA,))
@@ -396,7 +416,7 @@ def reference(target: Target) -> float:
     """The policy with its adapter off MUST be the base model's reference bit for bit.
 
     The first KL is exactly 0. Before and after steps, as an engine without any adapter
-    computes it.
+    computes it. If the two choose other attention, it is asked for the policy's.
 
     If this fails: base weights are merged and unmerged again, and rounded; the
     adapter's dropout or scale stays on.
@@ -404,12 +424,17 @@ def reference(target: Target) -> float:
     model = target.model(tied=False)
     batch = documents(113, "uneven")
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
-    rows = target.run(
+    ranks = target.run(
         with_adapter, target.config(model, lora=lora, optimizer=OPTIMIZER), batch=batch
     )
     call = InferCall(documents=batch)
-    on, off, trained, again = (merged(call, [row[i] for row in rows]) for i in range(4))
-    base = merged(call, target.run(fresh, target.config(model), batch=batch))
+    on, off, trained, again = (merged(call, [outputs[i] for outputs, _ in ranks]) for i in range(4))
+    attention, config = ranks[0][1], target.config(model)
+    others = target.run(base_of, config, batch=batch)
+    if others[0][1] != attention:
+        alike = replace(config, model=replace(config.model, attention=attention))
+        others = target.run(base_of, alike, batch=batch)
+    base = merged(call, [outputs for outputs, _ in others])
     assert_bitwise(off, base, name="outputs with the adapter off")
     assert_bitwise(on, base, name="outputs with a new adapter")
     assert_bitwise(again, base, name="outputs with the adapter off, after steps")

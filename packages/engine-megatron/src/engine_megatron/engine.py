@@ -43,6 +43,7 @@ from engine_megatron.mechanisms import find_local_mechanism
 from engine_megatron.model import (
     Forward,
     build_model,
+    kept_generators,
     release_model,
     token_multiple,
     transformer_config,
@@ -249,6 +250,8 @@ class MegatronEngine(BaseEngine):
     def _inference(self, adapter: bool) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(super()._inference(adapter))
+            if self.shape.spec == "te":
+                stack.enter_context(kept_generators(self.device_type))
             if not adapter:
                 stack.enter_context(lora.disabled(self.forward.chunks))
             yield

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import EngineConfig, LoraConfig
+from engine_api.devices import device_of
 from engine_api.results import TokenOutputs
 from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
@@ -358,6 +360,23 @@ def release_model(chunks: nn.ModuleList) -> None:
         if (dispatcher := getattr(layer, "token_dispatcher", None)) is not None:
             vars(dispatcher).clear()
     RotaryEmbedding.forward.cache_clear()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def kept_generators(device_type: str) -> Iterator[None]:
+    """Leave the generators of the device and of Megatron's layers as they were before.
+
+    Transformer Engine's fused attention takes numbers from them also without dropout.
+    """
+    device = device_of(device_type)
+    tracker: Any = get_cuda_rng_tracker()
+    before, tracked = device.rng_state(), tracker.get_states()
+    try:
+        yield
+    finally:
+        tracker.set_states(tracked)
+        if before is not None:
+            device.set_rng_state(before)
 
 
 def _add_generators() -> None:

@@ -1,7 +1,4 @@
-"""Transformer Engine: the choice of its layer spec, and its demands on a configuration.
-
-Transformer Engine is imported for FP8 alone.
-"""
+"""Transformer Engine: the choice of its layer spec, and its demands on a configuration."""
 
 from __future__ import annotations
 
@@ -128,13 +125,13 @@ def _unfit(config: EngineConfig) -> str | None:
 
 
 def share_cudnn() -> None:
-    """Let Transformer Engine use the cuDNN that torch brings, unless the environment names one.
+    """Import Transformer Engine with the cuDNN that torch brings, unless the environment names one.
 
-    This must be called before Transformer Engine is imported. Transformer Engine looks for the
+    This must be called before Megatron imports it. Transformer Engine looks for the
     system's cuDNN first (2.20.2, ``common``), and its own library is linked to cuDNN's parts. torch
     loads a part when it first needs it. Where torch has loaded some parts by then, the loader would
     take the remaining ones from the system, and the import ends with an undefined symbol. So every
-    part is loaded here, from one folder.
+    part is loaded here, from one folder. The environment is as before afterwards.
     """
     chosen = any(name in os.environ for name in ("CUDNN_HOME", "CUDNN_PATH"))
     if chosen or not is_installed() or importlib.util.find_spec("nvidia") is None:
@@ -143,12 +140,17 @@ def share_cudnn() -> None:
     if spec is None or not spec.submodule_search_locations:
         return
     home = Path(next(iter(spec.submodule_search_locations)))
-    os.environ["CUDNN_HOME"] = str(home)
     parts = {
         part.name.partition(".")[0]: part for part in sorted((home / "lib").glob("libcudnn*.so.*"))
     }
     for name in sorted(parts, key=lambda name: (name not in _CUDNN_FIRST, name)):
         ctypes.CDLL(str(parts[name]), mode=ctypes.RTLD_GLOBAL)
+    # It is read at the import alone.
+    os.environ["CUDNN_HOME"] = str(home)
+    try:
+        importlib.import_module(_DISTRIBUTIONS[0])
+    finally:
+        del os.environ["CUDNN_HOME"]
 
 
 def check_environment() -> None:
