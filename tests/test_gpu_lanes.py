@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -84,10 +85,12 @@ def test_a_job_does_not_start_with_less_time_than_it_wants(
 
 
 def test_a_job_has_its_environment_and_its_limit(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "import os; print(os.environ['A'], os.environ['B'], {limit})")
-    job = Job(name="told", command=command, environment="mine", seconds=100)
-    assert run(tmp_path, job, **{"": {"A": "1", "B": "2"}, "mine": {"B": "3"}}).failed == []
-    assert (tmp_path / "told.log").read_text() == "1 3 90\n"
+    command = (sys.executable, "-c", "import os; print(*map(os.environ.get, 'ABC'), {limit})")
+    own = {"C": "4"}
+    job = Job(name="told", command=command, environment="mine", variables=own, seconds=100)
+    environments = {"": {"A": "1", "B": "2"}, "mine": {"B": "3", "C": "5"}}
+    assert run(tmp_path, job, **environments).failed == []
+    assert (tmp_path / "told.log").read_text() == "1 3 4 90\n"
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,35 @@ def test_a_wrong_list_of_jobs_is_refused(
     path.write_text(json.dumps(jobs))
     with pytest.raises(ValueError, match=told):
         read_jobs(path)
+
+
+def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: Path) -> None:
+    tools = Path(__file__).resolve().parent.parent / "tools"
+    jobs = tmp_path / "jobs.json"
+    subprocess.run(
+        [
+            *(sys.executable, str(tools / "gpu_jobs.py"), str(jobs), "--reports", str(tmp_path)),
+            *("--commit", "0" * 40, "--certify", "megatron", "--parts", "2", "--renew", "fsdp2"),
+            *("--tests", "fsdp2-gpu", "--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8"),
+        ],
+        check=True,
+    )
+    written = {job.name: job for job in read_jobs(jobs)}
+    assert {name: job.environment for name, job in written.items()} == {
+        "fsdp2.float32": "fsdp2",
+        "fsdp2.bfloat16": "fsdp2",
+        **{
+            f"megatron.{dtype}.{number:02d}": "megatron"
+            for dtype in ("float32", "bfloat16")
+            for number in (1, 2)
+        },
+        "fsdp2-gpu": "fsdp2",
+        "mfu-8b-2-fsdp2": "fsdp2",
+        "sync-8b-fp8": "vllm",
+        "sync-engines-8b-fp8": "all",
+    }
+    assert (tmp_path / "fsdp2.float32" / "report.json").is_file()
+    # What measures has its GPUs to itself, and reads what it is asked as its own program does.
+    for name, gpus in (("mfu-8b-2-fsdp2", 2), ("sync-8b-fp8", 1)):
+        assert written[name].gpus == gpus
+        subprocess.run([*written[name].command, "--list"], check=True, cwd=tools.parent)

@@ -29,6 +29,8 @@ from benchmarks.suite import STEPS, expand
 
 DTYPES = ("float32", "bfloat16")
 REPORTS = ROOT / "conformance" / "reports"
+# Many ranks share a GPU and its host: each takes one thread, and little memory for NCCL.
+SHARING = {"OMP_NUM_THREADS": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
 # Names, folders with arguments of pytest, and variables that say "on the GPU".
 TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "megatron-families": (
@@ -48,6 +50,7 @@ def certificate(
     return {
         "name": report.name,
         "environment": engine,
+        "variables": SHARING,
         "command": [
             *(sys.executable, "-m", "engine_conformance", name, *arguments),
             *("--dtype", dtype, "--certify", "--commit", commit, "--lanes", str(lanes)),
@@ -73,16 +76,16 @@ def test(name: str, folder: Path) -> dict[str, Any]:
     return {"name": name, "environment": environment, "command": command, "seconds": 600}
 
 
-def step(name: str, folder: Path, environments: str) -> dict[str, Any]:
+def step(name: str, folder: Path) -> dict[str, Any]:
     """Return the job of a step of the suite of benchmarks."""
     chosen = STEPS[name]
     command = [sys.executable, "-m", "benchmarks.suite", "--only", name]
-    command += ["--output", str(folder / name), "--environments", environments]
+    command += ["--output", str(folder / name)]
     return {
         "name": name,
         "command": command,
         "gpus": chosen.gpus,
-        "environment": "" if chosen.backend else "all" if "engines" in name else "vllm",
+        "environment": chosen.backend or ("all" if "engines" in name else "vllm"),
         "seconds": chosen.seconds + 20,
         "least": 45,
     }
@@ -105,7 +108,6 @@ def main() -> None:
     parser.add_argument("--renew-lanes", type=int, default=2)
     parser.add_argument("--tests", type=words, default=[], help=",".join(TESTS))
     parser.add_argument("--steps", default="")
-    parser.add_argument("--environments", default="")
     options = parser.parse_args()
     options.reports.mkdir(parents=True, exist_ok=True)
     found = [
@@ -121,7 +123,7 @@ def main() -> None:
                 found.append(certificate(engine, dtype, report, options.commit, 1, *part))
     found += [test(name, options.reports) for name in options.tests]
     names = expand(options.steps) if options.steps else []
-    found += [step(name, options.reports, options.environments) for name in names]
+    found += [step(name, options.reports) for name in names]
     options.jobs.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{options.jobs}: {len(found)} jobs")
 

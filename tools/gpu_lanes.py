@@ -8,7 +8,9 @@ JSON list in its order. A job is an object:
 - ``gpus``: how many GPUs it has to itself. Without it, it shares all GPUs with other jobs of its
   kind, of which ``--lanes`` run at a time; a job with GPUs of its own waits until all of them have
   ended, so that measurements are not disturbed;
-- ``environment``: a name in ``--environments FILE``, a JSON object of objects with variables;
+- ``environment``: a name in ``--environments FILE``, a JSON object of objects with variables. Those
+  of the name "" are every job's;
+- ``variables``: some of its own, which come last;
 - ``seconds``: after these it is ended, and its processes with it;
 - ``least``: it does not start with fewer seconds left; 0 unless given.
 
@@ -45,6 +47,7 @@ class Job:
     command: Sequence[str]
     gpus: int = 0
     environment: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
     seconds: float = 600
     least: float = 0
 
@@ -129,6 +132,7 @@ class Lanes:
         variables = dict(self.environments.get("", {}))
         if job.environment:
             variables |= self.environments[job.environment]
+        variables |= job.variables
         visible = ",".join(map(str, devices or order))
         log = (self.output / f"{job.name}.log").open("wb")
         process = subprocess.Popen(
