@@ -54,7 +54,13 @@ from engine_api import (
     sft_loss,
 )
 from engine_trainer.config import SFTConfig
-from engine_trainer.config.sections import DataSection, EngineSection, RunSection
+from engine_trainer.config.sections import (
+    AUTO,
+    DataSection,
+    EngineSection,
+    MemorySection,
+    RunSection,
+)
 from engine_trainer.placement.automatic import settle
 from engine_trainer.placement.spmd import Spmd
 
@@ -238,10 +244,14 @@ def choose(options: argparse.Namespace, entry: Entry) -> EngineConfig:
         parallelism=entry.layout,
         options=json.loads(options.options).get(entry.backend, {}),
     )
+    longest = None
+    if options.max_tokens == AUTO:
+        section = replace(section, memory=MemorySection(max_tokens=AUTO))
+        longest = options.document
     config = SFTConfig(
         engine=section,
         # Neither is read: the documents are random, and nothing is written.
-        data=DataSection(source=folder),
+        data=DataSection(source=folder, max_length=longest),
         run=RunSection(output_dir=folder, steps=1),
     )
     settled, _ = settle(config, Spmd())
@@ -432,7 +442,9 @@ def main() -> None:
         help="of the computation, NAME[:RECIPE] by commas; default: bfloat16, float32 on cpu",
     )
     parser.add_argument(
-        "--max-tokens", type=int, help="tokens of a micro-batch; default: a step is one"
+        "--max-tokens",
+        help="of a micro-batch; default: a step is one; auto, with --defaults: what the trainer "
+        "chooses for documents of --document tokens",
     )
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--chunk", type=int, default=4096)
@@ -452,6 +464,8 @@ def main() -> None:
     options = parser.parse_args()
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     words = options.precision.split(",")
+    if options.max_tokens == AUTO and options.defaults != "only":
+        parser.error("--max-tokens auto: only engine-train chooses it: add --defaults")
     if options.defaults == "only" and len(words) > 1:
         parser.error("--defaults: one precision, which engine-train chooses")
     layouts = entries(options.backend)

@@ -213,6 +213,16 @@ def engines(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
     return steps
 
 
+def automatic(
+    name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1
+) -> dict[str, Step]:
+    """Return a step for each engine at its defaults, but with ``max_tokens: auto``."""
+    given = (*arguments, "--defaults", "--max-tokens", "auto")
+    return {
+        f"{name}-{backend}": mfu(backend, shape, seconds, *given, gpus=gpus) for backend in BEST
+    }
+
+
 def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> dict[str, Step]:
     """Return a step for each engine that recomputes nothing, in micro-batches of 8,192 tokens.
 
@@ -440,6 +450,8 @@ STEPS = {
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
     "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),
+    **automatic("auto-1.7b", "1.7b", 200, *WORK, "--tokens", "32768"),
+    **automatic("auto-8b-2", "8b", 300, *WORK, gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
     "mechanisms": Step(
         command=("-m", "benchmarks.mechanisms", "--output", "runs/mechanisms"), seconds=590
@@ -556,6 +568,10 @@ GROUPS = {
     "host": [name for name in STEPS if name.startswith("host-")],
     "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
+    **{
+        group: [name for name in STEPS if name.startswith(f"{group}-")]
+        for group in ("auto-1.7b", "auto-8b-2")
+    },
     "mfu-8b-2-kept": [name for name in STEPS if name.startswith("mfu-8b-2-kept-")],
 }
 GROUPS["mfu-8b-2"] = [

@@ -35,6 +35,14 @@ def test_a_group_has_each_engine_at_its_best_and_at_its_defaults(group: str) -> 
     assert not [name for name in names if "long" in name or "kept" in name]
 
 
+@pytest.mark.parametrize("group", ["auto-1.7b", "auto-8b-2"])
+def test_each_engine_has_a_step_whose_micro_batches_the_trainer_chooses(group: str) -> None:
+    """All else is as at the defaults."""
+    assert expand(group) == [f"{group}-{engine}" for engine in ENGINES]
+    for name in expand(group):
+        assert STEPS[name].command[-3:] == ("--defaults", "--max-tokens", "auto")
+
+
 def test_defaults_are_measured_beside_the_best_settings_in_training_and_in_rl() -> None:
     """A step of training measures both, and those of RL are two for each model."""
     names = expand("defaults")

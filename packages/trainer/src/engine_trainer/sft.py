@@ -16,6 +16,7 @@ from engine_api.losses import sft_loss, where_counted
 from engine_api.registry import EngineRegistry
 from engine_api.results import TrainOutput
 from engine_trainer.config import EngineSection, SFTConfig
+from engine_trainer.config.sections import token_budget
 from engine_trainer.data import (
     ChatTokenizer,
     Document,
@@ -184,7 +185,7 @@ class _Heldout:
                 section,
                 positions_of(model),
                 key,
-                budget=config.engine.memory.max_tokens,
+                budget=token_budget(config.engine.memory, config.data.max_length),
                 patches=config.engine.memory.max_patches,
             )
             texts[name] = questions(examples)
@@ -206,7 +207,7 @@ class _Data:
             tokenizer,
             config.data,
             positions_of(config.engine.model),
-            budget=config.engine.memory.max_tokens,
+            budget=token_budget(config.engine.memory, config.data.max_length),
             patches=config.engine.memory.max_patches,
         )
         heldout = _Heldout.load(config, tokenizer)

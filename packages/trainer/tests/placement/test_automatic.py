@@ -18,6 +18,7 @@ from engine_api.errors import ConfigError
 from engine_api.plugin import CONTRACT, EnginePlugin
 from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, RolloutSection, SFTConfig
 from engine_trainer.config.loading import flatten, from_tree, to_plain
+from engine_trainer.config.sections import token_budget
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import Decoder
 from engine_trainer.placement.automatic import check_kept, keep, list_automatic, settle
@@ -169,6 +170,73 @@ def test_activations_are_recomputed_where_they_do_not_fit(
     config = configure(SFTConfig, folder, DPO, memory={"max_tokens": tokens})
     _, choices = choose(config, Launcher("cuda", free=free * GIB))
     assert choices["engine.memory.recompute"] == want
+
+
+@pytest.mark.parametrize(
+    ("cls", "free", "longest", "recompute", "want"),
+    [
+        # 16,384 tokens need 35.9 GiB, 32,768 need 57.0 and 8,192 need 25.4.
+        (SFTConfig, 140, None, "auto", (32768, "none")),
+        (SFTConfig, 45, None, "auto", (16384, "none")),
+        (SFTConfig, 30, 8192, "auto", (8192, "none")),
+        # Documents of more than 8,192 tokens may come.
+        (SFTConfig, 30, None, "auto", (16384, "full")),
+        (SFTConfig, 30, 8193, "auto", (16384, "full")),
+        (DPOConfig, 30, 4097, "auto", (16384, "full")),
+        (DPOConfig, 30, 4096, "auto", (8192, "none")),
+        # With the 256 tokens of a completion.
+        (RLConfig, 30, 8000, "auto", (16384, "full")),
+        (RLConfig, 30, 7936, "auto", (8192, "none")),
+        # Where all is recomputed, much fits; where nothing is, as little as possible is tried.
+        (SFTConfig, 30, 512, "full", (32768, "full")),
+        (SFTConfig, 12, 512, "none", (4096, "none")),
+        (SFTConfig, 140, 50000, "auto", (50000, "none")),
+        (SFTConfig, 45, 20000, "auto", (20000, "full")),
+    ],
+)
+def test_a_micro_batch_is_as_large_as_fits_without_recomputation(
+    folder: Path, cls: Any, free: int, longest: int | None, recompute: str, want: tuple[int, str]
+) -> None:
+    tree = RL | {"rollout": {"name": "local"}} if cls is RLConfig else DPO
+    tree = tree | {"data": DPO["data"] | {"max_length": longest}}
+    config = configure(cls, folder, tree, memory={"max_tokens": "auto", "recompute": recompute})
+    settled, choices = choose(config, Launcher("cuda", free=free * GIB))
+    assert (settled.engine.memory.max_tokens, settled.engine.memory.recompute) == want
+    assert choices["engine.memory.max_tokens"] == want[0]
+    assert sorted(choices) == sorted(list_automatic(config))
+
+
+def test_documents_that_auto_makes_room_for_are_not_too_long_before_it_is_settled(
+    folder: Path,
+) -> None:
+    for given, longest, budget in (
+        ("auto", 20000, None),
+        ("auto", None, 16384),
+        (512, 20000, 512),
+    ):
+        tree = DPO | {"data": DPO["data"] | {"max_length": longest}}
+        config = configure(SFTConfig, folder, tree, memory={"max_tokens": given})
+        assert token_budget(config.engine.memory, config.data.max_length) == budget
+        settled, _ = choose(config, Launcher("cpu"))
+        assert settled.engine.memory.max_tokens >= (budget or longest or 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "tree", "engine"),
+    [
+        ("cpu", DPO, {}),
+        ("cuda", DPO, {"optimizer": None}),
+        ("cuda", RL | {"rollout": {"name": "vllm", "sleep": False}}, {}),
+    ],
+)
+def test_a_micro_batch_is_of_the_usual_size_where_nothing_is_estimated(
+    folder: Path, device: str, tree: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    cls = RLConfig if "reward" in tree else SFTConfig
+    config = configure(cls, folder, tree, memory={"max_tokens": "auto"}, **engine)
+    settled, choices = choose(config, Launcher(device))
+    assert settled.engine.memory.max_tokens == 16384
+    assert choices["engine.memory.max_tokens"] == 16384
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,16 @@ class PrecisionSection(Precision):
 class MemorySection(Memory):
     """Settings that trade time for memory."""
 
+    max_tokens: int | Literal["auto"] = 16384  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Largest number of tokens in a micro-batch of a data-parallel rank, before padding. A document
+    is never cut, so that the longest one must fit.
+
+    ``auto`` is the largest of 32768, 16384, 8192 and 4096 whose estimated memory fits into the
+    device's free memory without recomputation. Less than 16384 is chosen only where
+    ``data.max_length`` (in ``rl`` with ``rollout.max_new_tokens``) bounds the documents to it, and
+    more than 32768 where it allows longer ones. On a CPU it is 16384, or what that bound needs.
+    """
+
     logit_chunk: int | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Number of tokens whose logits exist at the same time on a rank.
 
@@ -80,6 +90,18 @@ class MemorySection(Memory):
     ``parallelism.tp: 1`` and its weights on the device, and false elsewhere. With ``float8``, which
     is slower than ``bfloat16`` without it, it is also true where the engine only infers.
     """
+
+
+def token_budget(memory: MemorySection, longest: int | None) -> int | None:
+    """Return the tokens of a document that fit into a micro-batch, or None where all will fit.
+
+    Args:
+        memory: the section of the engine, of which nothing may have been chosen yet.
+        longest: the limit of a document (``data.max_length``), which ``auto`` makes room for.
+    """
+    if memory.max_tokens != AUTO:
+        return memory.max_tokens
+    return Memory().max_tokens if longest is None else None
 
 
 @dataclass(frozen=True, kw_only=True)

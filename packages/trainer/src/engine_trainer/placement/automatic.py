@@ -16,7 +16,7 @@ from engine_api.capabilities import Capability
 from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
-from engine_trainer.config import Config, RLConfig
+from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
@@ -31,12 +31,17 @@ SERVERS = ("vllm", "sglang")
 LOGIT_BYTES = 1 << 30
 """Largest size of the logits of a chunk that ``logit_chunk: auto`` chooses."""
 
+# Numbers of tokens of a micro-batch that ``max_tokens: auto`` chooses from.
+_MICRO_BATCHES = (32768, 16384, 8192, 4096)
+
 # A chunk's number of tokens is a multiple of this, for few shapes of matrix products.
 _CHUNK_STEP = 256
 
 # Share of the free memory that the estimate may fill. The rest is for what it does not count: the
 # allocator's gaps, workspaces of kernels and communication, and a server that sleeps.
 _USABLE = 0.9
+
+_AWAKE = "a server that stays awake takes the rest of the device's memory"
 
 # The capability that a value needs, and the value that needs none.
 _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
@@ -86,7 +91,7 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     device, capabilities = launcher.resolve(config.engine)
     around = Surroundings(device=device, capabilities=capabilities)
     if device != "cpu" and any(
-        one.memory.recompute == AUTO and one.optimizer is not None
+        AUTO in (one.memory.recompute, one.memory.max_tokens) and one.optimizer is not None
         for one in _sections(config).values()
     ):
         around = replace(around, free=launcher.free_memory(device))
@@ -295,6 +300,9 @@ def _settle_engine(
     if section.memory.logit_chunk == AUTO:
         choose("logit_chunk", *_choose_chunk(section, text))
     section = replace(section, memory=replace(section.memory, **chosen))
+    if section.memory.max_tokens == AUTO:
+        choose("max_tokens", *_choose_max_tokens(section, around, config, rollout, text))
+        section = replace(section, memory=replace(section.memory, max_tokens=chosen["max_tokens"]))
     if section.memory.recompute == AUTO:
         choose("recompute", *_choose_recompute(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
@@ -339,6 +347,47 @@ def _choose_chunk(section: EngineSection, text: Any) -> tuple[int, str]:
     return tokens, f"logits of {tokens * each / GIB:.2f} GiB"
 
 
+def _choose_max_tokens(
+    section: EngineSection,
+    around: Surroundings,
+    config: Config,
+    rollout: RolloutSection | None,
+    text: Any,
+) -> tuple[int, str]:
+    longest = _longest_documents(config)
+    usual = max(Memory().max_tokens, longest or 0)
+    if text is None:
+        return usual, "on a CPU"
+    if section.optimizer is None:
+        return usual, "an engine that only infers"
+    if rollout is not None and _stays_awake_colocated(config, rollout):
+        return usual, _AWAKE
+    decoder = Decoder.of(text)
+    if decoder is None:
+        return usual, f"unknown whether it fits: {Decoder.why_unknown(text)}"
+    sizes = [size for size in _MICRO_BATCHES if size >= (longest or usual)]
+    if not sizes:
+        return usual, "the longest documents"
+    usable = _usable_bytes(around)
+    needs = {
+        size: _needed_bytes(
+            replace(section, memory=replace(section.memory, max_tokens=size)),
+            around,
+            config,
+            rollout,
+            decoder,
+        )
+        for size in sizes
+    }
+    for size, need in needs.items():
+        if need <= usable:
+            return size, f"needs {need / GIB:.1f} GiB, {usable / GIB:.1f} GiB are usable"
+    least = sizes[-1]
+    why = f"even {least} need {needs[least] / GIB:.1f} GiB, {usable / GIB:.1f} GiB are usable"
+    # Recomputation, which is chosen then, needs no smaller micro-batches.
+    return usual if section.memory.recompute == AUTO else least, why
+
+
 def _choose_recompute(
     section: EngineSection,
     around: Surroundings,
@@ -353,18 +402,46 @@ def _choose_recompute(
     if Capability.RECOMPUTE not in around.capabilities:
         return "none", "the engine declares no recompute"
     if rollout is not None and _stays_awake_colocated(config, rollout):
-        return "full", "a server that stays awake takes the rest of the device's memory"
+        return "full", _AWAKE
     decoder = Decoder.of(text)
     if decoder is None:
         return "none", f"unknown whether it fits: {Decoder.why_unknown(text)}"
+    usable = _usable_bytes(around)
+    need = _needed_bytes(section, around, config, rollout, decoder)
+    what = f"needs {need / GIB:.1f} GiB without it, {usable / GIB:.1f} GiB are usable"
+    return ("none" if need <= usable else "full"), what
+
+
+def _longest_documents(config: Config) -> int | None:
+    """Return the tokens that must fit into a micro-batch, or None where nothing bounds them."""
+    limit = config.data.max_length
+    if limit is None:
+        return None
+    if isinstance(config, RLConfig):
+        return limit + config.rollout.max_new_tokens
+    # Both documents of a pair.
+    return limit * (2 if isinstance(config, DPOConfig | RewardModelConfig) else 1)
+
+
+def _usable_bytes(around: Surroundings) -> float:
+    """Return the bytes that the estimate may fill on the rank that has the fewest."""
+    return min(_free_of_ranks(around.free)) * _USABLE
+
+
+def _needed_bytes(
+    section: EngineSection,
+    around: Surroundings,
+    config: Config,
+    rollout: RolloutSection | None,
+    decoder: Decoder,
+) -> float:
+    """Return the estimated bytes of a rank that trains. ``recompute: auto`` counts as ``none``."""
     built = section.build(seed=0, total_steps=1)
-    usable = min(_free_of_ranks(around.free)) * _USABLE
+    recompute = built.memory.recompute == "full"
     state = _state_bytes(config, around) / len(around.free)
     if rollout is not None and rollout.name == "local" and not rollout.sleep:
         state += memory.rollout_bytes(rollout, built)
-    need = state + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
-    what = f"needs {need / GIB:.1f} GiB without it, {usable / GIB:.1f} GiB are usable"
-    return ("none" if need <= usable else "full"), what
+    return state + decoder.gathered(built) + decoder.micro_batch(built, recompute=recompute)
 
 
 def _stays_awake_colocated(config: Config, rollout: RolloutSection) -> bool:

@@ -16,6 +16,7 @@ from engine_trainer.algorithms.preference import LinearLoss
 from engine_trainer.algorithms.unpaired import LabelledRows, UnpairedObjective
 from engine_trainer.config import KTOConfig
 from engine_trainer.config.preferences import KTOSection
+from engine_trainer.config.sections import token_budget
 from engine_trainer.data import ChatTokenizer, positions_of
 from engine_trainer.data.datasets import Document as Tokens
 from engine_trainer.data.labelled import LabelledDataset
@@ -234,7 +235,7 @@ def _load(config: KTOConfig, tokenizer: ChatTokenizer) -> LabelledData:
     section = config.data
     assert section.source is not None  # the configuration checks it
     context = positions_of(config.engine.model)
-    budget = config.engine.memory.max_tokens
+    budget = token_budget(config.engine.memory, config.data.max_length)
     train = LabelledDataset.read(
         section.source,
         section.split,

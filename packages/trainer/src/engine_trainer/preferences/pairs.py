@@ -11,6 +11,7 @@ import torch
 from engine_api.batch import Batch
 from engine_trainer.algorithms.preference import LinearLoss, PairObjective, Pairs
 from engine_trainer.config import DPOConfig, RewardModelConfig
+from engine_trainer.config.sections import token_budget
 from engine_trainer.data import ChatTokenizer, positions_of
 from engine_trainer.data.preferences import Pair, PairDataset
 from engine_trainer.preferences.loop import (
@@ -156,7 +157,7 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     section = config.data
     assert section.source is not None  # the configurations check it
     context = positions_of(config.engine.model)
-    budget = config.engine.memory.max_tokens
+    budget = token_budget(config.engine.memory, config.data.max_length)
     spare = 1 if isinstance(config, RewardModelConfig) else 0
     margin = config.rm.margin if isinstance(config, RewardModelConfig) else None
     train = PairDataset.read(

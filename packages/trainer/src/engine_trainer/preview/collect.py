@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import Config, KTOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config.sections import token_budget
 from engine_trainer.data import (
     ChatTokenizer,
     Document,
@@ -115,7 +116,7 @@ def collect(config: Config, task: str) -> Preview:
         config.data,
         context,
         prompts=prompts,
-        budget=None if prompts else config.engine.memory.max_tokens,
+        budget=None if prompts else token_budget(config.engine.memory, config.data.max_length),
         spare=1 if isinstance(config, RewardModelConfig) else 0,
     )
     judge = _Judge(config, bound, padding)

@@ -86,7 +86,7 @@ def _build_for_gpus(section: EngineSection) -> EngineConfig:
 
 
 def _times(config: Config, preview: Preview, shape: Shape, gpus: int) -> Iterator[str]:
-    micro_batch = config.engine.memory.max_tokens
+    micro_batch = config.engine.build(seed=0, total_steps=1).memory.max_tokens
     if not isinstance(config, RLConfig):
         lengths = [row.length for row in preview.rows if row.fate in ("kept", "cut")]
         documents = 2 if preview.task in ("dpo", "rm") else 1
