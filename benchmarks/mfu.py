@@ -186,6 +186,11 @@ def entries(text: str) -> list[Entry]:
     return found
 
 
+def read_micro_batch(text: str) -> int | str:
+    """Return a number of tokens, or ``auto``."""
+    return text if text == AUTO else int(text)
+
+
 def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
     """Return the largest number of tokens in a micro-batch.
 
@@ -194,7 +199,7 @@ def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
     ``ValueError`` when the documents are too few.
     """
     if options.max_tokens:
-        return int(options.max_tokens)
+        return options.max_tokens
     # These ranks share their documents.
     own = options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses
     if layout.pp == 1:
@@ -443,6 +448,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--max-tokens",
+        type=read_micro_batch,
         help="of a micro-batch; default: a step is one; auto, with --defaults: what the trainer "
         "chooses for documents of --document tokens",
     )
@@ -465,7 +471,7 @@ def main() -> None:
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
     words = options.precision.split(",")
     if options.max_tokens == AUTO and options.defaults != "only":
-        parser.error("--max-tokens auto: only engine-train chooses it: add --defaults")
+        parser.error("--max-tokens auto: expected --defaults, without `beside`")
     if options.defaults == "only" and len(words) > 1:
         parser.error("--defaults: one precision, which engine-train chooses")
     layouts = entries(options.backend)

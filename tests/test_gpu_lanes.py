@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from gpu_lanes import Job, Lanes, read_jobs
+from gpu_lanes import Job, Lanes, Running, check_environments, read_jobs
+
+kill = Running.kill
 
 TELL = (
     "import os, sys, time; from pathlib import Path; p = Path(sys.argv[1]);"
@@ -66,11 +69,27 @@ def test_jobs_that_share_gpus_run_first_and_see_all_of_them(
     assert both[0] > max(one[1], other[1])
 
 
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["its group", "a group of its own"])
 def test_a_job_ends_at_its_time_and_what_it_had_started_too(
-    tmp_path: Path, made: Callable[..., Job]
+    tmp_path: Path, made: Callable[..., Job], apart: bool
 ) -> None:
-    lanes = run(tmp_path, made("long", "time.sleep(10**6)", seconds=1), made("wrong", "1 / 0"))
+    ignores = (
+        "import os, pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(10**6)"
+    )
+    child = tmp_path / "child"
+    command = [sys.executable, "-c", ignores, str(child)]
+    starts = f"import subprocess; subprocess.Popen({command}, start_new_session={apart}).wait()"
+    long = made("long", starts, seconds=3)
+    lanes = run(tmp_path, long, made("wrong", "1 / 0"))
     assert lanes.failed == ["wrong", "long"]
+    pid = int(child.read_text())
+    while not is_gone(pid):
+        time.sleep(0.01)
     lines = [json.loads(line) for line in (tmp_path / "done.jsonl").read_text().splitlines()]
     assert {line["name"]: line["status"] for line in lines} == {"wrong": "1", "long": "stopped"}
     assert "ZeroDivisionError" in (tmp_path / "wrong.log").read_text()
@@ -82,6 +101,35 @@ def test_a_job_does_not_start_with_less_time_than_it_wants(
     lanes = run(tmp_path, made("late", least=301), made("short"))
     assert lanes.failed == ["late"]
     assert not (tmp_path / "late").exists()
+
+
+def test_a_job_that_wants_more_gpus_than_there_are_is_not_waited_for(
+    tmp_path: Path, made: Callable[..., Job]
+) -> None:
+    lanes = run(tmp_path, made("large", gpus=3), made("small", gpus=1), seconds=10**6)
+    assert lanes.failed == ["large"]
+    assert told(tmp_path, "small")
+
+
+def test_an_error_in_between_ends_the_jobs(
+    tmp_path: Path, made: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Job(name="absent", command=(str(tmp_path / "no such program"),))
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(
+        "gpu_lanes.Running.kill", lambda one: started.append(one.process) or kill(one)
+    )
+    with pytest.raises(FileNotFoundError):
+        run(tmp_path, made("long", "time.sleep(10**6)"), absent)
+    [process] = started
+    assert process.wait() < 0
+
+
+def test_a_job_without_its_environment_is_refused_before_any_starts() -> None:
+    job = Job(name="one", command=(), environment="megatron")
+    check_environments([job], {"megatron"})
+    with pytest.raises(ValueError, match=r"job one: .*\(fsdp2\), got 'megatron'"):
+        check_environments([job], {"", "fsdp2"})
 
 
 def test_a_job_has_its_environment_and_its_limit(tmp_path: Path) -> None:
@@ -116,7 +164,8 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
         [
             *(sys.executable, str(tools / "gpu_jobs.py"), str(jobs), "--reports", str(tmp_path)),
             *("--commit", "0" * 40, "--certify", "megatron", "--parts", "2", "--renew", "fsdp2"),
-            *("--tests", "fsdp2-gpu", "--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8"),
+            *("--tests", "megatron-families"),
+            *("--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8,sglang-smoke"),
         ],
         check=True,
     )
@@ -129,11 +178,13 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
             for dtype in ("float32", "bfloat16")
             for number in (1, 2)
         },
-        "fsdp2-gpu": "fsdp2",
+        "megatron-families": "megatron",
         "mfu-8b-2-fsdp2": "fsdp2",
         "sync-8b-fp8": "vllm",
         "sync-engines-8b-fp8": "all",
+        "sglang-smoke": "sglang",
     }
+    assert written["megatron-families"].variables == {"MEGATRON_TEST_DEVICE": "cuda"}
     assert (tmp_path / "fsdp2.float32" / "report.json").is_file()
     # What measures has its GPUs to itself, and reads what it is asked as its own program does.
     for name, gpus in (("mfu-8b-2-fsdp2", 2), ("sync-8b-fp8", 1)):

@@ -1,7 +1,7 @@
 """Write the jobs of one GPU host for tools/gpu_lanes.py: certificates, tests and benchmarks.
 
 ``python tools/gpu_jobs.py JOBS.json --reports DIR --commit HASH --certify megatron --parts 6
---renew fsdp2,veomni --tests --steps mfu-8b-2,sync-8b-fp8``
+--renew fsdp2,veomni --tests fsdp2-gpu --steps mfu-8b-2,sync-8b-fp8``
 
 - ``--certify`` runs each engine's certificate in each precision on one rank and two, in ``--parts``
   parts, into ``DIR/ENGINE.DTYPE.PART``: ``engine-conformance merge --certify`` joins them;
@@ -10,7 +10,8 @@
 - ``--tests`` runs the tests that want a GPU and have been on none since they were written;
 - ``--steps`` runs steps of benchmarks.suite, each with its GPUs to itself.
 
-A job's environment is its engine's name, ``vllm``, or ``all`` for all of them in one process.
+A job's environment is its engine's name, its server's (``vllm``, ``sglang``), or ``all`` for
+several engines in one process.
 """
 
 from __future__ import annotations
@@ -19,26 +20,37 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matrix import ROOT, load, run_arguments
+from matrix import ROOT, engine_devices, load, run_arguments
 
 sys.path.insert(0, str(ROOT))
-from benchmarks.suite import STEPS, expand
+from benchmarks.suite import BEST, STEPS, expand
 
 DTYPES = ("float32", "bfloat16")
 REPORTS = ROOT / "conformance" / "reports"
 # Many ranks share a GPU and its host: each takes one thread, and little memory for NCCL.
-SHARING = {"OMP_NUM_THREADS": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
+SHARING = {
+    "OMP_NUM_THREADS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+}
 # Names, folders with arguments of pytest, and variables that say "on the GPU".
-TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
+TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "megatron-families": (
         "megatron",
         ("packages/engine-megatron/tests/test_families.py",),
+        {"MEGATRON_TEST_DEVICE": "cuda"},
     ),
-    "fsdp2-gpu": ("fsdp2", ("-m", "gpu", "packages/engine-fsdp/tests")),
-    "vllm-images": ("vllm", ("packages/rollout-fp8/tests/vllm/test_images.py",)),
+    "fsdp2-gpu": ("fsdp2", ("-m", "gpu", "packages/engine-fsdp/tests"), {}),
+    "vllm-images": (
+        "vllm",
+        ("packages/rollout-fp8/tests/vllm/test_images.py",),
+        {"ROLLOUT_TEST_DEVICE": "cuda"},
+    ),
 }
 
 
@@ -70,10 +82,27 @@ def renewal(engine: str, dtype: str, folder: Path, commit: str, lanes: int) -> d
 
 def test(name: str, folder: Path) -> dict[str, Any]:
     """Return the job of some tests."""
-    environment, arguments = TESTS[name]
+    environment, arguments, variables = TESTS[name]
     said = f"--junitxml={folder / name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", said, *arguments]
-    return {"name": name, "environment": environment, "command": command, "seconds": 600}
+    return {
+        "name": name,
+        "environment": environment,
+        "variables": variables,
+        "command": command,
+        "seconds": 600,
+    }
+
+
+def environment_of(name: str) -> str:
+    """Return the name of the environment of a step: its one engine's, its server's, or all."""
+    chosen = STEPS[name]
+    if chosen.backend:
+        return chosen.backend
+    if "sglang" in name:
+        return "sglang"
+    text = " ".join(chosen.command)
+    return "all" if any(one in text for one in BEST if one != "fsdp2") else "vllm"
 
 
 def step(name: str, folder: Path) -> dict[str, Any]:
@@ -85,15 +114,22 @@ def step(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "command": command,
         "gpus": chosen.gpus,
-        "environment": chosen.backend or ("all" if "engines" in name else "vllm"),
+        "environment": environment_of(name),
         "seconds": chosen.seconds + 20,
         "least": 45,
     }
 
 
-def words(text: str) -> list[str]:
-    """Return the words of a list with commas."""
-    return [word for word in text.split(",") if word]
+def words_of(*known: str) -> Callable[[str], list[str]]:
+    """Return a reader of a list with commas that has words of ``known`` alone."""
+
+    def read(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        if unknown := sorted(set(found) - set(known)):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {unknown}")
+        return found
+
+    return read
 
 
 def main() -> None:
@@ -102,11 +138,13 @@ def main() -> None:
     parser.add_argument("jobs", type=Path)
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("--commit", required=True, help="of this tree, for the reports")
-    parser.add_argument("--certify", type=words, default=[])
+    backends = [name for name, device in engine_devices(load()) if device == "cuda"]
+    committed = sorted({path.parent.name.rpartition("-")[0] for path in REPORTS.glob("*/cuda-*")})
+    parser.add_argument("--certify", type=words_of(*backends), default=[])
     parser.add_argument("--parts", type=int, default=6)
-    parser.add_argument("--renew", type=words, default=[])
+    parser.add_argument("--renew", type=words_of(*committed), default=[])
     parser.add_argument("--renew-lanes", type=int, default=2)
-    parser.add_argument("--tests", type=words, default=[], help=",".join(TESTS))
+    parser.add_argument("--tests", type=words_of(*TESTS), default=[], help=",".join(TESTS))
     parser.add_argument("--steps", default="")
     options = parser.parse_args()
     options.reports.mkdir(parents=True, exist_ok=True)
@@ -119,7 +157,7 @@ def main() -> None:
         for dtype in DTYPES:
             for number in range(1, options.parts + 1):
                 report = options.reports / f"{engine}.{dtype}.{number:02d}"
-                part = ("--part", f"{number}/{options.parts}")
+                part = ("--part", f"{number}/{options.parts}") if options.parts > 1 else ()
                 found.append(certificate(engine, dtype, report, options.commit, 1, *part))
     found += [test(name, options.reports) for name in options.tests]
     names = expand(options.steps) if options.steps else []

@@ -14,8 +14,9 @@ JSON list in its order. A job is an object:
 - ``seconds``: after these it is ended, and its processes with it;
 - ``least``: it does not start with fewer seconds left; 0 unless given.
 
-``{limit}`` in a command stands for nine tenths of the seconds that it has. Nothing is repeated. The
-exit status is 1 if a job did not end with 0, or was not started.
+A job that wants more GPUs than there are is not started. When this program ends, for whatever
+reason, so do its jobs. ``{limit}`` in a command stands for nine tenths of the seconds that it has.
+Nothing is repeated. The exit status is 1 if a job did not end with 0, or was not started.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import psutil
 import torch
 
 POLL_SECONDS = 0.2
@@ -58,11 +61,31 @@ class Running:
 
     job: Job
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
     begin: float
     end: float
     devices: tuple[int, ...]
     was_stopped: bool = False
+    started_by_it: list[psutil.Process] = field(default_factory=list[psutil.Process])
+    """Its processes in groups of their own, when it was stopped."""
+
+    def stop(self) -> None:
+        """Ask the job, and all that it has started, to end."""
+        self.was_stopped = True
+        with suppress(psutil.NoSuchProcess):
+            self.started_by_it = psutil.Process(self.process.pid).children(recursive=True)
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill what is left of the job and of what it had started."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        # The group of a leader that has ended still has its other processes.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        for one in self.started_by_it:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
 
 
 @dataclass(kw_only=True)
@@ -90,19 +113,24 @@ class Lanes:
 
     def run(self) -> list[str]:
         """Run all jobs and return the names of those that failed or did not start."""
-        while self.waiting or self.running:
-            for one in list(self.running):
-                self._look_at(one)
-            while (job := self._next()) is not None:
-                self._start(job)
-            time.sleep(POLL_SECONDS)
+        try:
+            while self.waiting or self.running:
+                for one in list(self.running):
+                    self._look_at(one)
+                while (job := self._next()) is not None:
+                    self._start(job)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for one in self.running:
+                one.stop()
+                one.kill()
         return self.failed
 
     def _next(self) -> Job | None:
         """Return the next job that can start now, and take it and those that cannot any more."""
         for job in list(self.waiting):
             left = self.deadline - time.monotonic()
-            if left < max(job.least, 1):
+            if left < max(job.least, 1) or job.gpus > self.devices:
                 self.waiting.remove(job)
                 self._note(job, "not started", 0)
                 continue
@@ -134,21 +162,19 @@ class Lanes:
             variables |= self.environments[job.environment]
         variables |= job.variables
         visible = ",".join(map(str, devices or order))
-        log = (self.output / f"{job.name}.log").open("wb")
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | variables | {"CUDA_VISIBLE_DEVICES": visible},
-            start_new_session=True,
-        )
+        with (self.output / f"{job.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | variables | {"CUDA_VISIBLE_DEVICES": visible},
+                start_new_session=True,
+            )
         now = time.monotonic()
         self.started += 1
         self.running.append(
-            Running(
-                job=job, process=process, log=log, begin=now, end=now + seconds, devices=devices
-            )
+            Running(job=job, process=process, begin=now, end=now + seconds, devices=devices)
         )
 
     def _look_at(self, one: Running) -> None:
@@ -156,12 +182,11 @@ class Lanes:
         now = time.monotonic()
         if one.process.poll() is None:
             if now > one.end + GRACE_SECONDS:
-                os.killpg(one.process.pid, signal.SIGKILL)
+                one.kill()
             elif now > one.end and not one.was_stopped:
-                one.was_stopped = True
-                os.killpg(one.process.pid, signal.SIGTERM)
+                one.stop()
             return
-        one.log.close()
+        one.kill()
         self.running.remove(one)
         status = one.process.returncode
         self._note(one.job, "stopped" if one.was_stopped else str(status), now - one.begin)
@@ -194,6 +219,22 @@ def read_jobs(path: Path) -> list[Job]:
     return jobs
 
 
+def check_environments(jobs: Sequence[Job], environments: Collection[str]) -> None:
+    """Raise ``ValueError`` for a job whose environment is not described."""
+    for job in jobs:
+        if job.environment and job.environment not in environments:
+            raise ValueError(
+                f"job {job.name}: expected an environment of --environments "
+                f"({', '.join(sorted(filter(None, environments))) or 'none is given'}), "
+                f"got {job.environment!r}"
+            )
+
+
+def end_by(signal_number: int, _: object) -> None:
+    """End this program, and with it its jobs, by an exception."""
+    sys.exit(128 + signal_number)
+
+
 def main() -> int:
     """Run the jobs of a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -203,12 +244,19 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--environments", type=Path)
     options = parser.parse_args()
+    jobs = read_jobs(options.jobs)
+    environments = json.loads(options.environments.read_text()) if options.environments else {}
+    check_environments(jobs, environments)
+    devices = torch.cuda.device_count()
+    if not devices:
+        parser.error("expected a host with GPUs, got none that torch can use")
     options.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, end_by)
     lanes = Lanes(
-        waiting=read_jobs(options.jobs),
-        environments=json.loads(options.environments.read_text()) if options.environments else {},
+        waiting=jobs,
+        environments=environments,
         output=options.output,
-        devices=torch.cuda.device_count(),
+        devices=devices,
         lanes=options.lanes,
         deadline=time.monotonic() + options.seconds,
     )

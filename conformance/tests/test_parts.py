@@ -15,6 +15,8 @@ from engine_api.registry import EngineRegistry
 from engine_conformance.cli import main, offer
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.plan import Selection, choose_part, make_plan
+from engine_conformance.report.document import digest
+from report_samples import stored
 
 PLUGIN = "engine_loopback.plugin:PLUGIN"
 WHOLE = Selection(name="loopback", worlds=(1, 2), plugin=PLUGIN)
@@ -86,6 +88,14 @@ def test_parts_of_a_run_are_joined_to_the_certificate_of_one_run(
         shown = capsys.readouterr()
         assert "--continue: the report is a part of a" in shown.err
         assert "passed " not in shown.out
+    # Parts are of one kind of machine.
+    kept = (second / "report.json").read_text()
+    elsewhere = json.loads(kept)
+    elsewhere["environment"] = elsewhere["environment"] | {"cpu": "Another CPU, 64 cores"}
+    stored(second / "report.json", elsewhere | {"digest": digest(elsewhere)})
+    assert main(late) == 2
+    assert "cpu: expected 'Another CPU', got" in capsys.readouterr().err
+    (second / "report.json").write_text(kept)
     assert main(late) == 0
     assert main(["merge", str(first), "--certify", "--report", str(out)]) == 2
     assert "part 2/2 of the certificate is missing: 2 of 5 rows" in capsys.readouterr().err

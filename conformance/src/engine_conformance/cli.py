@@ -278,6 +278,8 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     deviations = _read_deviations(options.deviations)
     preflight(options.name, options.device)
     earlier = None
+    # A part of a certificate is joined with other parts, which are of one kind of machine.
+    any_machine = options.certify and selection.complete
     if options.go_on:
         now = describe_run(selection, command=given, commit=options.commit)
         earlier = _read_continued_report(options.report, now, certify=options.certify)
@@ -310,7 +312,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
         if run.rows:
             own = compute_verdicts(run.rows, complete=selection.complete, declared=run.declared)
             documents["what was run now"] = to_document(run, own)
-        run = merge(documents, command=given, certify=options.certify, any_machine=options.certify)
+        run = merge(documents, command=given, certify=options.certify, any_machine=any_machine)
     return _conclude(run, options.report, certify=options.certify)
 
 
@@ -366,7 +368,10 @@ def _read_continued_report(
         # Of an older suite it has rows to keep, or would not have been verified.
         facts = dict(earlier.environment) | {SUITE: now.environment[SUITE]}
         earlier = replace(earlier, suite=now.suite, environment=facts)
-    if problems := differences(earlier, now, any_machine=certify):
+    # A report of an older suite is no part any more.
+    is_older = document["suite"] != now.suite
+    any_machine = certify and (is_older or now.selection["complete"])
+    if problems := differences(earlier, now, any_machine=any_machine):
         reasons = "".join(f"\n  {problem}" for problem in problems)
         raise UsageError(
             f"--continue: {folder} reports something else than what would run now{reasons}"

@@ -16,7 +16,14 @@ from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, ModelSource, Precision
 from engine_api.errors import ConfigError
 from engine_api.plugin import CONTRACT, EnginePlugin
-from engine_trainer.config import DPOConfig, KTOConfig, RLConfig, RolloutSection, SFTConfig
+from engine_trainer.config import (
+    DPOConfig,
+    KTOConfig,
+    RewardModelConfig,
+    RLConfig,
+    RolloutSection,
+    SFTConfig,
+)
 from engine_trainer.config.loading import flatten, from_tree, to_plain
 from engine_trainer.config.sections import token_budget
 from engine_trainer.placement import memory
@@ -182,8 +189,10 @@ def test_activations_are_recomputed_where_they_do_not_fit(
         # Documents of more than 8,192 tokens may come.
         (SFTConfig, 30, None, "auto", (16384, "full")),
         (SFTConfig, 30, 8193, "auto", (16384, "full")),
-        (DPOConfig, 30, 4097, "auto", (16384, "full")),
-        (DPOConfig, 30, 4096, "auto", (8192, "none")),
+        (DPOConfig, 30, 8192, "auto", (8192, "none")),
+        # A score stands at the end of a document.
+        (RewardModelConfig, 30, 8192, "auto", (16384, "full")),
+        (RewardModelConfig, 30, 8191, "auto", (8192, "none")),
         # With the 256 tokens of a completion.
         (RLConfig, 30, 8000, "auto", (16384, "full")),
         (RLConfig, 30, 7936, "auto", (8192, "none")),
@@ -192,6 +201,7 @@ def test_activations_are_recomputed_where_they_do_not_fit(
         (SFTConfig, 12, 512, "none", (4096, "none")),
         (SFTConfig, 140, 50000, "auto", (50000, "none")),
         (SFTConfig, 45, 20000, "auto", (20000, "full")),
+        (SFTConfig, 60, 20000, "none", (20000, "none")),
     ],
 )
 def test_a_micro_batch_is_as_large_as_fits_without_recomputation(
@@ -199,11 +209,50 @@ def test_a_micro_batch_is_as_large_as_fits_without_recomputation(
 ) -> None:
     tree = RL | {"rollout": {"name": "local"}} if cls is RLConfig else DPO
     tree = tree | {"data": DPO["data"] | {"max_length": longest}}
-    config = configure(cls, folder, tree, memory={"max_tokens": "auto", "recompute": recompute})
+    kind = {"model_type": "value_model"} if cls is RewardModelConfig else {}
+    chosen = {"max_tokens": "auto", "recompute": recompute}
+    config = configure(cls, folder, tree, memory=chosen, **kind)
     settled, choices = choose(config, Launcher("cuda", free=free * GIB))
     assert (settled.engine.memory.max_tokens, settled.engine.memory.recompute) == want
     assert choices["engine.memory.max_tokens"] == want[0]
     assert sorted(choices) == sorted(list_automatic(config))
+
+
+def test_an_engine_without_recomputation_has_the_smallest_micro_batches(folder: Path) -> None:
+    tree = DPO | {"data": DPO["data"] | {"max_length": 512}}
+    config = configure(SFTConfig, folder, tree, memory={"max_tokens": "auto"})
+    lacking = Launcher("cuda", free=12 * GIB, lacks=frozenset({Capability.RECOMPUTE}))
+    _, choices = choose(config, lacking)
+    assert choices["engine.memory.max_tokens"] == 4096
+
+
+def test_a_teacher_with_prompts_of_its_own_has_room_for_them(folder: Path) -> None:
+    teacher = {"engine": {"model": {"path": str(folder)}}}
+    tree = RL | {"rollout": {"name": "local"}, "data": DPO["data"] | {"max_length": 512}}
+    for algorithm, want in (({}, 4096), ({"teacher": teacher}, 16384)):
+        config = configure(
+            RLConfig, folder, tree | {"algorithm": algorithm}, memory={"max_tokens": "auto"}
+        )
+        _, choices = choose(config, Launcher("cuda", free=23.5 * GIB))
+        assert choices["engine.memory.max_tokens"] == want
+
+
+def test_a_kept_micro_batch_that_longer_documents_do_not_fit_is_refused(folder: Path) -> None:
+    def limited(longest: int | None) -> Any:
+        tree = DPO | {"data": DPO["data"] | {"max_length": longest}}
+        return configure(SFTConfig, folder, tree, memory={"max_tokens": "auto"})
+
+    launcher = Launcher("cuda", free=30 * GIB)
+    first, _ = settle(limited(512), launcher)
+    assert first.engine.memory.max_tokens == 8192
+    before = flatten(to_plain(first))
+    for longest in (512, 8192):
+        check_kept(*keep(limited(longest), before, "step-000007"), launcher)
+    for longest in (8193, None):
+        with pytest.raises(ConfigError, match=r"8192 \(as in step-000007\) is too small") as caught:
+            check_kept(*keep(limited(longest), before, "step-000007"), launcher)
+        assert caught.value.field == "engine.memory.max_tokens"
+        assert f"set engine.memory.max_tokens={longest or 16384}" in caught.value.remedy
 
 
 def test_documents_that_auto_makes_room_for_are_not_too_long_before_it_is_settled(

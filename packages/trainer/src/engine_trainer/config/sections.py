@@ -63,9 +63,10 @@ class MemorySection(Memory):
     is never cut, so that the longest one must fit.
 
     ``auto`` is the largest of 32768, 16384, 8192 and 4096 whose estimated memory fits into the
-    device's free memory without recomputation. Less than 16384 is chosen only where
-    ``data.max_length`` (in ``rl`` with ``rollout.max_new_tokens``) bounds the documents to it, and
-    more than 32768 where it allows longer ones. On a CPU it is 16384, or what that bound needs.
+    device's free memory without recomputation. ``data.max_length`` (in ``rl`` with
+    ``rollout.max_new_tokens``) says how long documents are: without it, and with a teacher, less
+    than 16384 is not chosen, and longer documents are refused. On a CPU it is 16384, or that
+    length.
     """
 
     logit_chunk: int | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]

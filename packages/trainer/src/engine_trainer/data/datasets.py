@@ -750,7 +750,7 @@ class Bound:
         if budget is not None:
             found[budget - spare] = (
                 f"engine.memory.max_tokens is {budget}{spared}",
-                "shorten it, or raise engine.memory.max_tokens",
+                "shorten it, or raise engine.memory.max_tokens (auto: set data.max_length)",
             )
         if context is not None and prompts:
             found[context] = (

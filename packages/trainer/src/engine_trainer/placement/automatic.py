@@ -16,7 +16,7 @@ from engine_api.capabilities import Capability
 from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
-from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig
+from engine_trainer.config import Config, RewardModelConfig, RLConfig
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
@@ -152,6 +152,9 @@ def check_kept(config: Config, kept: Sequence[Choice], launcher: Launcher) -> No
             _check_kept_rollout(config, one, launcher)
             continue
         prefix, _, name = one.key.rsplit(".", 2)
+        if name == "max_tokens":
+            _check_kept_max_tokens(config, one)
+            continue
         needed, without = _NEEDED.get((name, one.value), (None, ""))
         section = sections[prefix]
         if needed is not None and needed not in launcher.resolve(section)[1]:
@@ -265,6 +268,18 @@ def _choose_rollout(section: RolloutSection, around: Surroundings, launcher: Lau
     )
 
 
+def _check_kept_max_tokens(config: Config, kept: Choice) -> None:
+    longest = _longest_documents(config)
+    if longest > kept.value:
+        raise ConfigError(
+            kept.key,
+            f"{str(kept).split('=', 1)[1]} is too small: documents of {longest} tokens may come",
+            why="a document is never cut, and a run that continues keeps what was chosen for auto",
+            remedy=f"set {kept.key}={longest}, or bound the documents as before (data.max_length"
+            + (", rollout.max_new_tokens)" if isinstance(config, RLConfig) else ")"),
+        )
+
+
 def _check_kept_rollout(config: Config, kept: Choice, launcher: Launcher) -> None:
     rollout = _read_rollout(config)
     assert rollout is not None, "its name was kept"
@@ -355,7 +370,7 @@ def _choose_max_tokens(
     text: Any,
 ) -> tuple[int, str]:
     longest = _longest_documents(config)
-    usual = max(Memory().max_tokens, longest or 0)
+    usual = max(Memory().max_tokens, longest)
     if text is None:
         return usual, "on a CPU"
     if section.optimizer is None:
@@ -365,9 +380,7 @@ def _choose_max_tokens(
     decoder = Decoder.of(text)
     if decoder is None:
         return usual, f"unknown whether it fits: {Decoder.why_unknown(text)}"
-    sizes = [size for size in _MICRO_BATCHES if size >= (longest or usual)]
-    if not sizes:
-        return usual, "the longest documents"
+    sizes = [size for size in sorted({*_MICRO_BATCHES, usual}, reverse=True) if size >= longest]
     usable = _usable_bytes(around)
     needs = {
         size: _needed_bytes(
@@ -384,8 +397,9 @@ def _choose_max_tokens(
             return size, f"needs {need / GIB:.1f} GiB, {usable / GIB:.1f} GiB are usable"
     least = sizes[-1]
     why = f"even {least} need {needs[least] / GIB:.1f} GiB, {usable / GIB:.1f} GiB are usable"
-    # Recomputation, which is chosen then, needs no smaller micro-batches.
-    return usual if section.memory.recompute == AUTO else least, why
+    # Where everything is recomputed, smaller micro-batches are not needed.
+    recomputes = section.memory.recompute == AUTO and Capability.RECOMPUTE in around.capabilities
+    return usual if recomputes else least, why
 
 
 def _choose_recompute(
@@ -412,15 +426,18 @@ def _choose_recompute(
     return ("none" if need <= usable else "full"), what
 
 
-def _longest_documents(config: Config) -> int | None:
-    """Return the tokens that must fit into a micro-batch, or None where nothing bounds them."""
-    limit = config.data.max_length
+def _longest_documents(config: Config) -> int:
+    """Return the tokens that must fit into a micro-batch: the default where nothing bounds them."""
+    limit, usual = config.data.max_length, Memory().max_tokens
     if limit is None:
-        return None
+        return usual
     if isinstance(config, RLConfig):
-        return limit + config.rollout.max_new_tokens
-    # Both documents of a pair.
-    return limit * (2 if isinstance(config, DPOConfig | RewardModelConfig) else 1)
+        teacher = config.algorithm.teacher
+        bound = limit + config.rollout.max_new_tokens
+        # A teacher's own prompts are bounded by its context alone.
+        return bound if teacher is None else max(bound, usual)
+    # A score of its own stands at the end of each document.
+    return limit + 1 if isinstance(config, RewardModelConfig) else limit
 
 
 def _usable_bytes(around: Surroundings) -> float:
