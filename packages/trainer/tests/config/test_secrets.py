@@ -247,6 +247,8 @@ def test_a_secret_is_known_by_a_whole_word_of_its_name() -> None:
         "author": "x",
         "monkey": "x",
         "max_new_tokens": 3,
+        "max_tokens": "auto",
+        "num_speculative_tokens": "4",
         "key": "",
     }
     assert masked(kept) == kept

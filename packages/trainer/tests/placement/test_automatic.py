@@ -237,6 +237,12 @@ def test_a_teacher_with_prompts_of_its_own_has_room_for_them(folder: Path) -> No
         assert choices["engine.memory.max_tokens"] == want
 
 
+def test_a_configuration_that_nothing_was_chosen_for_says_auto(folder: Path) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"max_tokens": "auto"})
+    assert to_plain(config)["engine"]["memory"]["max_tokens"] == "auto"
+    assert from_tree(SFTConfig, to_plain(config)) == config
+
+
 def test_a_kept_micro_batch_that_longer_documents_do_not_fit_is_refused(folder: Path) -> None:
     def limited(longest: int | None) -> Any:
         tree = DPO | {"data": DPO["data"] | {"max_length": longest}}

@@ -20,8 +20,8 @@ NAMES = re.compile(
 )
 # Borders between words without an underscore.
 _WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# Names of a tokenizer's tokens, which are no secrets.
-OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")
+# Names of a tokenizer's tokens, and of numbers of tokens, which are no secrets.
+OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$|^(max|min|num)(_\w+)?_tokens$")
 # The user name and password in a URL.
 LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # A reference to a different key.
