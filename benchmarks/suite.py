@@ -570,9 +570,8 @@ GROUPS = {
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
     **{
         group: [name for name in STEPS if name.startswith(f"{group}-")]
-        for group in ("auto-1.7b", "auto-8b-2")
+        for group in ("auto-1.7b", "auto-8b-2", "mfu-8b-2-kept")
     },
-    "mfu-8b-2-kept": [name for name in STEPS if name.startswith("mfu-8b-2-kept-")],
 }
 GROUPS["mfu-8b-2"] = [
     name for name in STEPS if name.startswith("mfu-8b-2-") and name not in GROUPS["mfu-8b-2-kept"]

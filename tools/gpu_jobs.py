@@ -54,7 +54,7 @@ TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 }
 
 
-def certificate(
+def make_certificate(
     engine: str, dtype: str, report: Path, commit: str, lanes: int, *more: str
 ) -> dict[str, Any]:
     """Return the job of an engine's certificate in one precision, or of a part of it."""
@@ -72,15 +72,15 @@ def certificate(
     }
 
 
-def renewal(engine: str, dtype: str, folder: Path, commit: str, lanes: int) -> dict[str, Any]:
+def make_renewal(engine: str, dtype: str, folder: Path, commit: str, lanes: int) -> dict[str, Any]:
     """Copy a committed report and return the job that renews it."""
     [committed] = REPORTS.glob(f"{engine}-*/cuda-{dtype}")
     report = folder / f"{engine}.{dtype}"
     shutil.copytree(committed, report, dirs_exist_ok=True)
-    return certificate(engine, dtype, report, commit, lanes, "--continue")
+    return make_certificate(engine, dtype, report, commit, lanes, "--continue")
 
 
-def test(name: str, folder: Path) -> dict[str, Any]:
+def make_test(name: str, folder: Path) -> dict[str, Any]:
     """Return the job of some tests."""
     environment, arguments, variables = TESTS[name]
     said = f"--junitxml={folder / name}.xml"
@@ -94,7 +94,7 @@ def test(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def environment_of(name: str) -> str:
+def name_environment(name: str) -> str:
     """Return the name of the environment of a step: its one engine's, its server's, or all."""
     chosen = STEPS[name]
     if chosen.backend:
@@ -105,7 +105,7 @@ def environment_of(name: str) -> str:
     return "all" if any(one in text for one in BEST if one != "fsdp2") else "vllm"
 
 
-def step(name: str, folder: Path) -> dict[str, Any]:
+def make_step(name: str, folder: Path) -> dict[str, Any]:
     """Return the job of a step of the suite of benchmarks."""
     chosen = STEPS[name]
     command = [sys.executable, "-m", "benchmarks.suite", "--only", name]
@@ -114,13 +114,13 @@ def step(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "command": command,
         "gpus": chosen.gpus,
-        "environment": environment_of(name),
+        "environment": name_environment(name),
         "seconds": chosen.seconds + 20,
         "least": 45,
     }
 
 
-def words_of(*known: str) -> Callable[[str], list[str]]:
+def make_word_reader(*known: str) -> Callable[[str], list[str]]:
     """Return a reader of a list with commas that has words of ``known`` alone."""
 
     def read(text: str) -> list[str]:
@@ -140,16 +140,16 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="of this tree, for the reports")
     backends = [name for name, device in engine_devices(load()) if device == "cuda"]
     committed = sorted({path.parent.name.rpartition("-")[0] for path in REPORTS.glob("*/cuda-*")})
-    parser.add_argument("--certify", type=words_of(*backends), default=[])
+    parser.add_argument("--certify", type=make_word_reader(*backends), default=[])
     parser.add_argument("--parts", type=int, default=6)
-    parser.add_argument("--renew", type=words_of(*committed), default=[])
+    parser.add_argument("--renew", type=make_word_reader(*committed), default=[])
     parser.add_argument("--renew-lanes", type=int, default=2)
-    parser.add_argument("--tests", type=words_of(*TESTS), default=[], help=",".join(TESTS))
+    parser.add_argument("--tests", type=make_word_reader(*TESTS), default=[], help=",".join(TESTS))
     parser.add_argument("--steps", default="")
     options = parser.parse_args()
     options.reports.mkdir(parents=True, exist_ok=True)
     found = [
-        renewal(engine, dtype, options.reports, options.commit, options.renew_lanes)
+        make_renewal(engine, dtype, options.reports, options.commit, options.renew_lanes)
         for engine in options.renew
         for dtype in DTYPES
     ]
@@ -158,10 +158,10 @@ def main() -> None:
             for number in range(1, options.parts + 1):
                 report = options.reports / f"{engine}.{dtype}.{number:02d}"
                 part = ("--part", f"{number}/{options.parts}") if options.parts > 1 else ()
-                found.append(certificate(engine, dtype, report, options.commit, 1, *part))
-    found += [test(name, options.reports) for name in options.tests]
+                found.append(make_certificate(engine, dtype, report, options.commit, 1, *part))
+    found += [make_test(name, options.reports) for name in options.tests]
     names = expand(options.steps) if options.steps else []
-    found += [step(name, options.reports) for name in names]
+    found += [make_step(name, options.reports) for name in names]
     options.jobs.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{options.jobs}: {len(found)} jobs")
 

@@ -93,7 +93,7 @@ class Surroundings:
     daemons: tuple[str, ...]
     """Threads that end with the process, without those of torch's compiler."""
     descriptors: tuple[str, ...]
-    """What each open descriptor is of: a path, or the kind of another thing, as a socket."""
+    """The path of each open file, or the kind of what is open, as a socket."""
     temporary: int
     """Number of entries in the folder for temporary files."""
     tensors: int
