@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.mfu import SHAPES, model_folder
+from benchmarks.mfu import SHAPES, full_name
+from benchmarks.shapes import model_folder
 from engine_api import (
     Batch,
     EngineConfig,
@@ -54,7 +55,7 @@ def build(options: argparse.Namespace) -> Any:
     precision = Precision(compute=options.compute)
     config = EngineConfig(
         model=ModelSource(
-            path=model_folder(options.shape),
+            path=str(model_folder(full_name(options.shape))),
             init="random",
             config_overrides={"initializer_range": 0.05},
         ),

@@ -13,8 +13,9 @@ entry of ``MODELS``. All have as many active parameters as the first one, a Qwen
 The output is one JSON line each, which ``DIR/rows.jsonl`` gets at once, and a table. ``log_probs``
 and ``mean`` are the largest and the mean difference of a token's log-prob in nats, ``gradient`` is
 the norm of the difference of all gradients over the gradient's norm, and ``plain_*`` the same of
-transformers in bf16. Routers and indexers choose differently where scores in bf16 nearly tie, in
-both. On a CPU, in two minutes:
+transformers in bf16. Where scores nearly tie, routers and indexers choose differently in bf16. Models
+with experts are therefore compared with as many experts as a token has, and timed with four times as
+many; indexers choose in both. On a CPU, in two minutes:
 
 ``python -m benchmarks.mechanisms --device cpu --tiny --steps 1 --warmup 1``
 """
@@ -124,6 +125,7 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _WITH_EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4}
+_EVERY_DEEPSEEK: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class Model:
         tiny: keys of the tiny one, in addition to ``TINY`` and ``sizes``.
         scales: factors of weights by the end of their names.
         tokens: the most tokens of a timed step, or None for those of the command.
+        compared: keys of the model that is compared, where it is not the one that is timed.
     """
 
     mechanism: str
@@ -147,6 +150,7 @@ class Model:
     tiny: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scales: Mapping[str, float] = field(default_factory=dict[str, float])
     tokens: int | None = None
+    compared: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 MODELS: dict[str, Model] = {
@@ -157,6 +161,7 @@ MODELS: dict[str, Model] = {
         free="moe_intermediate_size",
         sizes=_WITH_EXPERTS,
         tiny={"head_dim": 16},
+        compared={"num_experts": 4},
     ),
     "gemma2": Model(
         mechanism="softcap",
@@ -182,6 +187,7 @@ MODELS: dict[str, Model] = {
             "sliding_window": 128,
         },
         tiny={"num_attention_heads": 4, "head_dim": 16, "sliding_window": 12},
+        compared={"num_local_experts": 4},
     ),
     "deepseek-v3": Model(
         mechanism="MLA, router bias",
@@ -189,6 +195,7 @@ MODELS: dict[str, Model] = {
         free="moe_intermediate_size",
         sizes=_DEEPSEEK,
         tiny=_TINY_MLA,
+        compared=_EVERY_DEEPSEEK,
     ),
     "gemma4": Model(
         mechanism="heads of 512",
@@ -218,6 +225,7 @@ MODELS: dict[str, Model] = {
         free="moe_intermediate_size",
         sizes={**_DELTA, **_WITH_EXPERTS},
         tiny=_TINY_DELTA | {"shared_expert_intermediate_size": 32},
+        compared={"num_experts": 4},
     ),
     "qwen3.5": Model(
         mechanism="linear attention",
@@ -254,17 +262,16 @@ MODELS: dict[str, Model] = {
         sizes={
             **_DEEPSEEK,
             "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
-            "layer_types": ["indexed_attention"] * LAYERS,
             "index_topk": 256,
             "index_n_heads": 8,
         },
         tiny={
             **_TINY_MLA,
             "mlp_layer_types": ["dense", "sparse"] * 2,
-            "layer_types": ["indexed_attention"] * 4,
             "index_topk": 8,
             "index_head_dim": 32,
         },
+        compared=_EVERY_DEEPSEEK,
         # It masks the whole pack.
         tokens=4096,
     ),
@@ -275,12 +282,16 @@ BASELINE = "qwen3"
 # --- the models ---------------------------------------------------------------------------------
 
 
-def make_config(name: str, *, tiny: bool, active: int | None = None) -> Any:
+def make_config(
+    name: str, *, tiny: bool, active: int | None = None, compared: bool = False
+) -> Any:
     """Return a model's configuration, with ``active`` active parameters if that is given."""
     chosen = MODELS[name]
     keys = COMMON | dict(chosen.sizes)
     if tiny:
         keys |= TINY | dict(chosen.tiny)
+    if compared:
+        keys |= dict(chosen.compared)
     if active is None:
         return _configure(chosen.model_type, keys)
     # The count grows by the same number with each unit.
@@ -321,12 +332,13 @@ def count_active(config: Any) -> int:
     return round(total)
 
 
-def make_model(name: str, folder: Path, *, device: str, tiny: bool) -> None:
+def make_model(name: str, folder: Path, *, device: str, tiny: bool, compared: bool) -> None:
     """Write a model with random bf16 weights and router biases."""
     from transformers import AutoModelForCausalLM
 
     active = count_active(make_config(BASELINE, tiny=tiny))
-    config = make_config(name, tiny=tiny, active=None if name == BASELINE else active)
+    wanted = None if name == BASELINE else active
+    config = make_config(name, tiny=tiny, active=wanted, compared=compared)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -387,7 +399,7 @@ def compute_plainly(
 
 def compute_oracle(name: str, folder: Path, *, device: str, tiny: bool) -> None:
     """Write the model, what float64 has for it, and how far off transformers in bf16 is."""
-    make_model(name, folder, device=device, tiny=tiny)
+    make_model(name, folder, device=device, tiny=tiny, compared=True)
     _free(device)
     rows = _own_documents(folder, tiny=tiny)
     exact, gradients = compute_plainly(folder, rows, device=device, dtype=torch.float64)
@@ -513,6 +525,8 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     on_gpu = options.device == "cuda"
     # Shapes of an earlier model of this process must not count as recompilations of this one.
     torch._dynamo.reset()  # noqa: SLF001
+    if MODELS[name].compared:
+        make_model(name, folder, device=options.device, tiny=options.tiny, compared=False)
     _free(options.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

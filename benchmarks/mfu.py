@@ -29,7 +29,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from benchmarks import shapes
 from engine_api import (
     Batch,
     Capability,
@@ -64,62 +64,23 @@ from engine_trainer.config.sections import (
 from engine_trainer.placement.automatic import settle
 from engine_trainer.placement.spmd import Spmd
 
+FAMILY = "qwen3-"
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 2048,
-    },
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "1.7b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
-COMMON = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
+    name.removeprefix(FAMILY): shape
+    for name, shape in shapes.SHAPES.items()
+    if shape["model_type"] == "qwen3"
 }
 PEAK = 989.5e12
 
 
+def full_name(shape: str) -> str:
+    """Return the name of a shape in benchmarks/shapes.py."""
+    return shape if shape in shapes.SHAPES else FAMILY + shape
+
+
 def model_folder(shape: str) -> str:
-    """Return a folder that holds only config.json."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-    return str(folder)
+    """Return the folder of a model with random weights, which the machine's ranks and runs share."""
+    return str(shapes.whole_folder(full_name(shape)))
 
 
 def flops_per_token(shape: dict[str, Any], document: int) -> float:
@@ -222,9 +183,7 @@ def configure(options: argparse.Namespace, entry: Entry) -> EngineConfig:
     # Only engines that declare the capability compile, and none under tensor parallelism.
     compiled = options.compile and Capability.COMPILE in declared and entry.layout.tp == 1
     return EngineConfig(
-        model=ModelSource(
-            path=model_folder(options.shape), init="random", attention=options.attention
-        ),
+        model=ModelSource(path=model_folder(options.shape), attention=options.attention),
         optimizer=OptimizerConfig(lr=1e-5),
         parallelism=entry.layout,
         precision=Precision(compute=entry.precision),  # type: ignore[arg-type]
@@ -243,7 +202,7 @@ def choose(options: argparse.Namespace, entry: Entry) -> EngineConfig:
     """Return the configuration that ``engine-train`` chooses where only the backend is given."""
     folder = model_folder(options.shape)
     section = EngineSection(
-        model=ModelSource(path=folder, init="random"),
+        model=ModelSource(path=folder),
         backend=entry.backend,
         device=options.device,
         parallelism=entry.layout,

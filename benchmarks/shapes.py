@@ -63,6 +63,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "qwen3-1.7b": _COMMON
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": _COMMON
     | {
         "hidden_size": 4096,
@@ -166,7 +175,9 @@ def main() -> None:
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
         _write(partial, shape, layers)
-        partial.rename(folder)
+        # Another command of this machine may have been faster.
+        if not folder.is_dir():
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

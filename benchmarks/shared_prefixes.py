@@ -53,7 +53,7 @@ def groups(options: argparse.Namespace, seed: int) -> Batch:
 def build(options: argparse.Namespace, folder: str, *, shared: bool) -> Any:
     """Build the engine and initialize it."""
     config = EngineConfig(
-        model=ModelSource(path=folder, init="random"),
+        model=ModelSource(path=folder),
         optimizer=OptimizerConfig(lr=1e-5),
         precision=Precision(compute="float32" if options.device == "cpu" else "bfloat16"),
         memory=Memory(

@@ -93,9 +93,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|eos|>")
 
 
-def write_models(shape: str, place: Path) -> tuple[Path, Path]:
-    """Write the language model and the vision-language model, and return their folders."""
-    from transformers import Qwen2_5_VLConfig, Qwen2Config
+def write_models(shape: str, place: Path, device: str) -> tuple[Path, Path]:
+    """Write the language model and the vision-language model, and return their folders.
+
+    Their random weights are drawn on ``device``: an engine that draws them takes a minute.
+    """
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
 
     own = SHAPES[shape]
     first = own["text"]["vocab_size"] - len(SPECIAL)
@@ -104,8 +112,7 @@ def write_models(shape: str, place: Path) -> tuple[Path, Path]:
     # Published checkpoints are of as many tokens, tied, with this base.
     text = {**own["text"], **ends, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     plain = Qwen2Config(**text, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    plain.architectures = ["Qwen2ForCausalLM"]
-    plain.save_pretrained(place / "text")
+    write_weights(Qwen2ForCausalLM, plain, place / "text", device)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": own["sections"]}
     tower = {**own["tower"], "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
     pictured = Qwen2_5_VLConfig(
@@ -117,10 +124,20 @@ def write_models(shape: str, place: Path) -> tuple[Path, Path]:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    pictured.architectures = ["Qwen2_5_VLForConditionalGeneration"]
-    pictured.save_pretrained(place / "pictured")
+    write_weights(Qwen2_5_VLForConditionalGeneration, pictured, place / "pictured", device)
     write_processor(place / "pictured", own["text"]["vocab_size"])
     return place / "text", place / "pictured"
+
+
+def write_weights(model: Any, config: Any, folder: Path, device: str) -> None:
+    """Write a model of transformers with random weights in bf16."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = model._from_config(config, dtype=torch.bfloat16)  # noqa: SLF001
+    made.save_pretrained(folder)
+    del made
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def write_processor(folder: Path, vocabulary: int) -> None:
@@ -186,9 +203,9 @@ def draw_documents(
 
 @contextmanager
 def engine_of(options: argparse.Namespace, folder: Path, *, trains: bool) -> Iterator[Any]:
-    """Open an engine with random weights."""
+    """Open an engine with the weights of a folder."""
     config = EngineConfig(
-        model=ModelSource(path=str(folder), init="random"),
+        model=ModelSource(path=str(folder)),
         optimizer=OptimizerConfig(lr=1e-5) if trains else None,
         precision=Precision(compute=options.dtype),
         memory=Memory(
@@ -330,7 +347,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory(prefix="vision-") as place:
-        text, pictured = write_models(options.shape, Path(place))
+        text, pictured = write_models(options.shape, Path(place), options.device)
         vision = read_vision(AutoConfig.from_pretrained(pictured), "benchmarks.vision")
         assert vision is not None
         with engine_of(options, text, trains=True) as engine:

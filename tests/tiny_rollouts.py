@@ -79,7 +79,8 @@ def compare_vllm(
     if quantization != "none":
         served["quantization"] = quantization
     # The engine exports its weights, and computes nothing: it needs no kernels.
-    with mock.patch("engine_torch.model.refuse_without_kernels"):
+    checks = dict.fromkeys(("refuse_without_kernels", "refuse_wrong_gradients"), mock.DEFAULT)
+    with mock.patch.multiple("engine_torch.model", **checks):
         engine, exporter, rollout = _start_pair(Path(folder), device, **served)
     try:
         return _compare_syncs(engine, exporter, rollout, Path(folder), on_gpu=on_gpu)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_pictured_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api import (
@@ -31,8 +32,11 @@ from engine_api.devices import Device
 from engine_api.errors import ConfigError
 from engine_api.hf_vision import Vision, draw_image
 from engine_api.results import LossOutput, TokenOutputs
+from engine_torch.boxes import find_box
+from engine_torch.copies import keep_copies
 from engine_torch.fsdp_modules import LateGradients
 from engine_torch.parallel import keeps_copies
+from engine_torch.weights import ShardedParam
 
 HALF = Precision(compute="bfloat16")
 FAMILIES = ["qwen3", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "falcon_h1"]
@@ -197,6 +201,37 @@ def test_a_checkpoint_of_masters_goes_into_the_copies(
     engine.load_checkpoint(tmp_path / "step-1")
     assert torch.equal(engine.infer_batch(batch).log_probs, expected)
     engine.close()
+
+
+class Selecting(nn.Module):
+    """Scores that select and get no gradient, as an indexer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+        self.values = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values(x).gather(-1, self.scores(x).topk(2, -1).indices)
+
+
+def test_a_compiled_block_may_have_parameters_without_a_gradient() -> None:
+    """The compiler's backward pass has None for them, and calls their hooks."""
+    block = Selecting()
+    table = [
+        ShardedParam(name=name, pieces=[], param=parameter, box=find_box(parameter))
+        for name, parameter in block.named_parameters()
+    ]
+    keep_copies(block, table, [block], torch.bfloat16)
+    compiled = torch.compile(block, backend="aot_eager")
+    compiled(torch.randn(3, 4)).sum().backward()
+    has_gradient = {entry.name: entry.param.grad is not None for entry in table}
+    assert has_gradient == {
+        "scores.weight": False,
+        "scores.bias": False,
+        "values.weight": True,
+        "values.bias": True,
+    }
 
 
 def test_copies_that_would_take_much_of_the_memory_are_cast_in_each_pass(

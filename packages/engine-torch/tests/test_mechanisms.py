@@ -288,6 +288,45 @@ def test_layers_that_select_tokens_are_known_by_both_of_their_names(kind: str) -
     assert found["other_layers"] == "layers of type qwen_sparse_attention"
 
 
+class GatedDelta(torch.nn.Module):
+    """A mixer by the names of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "tilelang", "is_refused"),
+    [
+        ("3.6.0", (9, 0), None, True),
+        ("3.6.0", (9, 0), "there", False),
+        ("3.6.0", (8, 0), None, False),
+        ("3.7.1", (9, 0), None, False),
+        ("3.3.1", (9, 0), None, False),
+    ],
+)
+def test_gradients_that_triton_miscompiles_are_refused(
+    triton: str,
+    capability: tuple[int, int],
+    tilelang: str | None,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = torch.nn.ModuleDict({"mixer": GatedDelta()})
+    monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda _: tilelang)
+    monkeypatch.setattr(mixers, "version", lambda _: triton)
+    gpu = SimpleNamespace(get_device_capability=lambda: capability)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
+    mixers.refuse_wrong_gradients(lm, "cpu", "engine")
+    if not is_refused:
+        mixers.refuse_wrong_gradients(lm, "cuda", "engine")
+        return
+    with pytest.raises(attention.UnsupportedCapability, match=r"Triton 3\.6\.0") as caught:
+        mixers.refuse_wrong_gradients(lm, "cuda", "engine")
+    assert "tilelang" in caught.value.remedy
+
+
 def test_a_mixer_on_cuda_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = torch.nn.ModuleDict({"conv": ShortConvolution()})
     monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda _: None)

@@ -44,10 +44,14 @@ def keep_copies(
 
 
 def _add_gradient(master: Tensor, copy: Tensor) -> None:
-    """Move the gradient of a copy to its master."""
+    """Move the gradient of a copy to its master, if it has one.
+
+    A compiled block calls the hooks of all its parameters, also of those that only select.
+    """
     gradient = copy.grad
+    if gradient is None:
+        return
     copy.grad = None
-    assert gradient is not None
     if master.grad is None:
         master.grad = gradient.to(master.dtype)
     else:

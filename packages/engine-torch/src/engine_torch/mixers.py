@@ -12,17 +12,26 @@ keeps its own.
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 
 from engine_api.devices import device_of
 from engine_api.errors import UnsupportedCapability
 from engine_torch.prefixes import refuse_unshared
 
-__all__ = ["DOCUMENTS", "Documents", "divide_mixers", "find_mixers", "refuse_without_kernels"]
+__all__ = [
+    "DOCUMENTS",
+    "Documents",
+    "divide_mixers",
+    "find_mixers",
+    "refuse_without_kernels",
+    "refuse_wrong_gradients",
+]
 
 DOCUMENTS = "_engine_documents"
 """Attribute of each module that holds the documents of the current micro-batch."""
@@ -85,6 +94,28 @@ def refuse_without_kernels(lm: nn.Module, device_type: str, engine: str) -> None
             where=f"{engine} with {type(lm).__name__} on {device_type}",
             why=f"{', '.join(missing)} not installed, whose kernels it needs there",
             remedy=f"pip install {' '.join(_INSTALL[name] for name in missing)}",
+        )
+
+
+def refuse_wrong_gradients(lm: nn.Module, device_type: str, engine: str) -> None:
+    """Raise ``UnsupportedCapability`` where Triton miscompiles fla's backward pass.
+
+    On Hopper GPUs Triton 3.4 to 3.7.0 gives wrong gradients of linear attention with a decay (fla's
+    issue 640). fla takes TileLang's kernel where that is installed.
+    """
+    if not device_of(device_type).mixer_kernels:
+        return
+    kernels = {name for m in find_mixers(lm).values() for name in _list_kernels(m)}
+    if "fla" not in kernels or importlib.util.find_spec("tilelang") is not None:
+        return
+    major, _ = torch.get_device_module(device_type).get_device_capability()
+    triton = version("triton")
+    if major == 9 and Version("3.4.0") <= Version(triton) < Version("3.7.1"):
+        raise UnsupportedCapability(
+            "linear_attention",
+            where=f"{engine} with {type(lm).__name__} on {device_type}",
+            why=f"Triton {triton} computes its gradients wrongly on this GPU (fla's issue 640)",
+            remedy="pip install tilelang, whose kernel is used instead, or Triton 3.7.1",
         )
 
 

@@ -41,11 +41,21 @@ from engine_torch.mechanisms import (
     refuse_unserved,
     selects_tokens,
 )
-from engine_torch.mixers import divide_mixers, refuse_without_kernels
-from engine_torch.vision import compute_features, multiply_patches, replace_tower, tower_of
+from engine_torch.mixers import (
+    divide_mixers,
+    refuse_without_kernels,
+    refuse_wrong_gradients,
+)
+from engine_torch.vision import (
+    compute_features,
+    multiply_patches,
+    replace_tower,
+    tower_of,
+    use_attention_by_image,
+)
 
 Kind = Literal["language_model", "value_model"]
-# Attention of a tower, each image to itself.
+# Attention of a tower until its model is packed (``engine_torch.vision``).
 _TOWER_ATTENTION = "sdpa"
 # transformers' where a family's configuration has no initializer_range.
 _INITIAL_STD = 0.02
@@ -77,6 +87,7 @@ class PackedModel(nn.Module):
         self.group = group
         if vision is not None:
             multiply_patches(lm)
+            use_attention_by_image(lm)
         self._adapt(lm)
 
     def _adapt(self, lm: Any) -> None:
@@ -351,6 +362,8 @@ def build_model(
     lm = make_model(hf_config, config, kind, folder, torch.device("meta"), classes)
     refuse_unserved(hf_config, cls, lm, **refusal)
     refuse_without_kernels(lm, device_type, classes.engine)
+    if config.optimizer is not None:
+        refuse_wrong_gradients(lm, device_type, classes.engine)
     head = Head()
     if kind == "language_model":
         head = measure_head(lm, engine=classes.engine)

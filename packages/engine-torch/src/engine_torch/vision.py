@@ -21,19 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.batch import Batch
+from engine_api.errors import UnsupportedCapability
 from engine_api.hf_vision import Vision
 from engine_api.media import Media
 
 __all__ = [
     "PackedImages",
+    "attend_by_image",
     "compute_features",
     "multiply_patches",
     "pack_images",
     "replace_tower",
     "tower_of",
+    "use_attention_by_image",
 ]
+
+# transformers gives the bounds of images and windows to functions whose name has "flash". For any
+# other it calls the function for each window of a few patches, thousands of times in a step.
+_BY_IMAGE = "engine_torch_flash_by_image"
 
 _TEXT = "language_model"
 
@@ -104,6 +112,93 @@ def multiply_patches(lm: Any) -> None:
         for module in part.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_by_patch(module):
                 module.forward = MethodType(_embed_patches, module)
+
+
+def use_attention_by_image(lm: Any) -> None:
+    """Let a tower compute the attention of all images, or of all their windows, in one call."""
+    from transformers import AttentionInterface, PreTrainedModel
+
+    AttentionInterface.register(_BY_IMAGE, attend_by_image)
+    for part in tower_of(lm):
+        # A projector may have the configuration of the whole model, which is the text's, too.
+        if isinstance(part, PreTrainedModel):
+            # The public way wants the package flash-attn for such a name.
+            part.config._attn_implementation = _BY_IMAGE  # noqa: SLF001
+
+
+def attend_by_image(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention in both directions within each image or window, for transformers.
+
+    In half precision on CUDA it is FlashAttention 2, else PyTorch's scaled-dot-product attention of
+    all windows of one length at a time.
+
+    Args:
+        module: the attention layer, named in errors.
+        query: ``[1, H, T, d]`` of the patches of all images; without bounds ``[N, H, T, d]``, an
+            image in each row.
+        key: of the same shape.
+        value: of the same shape.
+        attention_mask: always None.
+        scaling: factor of the scores (None: ``d ** -0.5``).
+        dropout: rate of dropout, which must be 0.
+        cu_seq_lens_q: bounds of the images or windows ``[W+1]`` int32, or None.
+        max_length_q: patches of the largest one.
+
+    Returns:
+        ``[1, T, H, d]`` or ``[N, T, H, d]``, and None for the attention weights.
+
+    Raises:
+        UnsupportedCapability: the layer has a mask or dropout, which would be left out.
+    """
+    if attention_mask is not None or dropout:
+        raise UnsupportedCapability(
+            "attention of images with a mask or dropout",
+            where=type(module).__name__,
+            why="the kernels would leave it out",
+            remedy="use another backend for this model family",
+        )
+    if cu_seq_lens_q is None:
+        out = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        bounds = cu_seq_lens_q.to(torch.int32)
+        longest = max_length_q or int(bounds.diff().max())
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
+        assert isinstance(out, Tensor)
+        return out[None], None
+    return _attend_by_length(query, key, value, cu_seq_lens_q, scaling), None
+
+
+def _attend_by_length(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None
+) -> Tensor:
+    """Return the attention ``[1, T, H, d]`` within windows, those of one length in one call."""
+    lengths = bounds.diff()
+    out = torch.empty_like(query[0])
+    for length in lengths.unique().tolist():
+        starts = bounds[:-1][lengths == length]
+        own = (starts[:, None] + torch.arange(length, device=starts.device)).flatten()
+        q, k, v = (
+            # [H, T, d] to [W, H, length, d].
+            x[0][:, own].unflatten(1, (-1, length)).transpose(0, 1)
+            for x in (query, key, value)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+        out = out.index_copy(1, own, attended.transpose(0, 1).flatten(1, 2))
+    return out.transpose(0, 1).contiguous()[None]
 
 
 def _is_by_patch(convolution: nn.Conv2d | nn.Conv3d) -> bool:
