@@ -379,7 +379,8 @@ def nightly(session: nox.Session) -> None:
     `nox -s vllm -- -m "nightly or turn"` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)
-    for command in unit_commands(*session.posargs):
+    benchmarks = (*PYTEST_RUN, "benchmarks", *session.posargs)
+    for command in [*unit_commands(*session.posargs), benchmarks]:
         # pytest ends with 5 for a folder without such tests.
         session.run(
             *command, "-m", "nightly or turn", success_codes=[0, 5], env={"OMP_NUM_THREADS": "1"}

@@ -79,7 +79,7 @@ def full_name(shape: str) -> str:
 
 
 def model_folder(shape: str) -> str:
-    """Return the folder of a model with random weights, which the machine's ranks and runs share."""
+    """Return the folder of a model with random weights, which is made once per machine."""
     return str(shapes.whole_folder(full_name(shape)))
 
 

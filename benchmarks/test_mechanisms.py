@@ -52,6 +52,22 @@ def test_engine_fsdp_in_bf16_is_as_near_to_the_oracle_as_transformers_in_bf16(
         assert 0 < row[key] < 2 * row[f"plain_{key}"]
 
 
+@pytest.mark.nightly
+# torch's compiler warns of what it does with code of transformers.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mechanism_is_compiled_right(name: str, tmp_path: Path) -> None:
+    """A device that compiles by default compiles all of them."""
+    folder = tmp_path / name
+    compute_oracle(name, folder, device="cpu", tiny=True)
+    options = argparse.Namespace(device="cpu", tiny=True, compile=True, recompute="none")
+    row = compare(name, folder, options)
+    # An indexer selects other tokens where scores in bf16 nearly tie.
+    times = 4 if MODELS[name].model_type == "deepseek_v32" else 2
+    for key in ("mean", "gradient"):
+        assert 0 < row[key] < times * row[f"plain_{key}"]
+
+
 def test_a_gradient_that_is_missing_or_no_number_is_the_worst() -> None:
     """Neither passes a comparison."""
     want = {"a": torch.ones(2), "b": torch.ones(2)}

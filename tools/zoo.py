@@ -704,6 +704,8 @@ def _rounded(found: dict[str, Any]) -> dict[str, Any]:
 def _sentence(found: dict[str, Any]) -> str:
     parts = [f"{k} {v:.1e}" for k, v in found.items() if isinstance(v, float)]
     parts += [found["state"]] if found.get("state") else []
+    if "audited" in found:
+        parts.append(f"audited: {found['audited']}, served as {found['served_as']}")
     return ", ".join([found["status"], *parts, *([found["why"]] if "why" in found else [])])
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE, PICTURED_TYPES, tiny_model, tiny_pictured_model
+from torch import nn
 from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
 from engine_api import (
@@ -156,6 +157,32 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(tmp_path: Path, model_t
     assert set(load_file(folder / "model.safetensors")) == set(
         load_file(tmp_path / "saved" / "model.safetensors")
     )
+
+
+@pytest.mark.parametrize("model_type", PICTURED_TYPES)
+def test_the_tower_attends_by_the_engines_function_and_the_text_by_its_own(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers calls any other function once for each window of an image."""
+    tiny_pictured_model(model_type).save_pretrained(tmp_path)
+    calls: list[nn.Module] = []
+    attend = vision_module.attend_by_image
+
+    def note(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        calls.append(module)
+        return attend(module, *arguments, **options)
+
+    monkeypatch.setattr(vision_module, "attend_by_image", note)
+    engine = make(tmp_path, memory=Memory(max_tokens=1000))
+    given = documents(engine.vision)
+    calls.clear()
+    engine.infer_batch(Batch.pack(given))
+    # One micro-batch: one call for each layer of the tower, whatever the number of windows.
+    assert calls
+    assert len(calls) == len(set(calls))
+    text = set(engine.module.lm.base_model.language_model.modules())
+    assert not text & set(calls)
+    engine.close()
 
 
 def test_a_window_shorter_than_an_image_is_the_familys_own(tmp_path: Path) -> None:
