@@ -72,6 +72,9 @@ class Step:
     backend: str = ""
     """The engine, where the step runs one alone."""
 
+    packages: str = ""
+    """Name of its environment, where that is not an engine's or a server's (tools/gpu_jobs.py)."""
+
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -300,6 +303,14 @@ def rl_steps(name: str, shape: str, *arguments: str) -> dict[str, Step]:
     }
 
 
+def mechanisms(name: str, models: str) -> dict[str, Step]:
+    """Return a step of benchmarks/mechanisms.py, with the model to which it compares the others."""
+    own = ("--output", f"runs/{name}", "--lanes", "5", "--models", f"qwen3,{models}")
+    command = ("-m", "benchmarks.mechanisms", *own)
+    return {name: Step(command=command, seconds=590, packages="mixers")}
+
+
+ZOO_ON_VLLM = ("tools/zoo.py", "measure", "--rollout", "vllm", "--device", "cuda", "--lanes", "8")
 WORK = ("--tokens", "16384", "--document", "4096", "--steps", "6", "--warmup", "3")
 IN_FLOAT8 = (
     "--recompute",
@@ -453,9 +464,12 @@ STEPS = {
     **automatic("auto-1.7b", "1.7b", 200, *WORK, "--tokens", "32768"),
     **automatic("auto-8b-2", "8b", 300, *WORK, gpus=2),
     **keeping("mfu-8b-2-kept", "8b", 300, *WORK, gpus=2),
-    "mechanisms": Step(
-        command=("-m", "benchmarks.mechanisms", "--output", "runs/mechanisms"), seconds=590
-    ),
+    # Each half takes seven minutes on an H200, of which compiling is most.
+    **mechanisms("mechanisms-attention", "gemma2,gpt-oss,deepseek-v3,gemma4"),
+    **mechanisms("mechanisms-state", "qwen3-next,qwen3.5,nemotron-h,deepseek-v3.2,qwen3-moe"),
+    "vision": Step(command=("-m", "benchmarks.vision"), seconds=400),
+    "zoo-vllm": Step(command=(*ZOO_ON_VLLM, "--quantization", "none"), seconds=580),
+    "zoo-vllm-fp8": Step(command=(*ZOO_ON_VLLM, "--quantization", "fp8"), seconds=580),
     "router-replay": Step(
         command=(
             "-m",
@@ -566,6 +580,7 @@ STEPS = {
 GROUPS = {
     "defaults": [name for name in STEPS if name.startswith("defaults-")],
     "host": [name for name in STEPS if name.startswith("host-")],
+    "mechanisms": [name for name in STEPS if name.startswith("mechanisms-")],
     "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
     **{

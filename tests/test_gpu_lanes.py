@@ -165,7 +165,7 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
             *(sys.executable, str(tools / "gpu_jobs.py"), str(jobs), "--reports", str(tmp_path)),
             *("--commit", "0" * 40, "--certify", "megatron", "--parts", "2", "--renew", "fsdp2"),
             *("--tests", "megatron-families"),
-            *("--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8,sglang-smoke"),
+            *("--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8,sglang-smoke,mechanisms"),
         ],
         check=True,
     )
@@ -183,6 +183,8 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
         "sync-8b-fp8": "vllm",
         "sync-engines-8b-fp8": "all",
         "sglang-smoke": "sglang",
+        "mechanisms-attention": "mixers",
+        "mechanisms-state": "mixers",
     }
     assert written["megatron-families"].variables == {"MEGATRON_TEST_DEVICE": "cuda"}
     assert (tmp_path / "fsdp2.float32" / "report.json").is_file()

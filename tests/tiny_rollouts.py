@@ -36,8 +36,13 @@ PROMPTS: list[list[int]] = [[5, 6, 7], *(ids.tolist() for ids in documents())]
 SYNCS = 2
 # For all prompts at once, in blocks of any size that servers choose.
 _SMALL: dict[str, Any] = {"enforce_eager": True, "kv_cache_bytes": 1 << 27, "batch_size": 8}
-# Another process on the same GPU needs its memory, too.
-_ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "memory_saver": False}
+# Another process on the same GPU needs its memory, too. The cache must hold one document of as many
+# tokens as the model has positions: 131,072 of gpt-oss take 140 MB.
+_ON_GPU: dict[str, Any] = {
+    "gpu_memory_utilization": 0.05,
+    "memory_saver": False,
+    "kv_cache_bytes": 1 << 28,
+}
 # Keys that published models of these families have, servers read, and transformers does not need.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},

@@ -10,8 +10,8 @@
 - ``--tests`` runs the tests that want a GPU and have been on none since they were written;
 - ``--steps`` runs steps of benchmarks.suite, each with its GPUs to itself.
 
-A job's environment is its engine's name, its server's (``vllm``, ``sglang``), or ``all`` for
-several engines in one process.
+A job's environment is its engine's name, its server's (``vllm``, ``sglang``), ``mixers`` for
+kernels of linear attention and state spaces, or ``all`` for several engines in one process.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def make_test(name: str, folder: Path) -> dict[str, Any]:
 
 
 def name_environment(name: str) -> str:
-    """Return the name of the environment of a step: its one engine's, its server's, or all."""
+    """Return the name of a step's environment: its own, its engine's, its server's, or all."""
     chosen = STEPS[name]
+    if chosen.packages:
+        return chosen.packages
     if chosen.backend:
         return chosen.backend
     if "sglang" in name:
