@@ -127,7 +127,9 @@ class Expected:
         total = sum(len(ids) - 1 for ids in self.documents)
         found: list[Any] = []
         for ids in self.documents:
-            scores = self.model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+            # Some families round their logits to float32. Scores are not rounded again.
+            scores = logits.double().log_softmax(-1)
             picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
             (-picked.sum() / total).backward()
             found.append(torch.cat([picked.new_zeros(1), picked.detach()]))

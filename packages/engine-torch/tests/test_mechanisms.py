@@ -257,16 +257,48 @@ class ShortConvolution(torch.nn.Module):
         )
 
 
-def test_a_mixer_sees_one_document_at_a_time() -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 9, 8, 7, 2, 10], [5, 5, 5]])
+def test_a_mixer_computes_each_document_as_if_it_were_alone(lengths: list[int]) -> None:
     lm = torch.nn.ModuleDict({"conv": ShortConvolution()})
     assert list(mixers.find_mixers(lm)) == ["conv"]
-    x = torch.randn(1, sum(LENGTHS), 4)
-    want = torch.cat([lm["conv"](part) for part in x.split(LENGTHS, dim=1)], dim=1)
+    x = torch.randn(1, sum(lengths), 4, requires_grad=True)
+    slopes = torch.randn(1, sum(lengths), 4)
+    parameters = [x, *lm.parameters()]
+    want = torch.cat([lm["conv"](part) for part in x.split(lengths, dim=1)], dim=1)
+    exact = torch.autograd.grad((want * slopes).sum(), parameters)
     documents = mixers.divide_mixers(lm, None)
-    documents.set(build_packing(LENGTHS, "sdpa", CPU))
-    assert torch.equal(lm["conv"](hidden_states=x), want)
+    documents.set(build_packing(lengths, "sdpa", CPU))
+    got = lm["conv"](hidden_states=x)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.autograd.grad((got * slopes).sum(), parameters), exact)
     documents.set(None)
-    assert not torch.equal(lm["conv"](x), want)
+    assert not torch.allclose(lm["conv"](x), want)
+
+
+class Counting(ShortConvolution):
+    """A mixer that notes the shapes of its batches, and returns further outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        self.shapes.append(tuple(hidden_states.shape))
+        return super().forward(hidden_states), position_ids, None
+
+
+def test_documents_of_about_one_length_are_one_batch() -> None:
+    lm = torch.nn.ModuleDict({"conv": Counting()})
+    lengths = [7, 100, 8, 99, 75, 74, 8]
+    mixers.divide_mixers(lm, None).set(build_packing(lengths, "sdpa", CPU))
+    x = torch.randn(1, sum(lengths), 4)
+    hidden, positions, nothing = lm["conv"](x, position_ids=torch.arange(sum(lengths))[None])
+    assert lm["conv"].shapes == [(3, 100, 4), (1, 74, 4), (3, 8, 4)]
+    assert hidden.shape == x.shape
+    assert positions.tolist() == [[at for length in lengths for at in range(length)]]
+    assert nothing is None
 
 
 def test_a_mixer_with_a_mask_of_tokens_is_refused() -> None:

@@ -59,7 +59,7 @@ def refuse_model(lm: nn.Module, blocks: Sequence[nn.Module], config: EngineConfi
         raise ConfigError(
             "precision.compute",
             f"expected bfloat16 for {mixers[0]}, got float8",
-            why="it computes one document after another, whose tokens no multiple of 16 divides",
+            why="it computes batches of documents, whose numbers of tokens 16 does not divide",
             remedy=_IN_BFLOAT16,
         )
     for name, module in lm.named_modules():

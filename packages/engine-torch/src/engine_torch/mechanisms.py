@@ -180,7 +180,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         name="linear_attention",
         find=_find_linear,
-        served_by="each layer by document (`engine_torch.mixers`), on CUDA with fla, "
+        served_by="each layer on batches of documents (`engine_torch.mixers`), on CUDA with fla, "
         "causal-conv1d or mamba-ssm",
         why="it would mix tokens of different documents",
     ),

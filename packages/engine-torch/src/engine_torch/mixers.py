@@ -1,9 +1,12 @@
-"""Layers that mix tokens outside of attention, computed one document after another.
+"""Layers that mix tokens outside of attention, computed on a batch of documents.
 
 Linear attention, state spaces and short convolutions (Qwen3-Next, Nemotron-H, LFM2) carry a state
 from each token to the next. transformers' implementations in PyTorch run over the whole pack and
 drop the bounds of the documents without a word, so the state of one document would reach the next.
-Here every such layer is called for each document alone, which is exact with any implementation.
+Here every such layer gets each document as a row of a batch, which is exact with any
+implementation. Rows are documents of about the same length, since all but the longest end with
+padding. A state goes only forward: what comes after a document does not reach it, and gets no
+gradient.
 
 Under Ulysses each rank gathers the tokens of its group, computes the layer on all of them, and
 keeps its own.
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from engine_api.devices import device_of
 from engine_api.errors import UnsupportedCapability
@@ -50,6 +54,8 @@ _INSTALL = {
 }
 
 
+# The shortest document of a batch, as a part of its longest: a third more tokens at most.
+_SHORTEST = 0.75
 # Arguments that are made for each document, or that no such layer reads.
 _INDEPENDENT = {"position_ids", "cache_position"}
 
@@ -60,13 +66,27 @@ class Documents:
     def __init__(self) -> None:
         self.packing: Any = None
         """The packing, or None for a model's own forward pass of one document."""
-        self.lengths: list[int] | None = None
-        """Tokens of each document, or None as above."""
+        self.lengths: list[int] = []
+        """Tokens of each document."""
+        self.groups: list[list[int]] = []
+        """Numbers of the documents that are computed together, the longest first."""
 
     def set(self, packing: Any) -> None:
         """Take the documents of a micro-batch, or of none (None)."""
         self.packing = packing
-        self.lengths = None if packing is None else packing.bounds.diff().tolist()
+        self.lengths = [] if packing is None else packing.bounds.diff().tolist()
+        self.groups = _group_by_length(self.lengths)
+
+
+def _group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Return the numbers of documents in groups, each with its longest first."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if groups and lengths[number] >= _SHORTEST * lengths[groups[-1][0]]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 def find_mixers(lm: nn.Module) -> dict[str, nn.Module]:
@@ -131,7 +151,7 @@ def _list_kernels(mixer: nn.Module) -> tuple[str, ...]:
 
 
 def divide_mixers(lm: nn.Module, group: Any) -> Documents:
-    """Let each mixer compute one document after another, and return where it finds them.
+    """Let each mixer compute the documents as rows of a batch, and return where it finds them.
 
     Every layer has them under ``DOCUMENTS``, too, for attention in families whose layers do not
     pass the packing on.
@@ -150,11 +170,11 @@ def divide_mixers(lm: nn.Module, group: Any) -> Documents:
 
 
 def _divided(module: nn.Module, forward: Any, documents: Documents, group: Any) -> Any:
-    """Return a forward pass of ``module`` by document, made of its own."""
+    """Return a forward pass of ``module`` over batches of documents, made of its own."""
 
     @torch.compiler.disable
     def divided(hidden_states: Tensor, *rest: Any, **options: Any) -> Any:
-        if documents.lengths is None:
+        if documents.packing is None:
             return forward(hidden_states, *rest, **options)
         refuse_unshared(module, {"a state from token to token": documents.packing.ends})
         if any(one is not None for one in rest):
@@ -165,20 +185,32 @@ def _divided(module: nn.Module, forward: Any, documents: Documents, group: Any) 
         own = {key: None if isinstance(x, Tensor) else x for key, x in options.items()}
         own.pop("packing", None)
         whole = hidden_states if group is None else _gather(hidden_states, group)
-        results: list[Any] = []
-        for part in whole.split(documents.lengths, dim=1):
+        parts = whole[0].split(documents.lengths)
+        results: list[Any] = [None] * len(parts)
+        for numbers in documents.groups:
+            rows = pad_sequence([parts[number] for number in numbers], batch_first=True)
             if options.get("position_ids") is not None:
-                own["position_ids"] = torch.arange(part.shape[1], device=part.device)[None]
-            results.append(forward(part, *rest, **own))
+                positions = torch.arange(rows.shape[1], device=rows.device)
+                own["position_ids"] = positions.expand(len(numbers), -1)
+            output = forward(rows, *rest, **own)
+            for row, number in enumerate(numbers):
+                results[number] = _take_row(output, row, documents.lengths[number])
         if isinstance(results[0], Tensor):
-            return _own_part(torch.cat(results, dim=1), group)
+            return _own_part(torch.cat(results)[None], group)
         # Further outputs are of each token, or none.
         return tuple(
-            _own_part(torch.cat(parts, dim=1), group) if isinstance(parts[0], Tensor) else None
+            _own_part(torch.cat(parts)[None], group) if isinstance(parts[0], Tensor) else None
             for parts in zip(*results, strict=True)
         )
 
     return divided
+
+
+def _take_row(output: Any, row: int, length: int) -> Any:
+    """Return the outputs ``[length, …]`` of a document that is a row of a batch."""
+    if isinstance(output, Tensor):
+        return output[row, :length]
+    return tuple(one[row, :length] if isinstance(one, Tensor) else None for one in output)
 
 
 def _own_part(whole: Tensor, group: Any) -> Tensor:
