@@ -95,9 +95,16 @@ def test_windows_of_one_length_are_one_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("mask", "dropout"), [(torch.ones(1, 1, 90, 90, dtype=torch.bool), 0.0), (None, 0.1)]
+    "asked",
+    [
+        {"attention_mask": torch.ones(1, 1, 90, 90, dtype=torch.bool)},
+        {"dropout": 0.1},
+        {"is_causal": True},
+    ],
+    ids=["mask", "dropout", "causal"],
 )
-def test_masks_and_dropout_are_refused(mask: Tensor | None, dropout: float) -> None:
-    with pytest.raises(UnsupportedCapability, match="mask or dropout") as caught:
-        attend_by_image(nn.Module(), *draw("cpu", torch.float32), mask, dropout=dropout)
+def test_what_the_kernels_would_leave_out_is_refused(asked: dict[str, Any]) -> None:
+    arguments = {"attention_mask": None, **asked}
+    with pytest.raises(UnsupportedCapability, match="a mask or dropout") as caught:
+        attend_by_image(nn.Module(), *draw("cpu", torch.float32), **arguments)
     assert caught.value.remedy

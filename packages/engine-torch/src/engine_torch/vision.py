@@ -135,6 +135,7 @@ def attend_by_image(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool = False,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_: Any,
@@ -153,20 +154,22 @@ def attend_by_image(
         attention_mask: always None.
         scaling: factor of the scores (None: ``d ** -0.5``).
         dropout: rate of dropout, which must be 0.
+        is_causal: whether a patch attends to earlier ones alone, which must be false.
         cu_seq_lens_q: bounds of the images or windows ``[W+1]`` int32, or None.
         max_length_q: patches of the largest one.
+        **_: the same bounds of the keys, and what transformers passes on to every layer.
 
     Returns:
         ``[1, T, H, d]`` or ``[N, T, H, d]``, and None for the attention weights.
 
     Raises:
-        UnsupportedCapability: the layer has a mask or dropout, which would be left out.
+        UnsupportedCapability: the layer has one of these, which would be left out.
     """
-    if attention_mask is not None or dropout:
+    if attention_mask is not None or dropout or is_causal:
         raise UnsupportedCapability(
-            "attention of images with a mask or dropout",
+            "attention of images with a mask or dropout, or to earlier patches alone",
             where=type(module).__name__,
-            why="the kernels would leave it out",
+            why="the kernels would leave that out",
             remedy="use another backend for this model family",
         )
     if cu_seq_lens_q is None:
