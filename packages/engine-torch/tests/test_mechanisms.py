@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_reference import random_inputs, random_sinks, reference
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from engine_torch import attention, flex, head, mechanisms, mixers, plain, varlen
 from engine_torch.attention import build_packing, packed_attention, register_kernel
@@ -18,8 +19,10 @@ CPU = torch.device("cpu")
 LENGTHS = [9, 1, 30, 2]
 
 
-def compute(inputs: list[Tensor], kernel: str, **scores: Any) -> Tensor:
-    packing = build_packing(LENGTHS, kernel, CPU)
+def compute(
+    inputs: list[Tensor], kernel: str, lengths: list[int] = LENGTHS, **scores: Any
+) -> Tensor:
+    packing = build_packing(lengths, kernel, CPU)
     out, _ = packed_attention(torch.nn.Identity(), *inputs, None, packing=packing, **scores)
     return out.transpose(1, 2)
 
@@ -114,17 +117,37 @@ def test_sinks_correct_flash_attention(monkeypatch: pytest.MonkeyPatch, window: 
         torch.testing.assert_close(own.grad.double(), exact.grad, atol=2e-5, rtol=0)
 
 
-def test_wide_heads_run_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("lengths", [LENGTHS, [9, 1, 8, 7, 10, 2], [5, 5, 5]])
+def test_wide_heads_run_on_batches_of_documents(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], window: int | None
+) -> None:
     """FlashAttention 2 takes heads up to 256 wide."""
     monkeypatch.setattr(attention, "_VARLEN_WIDTH", 4)
-    for window in (None, 4):
-        ours = random_inputs(
-            sum(LENGTHS), heads=4, kv_heads=2, width=8, value_width=5, dtype=torch.float64
-        )
-        theirs = copies(ours)
-        got = compute(ours, "cudnn", sliding_window=window)
-        want = reference(*theirs, LENGTHS, window=window)
-        require_equal_gradients(got, want, ours, theirs, 1e-12)
+    ours = random_inputs(
+        sum(lengths), heads=4, kv_heads=2, width=8, value_width=5, dtype=torch.float64
+    )
+    theirs = copies(ours)
+    got = compute(ours, "cudnn", lengths, sliding_window=window)
+    want = reference(*theirs, lengths, window=window)
+    require_equal_gradients(got, want, ours, theirs, 1e-12)
+
+
+def test_other_lengths_compile_no_wide_heads_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_VARLEN_WIDTH", 4)
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def attend(q: Tensor, k: Tensor, v: Tensor, packing: attention.Packing) -> Tensor:
+        scores = attention._Scores(scale=None, window=None)
+        return attention._attend(q * 2, k, v, packing, scores) * 2
+
+    counts: list[int] = []
+    for lengths in ([6, 6], [3, 9], [1, 2, 9], [12]):
+        packing = build_packing(lengths, "cudnn", CPU)
+        attend(*(x[None] for x in torch.ones(3, 4, 12, 8)), packing)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
 
 
 @pytest.mark.parametrize(("argument", "name"), [("softcap", "softcap"), ("s_aux", "sinks")])

@@ -21,7 +21,7 @@ What these kernels lack is computed by others, whichever of them is chosen:
   flex_attention (``engine_torch.flex``) and by FlashAttention 2 with a correction
   (``engine_torch.varlen``).
 - values of another width than the keys, and heads wider than 256, which FlashAttention 2 does not
-  take: padded with zeros, and by sdpa document by document.
+  take: padded with zeros, and by sdpa on batches of documents.
 
 Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
 tokens. Under context parallelism each rank gathers the keys and values, for sdpa or varlen
@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
 
 from engine_api.config import EngineConfig
 from engine_api.devices import device_of
@@ -45,7 +46,7 @@ from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
 from engine_torch.flex import capped_attention, tree_attention
-from engine_torch.mixers import DOCUMENTS
+from engine_torch.mixers import DOCUMENTS, group_by_length
 from engine_torch.plain import plain_packed
 from engine_torch.prefixes import FLEX, mask_of, refuse_unshared, refuse_with
 from engine_torch.ulysses import heads_to_sequence, sequence_to_heads
@@ -525,28 +526,39 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Sc
     return out.transpose(0, 1)[None]
 
 
+# Compiled, every other set of lengths would be compiled anew.
+@torch.compiler.disable
 def _attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """Return the attention ``[1, H, T, e]`` by sdpa, one document after another."""
+    """Return the attention ``[1, H, T, e]`` by sdpa, documents of about one length at a time.
+
+    Shorter ones end with padding, which no earlier token attends to.
+    """
     lengths: list[int] = packing.bounds.diff().tolist()
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         # The kernel of sdpa that takes any width takes no fewer heads of keys than of queries.
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    out: list[Tensor] = []
-    for query, key, value in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
+    # [L, H, d] of each document.
+    parts = [x[0].transpose(0, 1).split(lengths) for x in (q, k, v)]
+    out: list[Tensor] = list(parts[2])
+    for numbers in group_by_length(lengths):
+        query, key, value = (
+            pad_sequence([part[number] for number in numbers], batch_first=True).transpose(1, 2)
+            for part in parts
+        )
         mask = None
         if window is not None and query.shape[2] > window:
             position = torch.arange(query.shape[2], device=q.device)
             distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance < window)
-        out.append(
-            F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-            )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-    return torch.cat(out, dim=2)
+        for row, number in enumerate(numbers):
+            out[number] = attended[row, :, : lengths[number]].transpose(0, 1)
+    return torch.cat(out).transpose(0, 1)[None]
 
 
 def _batch_documents(x: Tensor, packing: Packing) -> Tensor:

@@ -33,6 +33,7 @@ __all__ = [
     "Documents",
     "divide_mixers",
     "find_mixers",
+    "group_by_length",
     "refuse_without_kernels",
     "refuse_wrong_gradients",
 ]
@@ -75,10 +76,10 @@ class Documents:
         """Take the documents of a micro-batch, or of none (None)."""
         self.packing = packing
         self.lengths = [] if packing is None else packing.bounds.diff().tolist()
-        self.groups = _group_by_length(self.lengths)
+        self.groups = group_by_length(self.lengths)
 
 
-def _group_by_length(lengths: list[int]) -> list[list[int]]:
+def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Return the numbers of documents in groups, each with its longest first."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
