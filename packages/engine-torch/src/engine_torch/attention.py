@@ -527,7 +527,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Sc
 
 
 # Compiled, every other set of lengths would be compiled anew.
-@torch.compiler.disable
+@torch.compiler.disable()
 def _attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
