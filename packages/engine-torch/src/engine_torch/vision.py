@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.batch import Batch
+from engine_api.devices import device_of
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_vision import Vision
 from engine_api.media import Media
@@ -142,8 +143,8 @@ def attend_by_image(
 ) -> tuple[Tensor, None]:
     """Compute attention in both directions within each image or window, for transformers.
 
-    In half precision on CUDA it is FlashAttention 2, else PyTorch's scaled-dot-product attention of
-    all windows of one length at a time.
+    Where the device has it in this dtype, it is FlashAttention 2, else PyTorch's
+    scaled-dot-product attention of all windows of one length at a time.
 
     Args:
         module: the attention layer, named in errors.
@@ -175,7 +176,8 @@ def attend_by_image(
     if cu_seq_lens_q is None:
         out = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    compute = str(query.dtype).removeprefix("torch.")
+    if "varlen" in device_of(query.device.type).attention(compute):
         bounds = cu_seq_lens_q.to(torch.int32)
         longest = max_length_q or int(bounds.diff().max())
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
