@@ -580,12 +580,11 @@ STEPS = {
 GROUPS = {
     "defaults": [name for name in STEPS if name.startswith("defaults-")],
     "host": [name for name in STEPS if name.startswith("host-")],
-    "mechanisms": [name for name in STEPS if name.startswith("mechanisms-")],
     "sync-engines": ["sync-engines-8b-fp8", "sync-engines-moe-fp8"],
     "mfu-1.7b": [name for name in STEPS if name.startswith("mfu-1.7b-") and STEPS[name].backend],
     **{
         group: [name for name in STEPS if name.startswith(f"{group}-")]
-        for group in ("auto-1.7b", "auto-8b-2", "mfu-8b-2-kept")
+        for group in ("auto-1.7b", "auto-8b-2", "mechanisms", "mfu-8b-2-kept")
     },
 }
 GROUPS["mfu-8b-2"] = [

@@ -99,10 +99,10 @@ def write_models(shape: str, place: Path, device: str) -> tuple[Path, Path]:
     Their random weights are drawn on ``device``: an engine that draws them takes a minute.
     """
     from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
         Qwen2Config,
-        Qwen2ForCausalLM,
     )
 
     own = SHAPES[shape]
@@ -112,7 +112,7 @@ def write_models(shape: str, place: Path, device: str) -> tuple[Path, Path]:
     # Published checkpoints are of as many tokens, tied, with this base.
     text = {**own["text"], **ends, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     plain = Qwen2Config(**text, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    write_weights(Qwen2ForCausalLM, plain, place / "text", device)
+    write_weights(AutoModelForCausalLM, plain, place / "text", device)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": own["sections"]}
     tower = {**own["tower"], "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
     pictured = Qwen2_5_VLConfig(
@@ -124,16 +124,16 @@ def write_models(shape: str, place: Path, device: str) -> tuple[Path, Path]:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    write_weights(Qwen2_5_VLForConditionalGeneration, pictured, place / "pictured", device)
+    write_weights(AutoModelForImageTextToText, pictured, place / "pictured", device)
     write_processor(place / "pictured", own["text"]["vocab_size"])
     return place / "text", place / "pictured"
 
 
-def write_weights(model: Any, config: Any, folder: Path, device: str) -> None:
-    """Write a model of transformers with random weights in bf16."""
+def write_weights(auto: Any, config: Any, folder: Path, device: str) -> None:
+    """Write the model that a class of transformers makes, with random weights in bf16."""
     torch.manual_seed(0)
     with torch.device(device):
-        made = model._from_config(config, dtype=torch.bfloat16)  # noqa: SLF001
+        made = auto.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(folder)
     del made
     if device == "cuda":
