@@ -45,7 +45,11 @@ TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
         ("packages/engine-megatron/tests/test_families.py",),
         {"MEGATRON_TEST_DEVICE": "cuda"},
     ),
-    "fsdp2-gpu": ("fsdp2", ("-m", "gpu", "packages/engine-fsdp/tests"), {}),
+    "fsdp2-gpu": (
+        "fsdp2",
+        ("-m", "gpu", "packages/engine-fsdp/tests", "packages/engine-torch/tests"),
+        {},
+    ),
     "vllm-images": (
         "vllm",
         ("packages/rollout-fp8/tests/vllm/test_images.py",),
