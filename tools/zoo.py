@@ -631,14 +631,17 @@ def _measure_rollouts(arguments: argparse.Namespace) -> int:
 
 
 def _measure_rollouts_on_gpu(arguments: argparse.Namespace) -> int:
-    """Measure rollouts on one GPU, and record each result when it is there."""
+    """Measure rollouts on one GPU, and record each result when it is there.
+
+    Without types those are measured that have no result of this server on this GPU, so that a run
+    that was ended goes on in the next one.
+    """
     import torch
     import transformers
 
     record = json.loads(RECORD.read_text())
     types: dict[str, Any] = record["types"]
     quantization: str = arguments.quantization
-    chosen: list[str] = arguments.types or _taken(types)
     measured = {
         "vllm": _version_of_vllm("cuda"),
         "transformers": transformers.__version__,
@@ -651,6 +654,8 @@ def _measure_rollouts_on_gpu(arguments: argparse.Namespace) -> int:
         for row in types.values():
             row.get(SEEN, {}).pop(quantization, None)
     seen[quantization] = measured
+    left = [name for name in _taken(types) if quantization not in types[name].get(SEEN, {})]
+    chosen: list[str] = arguments.types or left
 
     def measure_one(model_type: str) -> dict[str, Any]:
         return _measure_alone(model_type, arguments.device, quantization)
@@ -726,7 +731,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     parser = argparse.ArgumentParser(prog="zoo.py", description=__doc__)
     parser.add_argument("command", choices=("measure", "rank"))
-    parser.add_argument("types", nargs="*", help="model types; all without any")
+    parser.add_argument(
+        "types", nargs="*", help="model types; all without any, of a rollout those that are left"
+    )
     parser.add_argument("--backend", choices=(FSDP, MEGATRON), default=FSDP)
     parser.add_argument("--rollout", choices=(VLLM,), help="a rollout instead of an engine")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the rollout")
@@ -882,9 +889,11 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     by_precision = {"none": "bf16", "fp8": "FP8"}
+    taken = len(_taken(record["types"]))
     measured = ";\n".join(
-        f"{by_precision[one]}: as seen on one {said['gpu']}, vLLM {said['vllm']}, transformers "
-        f"{said['transformers']}, torch {said['torch']}, {said['date']}"
+        f"{by_precision[one]}: {sum(one in row for row in rows.values())} of {taken} types so far, as "
+        f"seen on one {said['gpu']}, vLLM {said['vllm']},\ntransformers {said['transformers']}, "
+        f"torch {said['torch']}, {said['date']}"
         for one, said in record[SEEN].items()
     )
     near = " and ".join(f"{NEAR_MEAN[one]} in {by_precision[one]}" for one in QUANTIZATIONS)
