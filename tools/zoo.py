@@ -891,8 +891,8 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
     by_precision = {"none": "bf16", "fp8": "FP8"}
     taken = len(_taken(record["types"]))
     measured = ";\n".join(
-        f"{by_precision[one]}: {sum(one in row for row in rows.values())} of {taken} types so far, as "
-        f"seen on one {said['gpu']}, vLLM {said['vllm']},\ntransformers {said['transformers']}, "
+        f"{by_precision[one]}: {sum(one in row for row in rows.values())} of {taken} types so far, "
+        f"as seen on one {said['gpu']}, vLLM {said['vllm']},\ntransformers {said['transformers']}, "
         f"torch {said['torch']}, {said['date']}"
         for one, said in record[SEEN].items()
     )

@@ -17,6 +17,7 @@ from engine_api.config import EngineConfig, build_options
 from engine_api.distillation import OutputHead, Teaching
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
+from engine_api.optimizers import TrainedWeight, set_rate
 from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
@@ -109,7 +110,7 @@ class LoopbackEngine(ExportEngine):
         self.model = self.model_type(config, self.shape, self.weights, self.layout, self.device)
         self.optimizer = None
         if config.optimizer is not None:
-            self.optimizer = build_optimizer(config.optimizer, self.trained(), self.adamw)
+            self.optimizer = build_optimizer(config.optimizer, self.describe_trained(), self.adamw)
 
     def files(self) -> WeightFiles | None:
         """Return the folder's weights, or None if they are made from the seed."""
@@ -152,6 +153,14 @@ class LoopbackEngine(ExportEngine):
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters of this rank that the optimizer updates."""
         return [weight.held for weight in self.held_and_trained()]
+
+    def describe_trained(self) -> list[TrainedWeight]:
+        """Return the weights of this rank that the optimizer updates, as it groups them."""
+        return [self.describe(weight) for weight in self.held_and_trained()]
+
+    def describe(self, weight: Weight) -> TrainedWeight:
+        """Return a weight as the optimizer groups it."""
+        return TrainedWeight(tensor=weight.held, name=weight.name, dims=len(weight.shape))
 
     def held_and_trained(self) -> list[Weight]:
         """Return the weights of this rank that the optimizer updates."""
@@ -287,8 +296,7 @@ class LoopbackEngine(ExportEngine):
         assert self.optimizer is not None
         if self.config.memory.offload_optimizer:
             move_state(self.optimizer, None)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self.optimizer.step()
         if self.config.memory.offload_optimizer:
             move_state(self.optimizer, torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.config import OptimizerConfig
-from engine_api.optimizers import construct, optimizer_class
+from engine_api.optimizers import TrainedWeight, construct, group_weights, optimizer_class
 
 Group = dict[str, Any]
 
@@ -77,14 +77,14 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    config: OptimizerConfig, params: Sequence[nn.Parameter], adamw: type[AdamW]
+    config: OptimizerConfig, weights: Sequence[TrainedWeight], adamw: type[AdamW]
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer over ``params``, as one group.
+    """Build the configured optimizer over ``weights``, in its parameter groups.
 
     Raises:
         ConfigError: if the optimizer cannot be imported, or refuses its arguments.
     """
-    groups = [{"params": list(params)}]
+    groups = group_weights(config, weights)
     if config.name != "adamw":
         return construct(optimizer_class(config.name), groups, config)
     return construct(adamw, groups, config, {"betas": config.betas, "eps": config.eps})
@@ -94,7 +94,8 @@ def state_fields(config: OptimizerConfig, adamw: type[AdamW]) -> set[str]:
     """Return the names of the optimizer's state per weight, seen on a step of a throwaway one."""
     param = nn.Parameter(torch.zeros(2, 2))
     param.grad = torch.zeros_like(param)
-    optimizer = build_optimizer(config, [param], adamw)
+    weight = TrainedWeight(tensor=param, name="weight", dims=2)
+    optimizer = build_optimizer(config, [weight], adamw)
     optimizer.step()
     return set(optimizer.state[param])
 

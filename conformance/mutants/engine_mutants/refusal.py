@@ -105,6 +105,19 @@ class ValueHeadUndeclared(LoopbackEngine):
     """Value heads are not declared, and a value model is accepted."""
 
 
+@mutant(
+    "refusal.parameter_groups",
+    group="parameter_groups",
+    hides=(Capability.PARAMETER_GROUPS,),
+)
+class GroupsIgnored(Edits):
+    """Parameter groups are not declared, and all weights decay with ``decay: matrices``."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        assert config.optimizer is not None
+        return replace(config, optimizer=replace(config.optimizer, decay="all"))
+
+
 @mutant("refusal.lora", group="lora", hides=(Capability.LORA,))
 class AdapterIgnored(Edits):
     """Adapters are not declared, and their section is ignored: all weights train."""

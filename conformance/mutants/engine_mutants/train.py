@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.losses import LossFn
+from engine_api.optimizers import TrainedWeight
 from engine_api.prepare import MicroBatches
 from engine_api.results import ForwardBackwardOutput, LossOutput
 from engine_loopback.engine import LoopbackEngine
@@ -382,7 +383,7 @@ class PathIgnored(LoopbackEngine):
         super()._build_model()
         assert self.config.optimizer is not None
         plain = replace(self.config.optimizer, name="adamw", kwargs={})
-        self.optimizer = build_optimizer(plain, self.trained(), self.adamw)
+        self.optimizer = build_optimizer(plain, self.describe_trained(), self.adamw)
 
 
 @mutant("train.optimizer_by_path", group="core")
@@ -393,8 +394,44 @@ class OptimizersKwargsDropped(LoopbackEngine):
         super()._build_model()
         assert self.config.optimizer is not None
         self.optimizer = build_optimizer(
-            replace(self.config.optimizer, kwargs={}), self.trained(), self.adamw
+            replace(self.config.optimizer, kwargs={}), self.describe_trained(), self.adamw
         )
+
+
+@mutant("train.decay", group="parameter_groups")
+class MatricesTakenForAll(LoopbackEngine):
+    """With ``decay: matrices`` norms and biases decay, too."""
+
+    def describe(self, weight: Weight) -> TrainedWeight:
+        return replace(super().describe(weight), dims=2, name="weight")
+
+
+@mutant("train.decay", group="parameter_groups")
+class ShardsTakenForVectors(LoopbackEngine):
+    """With ``decay: matrices`` nothing decays, as where flat shards are asked for dimensions."""
+
+    def describe(self, weight: Weight) -> TrainedWeight:
+        return replace(super().describe(weight), dims=1)
+
+
+@mutant("train.decay", group="parameter_groups")
+class EmbeddingsNotDecayed(LoopbackEngine):
+    """With ``decay: matrices`` the embedding does not decay."""
+
+    def describe(self, weight: Weight) -> TrainedWeight:
+        described = super().describe(weight)
+        return replace(described, dims=1) if "embed_tokens" in weight.name else described
+
+
+@mutant("train.decay", group="parameter_groups")
+class GroupsOfAdamWAlone(LoopbackEngine):
+    """With ``decay: matrices`` an optimizer named by path decays everything."""
+
+    def describe(self, weight: Weight) -> TrainedWeight:
+        described = super().describe(weight)
+        assert self.config.optimizer is not None
+        own = self.config.optimizer.name == "adamw"
+        return described if own else replace(described, dims=2, name="weight")
 
 
 # --- trained weights ----------------------------------------------------------------------------

@@ -12,7 +12,15 @@ from engine_api.errors import (
     EngineStateError,
     UnsupportedCapability,
 )
-from engine_api.optimizers import build_optimizer, check_fields, state_dtypes, state_fields
+from engine_api.optimizers import (
+    TrainedWeight,
+    build_optimizer,
+    check_fields,
+    group_weights,
+    set_rate,
+    state_dtypes,
+    state_fields,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,60 @@ def test_an_optimizer_that_is_not_there_is_refused(config, field, told):
     with pytest.raises(ConfigError, match=told) as caught:
         build_optimizer(OptimizerConfig(**config), [torch.nn.Parameter(torch.zeros(2))])
     assert caught.value.field == field
+
+
+def make_weights():
+    shapes = {
+        "embed.weight": (4, 2),
+        "norm.weight": (2,),
+        "q_proj.bias": (2,),
+        "experts.down_proj_bias": (3, 2),
+        "experts.down_proj": (3, 2, 2),
+        "visual.merger.weight": (2, 2),
+    }
+    return [
+        # A rank's range of a weight may be flat.
+        TrainedWeight(
+            tensor=torch.nn.Parameter(torch.ones(5)),
+            name=name,
+            dims=len(shape),
+            part="vision" if name.startswith("visual.") else "",
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim.SGD"])
+def test_groups_say_what_decays_and_at_which_rate(name):
+    config = OptimizerConfig(
+        name=name, lr=0.5, weight_decay=0.1, decay="matrices", part_lr={"vision": 0.125}
+    )
+    weights = make_weights()
+    optimizer = build_optimizer(config, group_weights(config, weights))
+    set_rate(optimizer, 0.2)
+    names = {id(one.tensor): one.name for one in weights}
+    found = {
+        names[id(tensor)]: (group["weight_decay"], group["lr"])
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    }
+    assert found == {
+        "embed.weight": (0.1, 0.2),
+        "norm.weight": (0.0, 0.2),
+        "q_proj.bias": (0.0, 0.2),
+        "experts.down_proj_bias": (0.0, 0.2),
+        "experts.down_proj": (0.1, 0.2),
+        "visual.merger.weight": (0.1, 0.05),
+    }
+    assert len(optimizer.param_groups) == 3
+
+
+def test_without_either_option_there_is_one_group():
+    config = OptimizerConfig(lr=0.5, weight_decay=0.1)
+    optimizer = build_optimizer(config, group_weights(config, make_weights()))
+    (group,) = optimizer.param_groups
+    set_rate(optimizer, 0.2)
+    assert (len(group["params"]), group["weight_decay"], group["lr"]) == (6, 0.1, 0.2)
 
 
 def test_the_state_of_another_optimizer_is_refused():

@@ -76,6 +76,7 @@ BAD = {
     "schedule.total_steps": {"schedule": ScheduleConfig(name="linear")},
     "model.init": {"model": ModelSource(path="x", init="zeros")},
     "optimizer.lr": {"optimizer": OptimizerConfig(lr=float("nan"))},
+    "optimizer.decay": {"optimizer": OptimizerConfig(decay="auto")},
     "lora.rank": {"lora": LoraConfig(rank=0)},
     "memory.share_prefixes": {"memory": Memory(share_prefixes=True), "router_replay": True},
 }
@@ -86,6 +87,31 @@ def test_a_bad_value_is_refused_by_name(field, parts):
     with pytest.raises(ConfigError) as caught:
         config(**parts)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("rates", "lr", "freeze", "told"),
+    [
+        ({"tower": 1e-6}, 1e-5, [], r"expected parts of vision, got \['tower'\]"),
+        ({"vision": -1e-6}, 1e-5, [], "expected numbers of at least 0"),
+        ({"vision": "1e-6"}, 1e-5, [], "expected numbers of at least 0"),
+        ({"vision": 1e-6}, 0.0, [], "expected optimizer.lr above 0, got 0"),
+        ({"vision": 1e-6}, 1e-5, ["vision"], r"expected parts that are trained, got \['vision'\]"),
+    ],
+)
+def test_a_rate_that_a_part_may_not_have_is_refused(rates, lr, freeze, told):
+    model = ModelSource(path="x", freeze=freeze)
+    with pytest.raises(ConfigError, match=told) as caught:
+        config(model=model, optimizer=OptimizerConfig(lr=lr, part_lr=rates))
+    assert caught.value.field == "optimizer.part_lr"
+
+
+@pytest.mark.parametrize("declared", [Capability.VISION, Capability.PARAMETER_GROUPS])
+def test_a_rate_of_a_tower_asks_for_both(declared):
+    asked = config(optimizer=OptimizerConfig(part_lr={"vision": 1e-6}))
+    refuse_undeclared(asked, [Capability.VISION, Capability.PARAMETER_GROUPS], "acme")
+    with pytest.raises(UnsupportedCapability):
+        refuse_undeclared(asked, [declared], "acme")
 
 
 ASKS = {
@@ -106,6 +132,7 @@ ASKS = {
     Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
     Capability.ROUTER_REPLAY: {"router_replay": True},
     Capability.VISION: {"model": ModelSource(path="x", freeze=["vision"])},
+    Capability.PARAMETER_GROUPS: {"optimizer": OptimizerConfig(decay="matrices")},
 }
 
 

@@ -18,6 +18,7 @@ from engine_api.config import (
     EngineConfig,
     LoraConfig,
     Memory,
+    OptimizerConfig,
     Parallelism,
     Precision,
 )
@@ -194,6 +195,9 @@ CONFIGURED: dict[Capability, Mapping[str, Mapping[str, Any]]] = {
         "CheckpointConfig(async_save=True)": {"checkpoint": CheckpointConfig(async_save=True)}
     },
     Capability.ROUTER_REPLAY: {"router_replay=True": {"router_replay": True}},
+    Capability.PARAMETER_GROUPS: {
+        'OptimizerConfig(decay="matrices")': {"optimizer": OptimizerConfig(decay="matrices")}
+    },
 }
 
 
@@ -395,6 +399,7 @@ _SINCE_1_4 = MECHANISMS | {
     Capability.SHARED_PREFIXES,
     Capability.DISTILLATION,
     Capability.VISION,
+    Capability.PARAMETER_GROUPS,
 }
 
 

@@ -5,7 +5,7 @@ They are so in every split of the work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -516,6 +516,58 @@ def visible_at_once(target: Target) -> float:
     return max(margins)
 
 
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    """Return whether a saved tensor has two dimensions or more, and is no bias."""
+    return weight.ndim >= 2 and not name.endswith("bias")
+
+
+@case(
+    id="train.decay",
+    since="1.4",
+    requires=(Capability.PARAMETER_GROUPS,),
+    world=(1, 2),
+    model_types=TYPES,
+    quick="once",
+)
+def decay(target: Target) -> float:
+    """With ``decay: matrices`` a weight MUST decay if it is saved as a matrix, and no other.
+
+    A bias does not, also where experts' biases are the rows of a matrix. Two clipped steps of AdamW
+    with a decay of 10 at a rate of 1e-3: of the usual model, of one with biases and, where the
+    engine serves sinks, of gpt-oss. In float32 also a step of an optimizer by path.
+
+    If this fails: norms or biases decay, or embeddings or stacked experts do not; dimensions are
+    those of a shard, which may be flat; an optimizer named by path has no groups.
+    """
+    optimizer = OptimizerConfig(
+        lr=1e-3, weight_decay=10.0, clip_norm=2.0, eps=EPS, decay="matrices"
+    )
+    exact = AdamWConfig(weight_decay=10.0, max_grad_norm=2.0, eps=EPS, decays=_is_matrix)
+    margins = list[float]()
+    batches = _batches("uneven", "skewed", seed=19)
+    models = [target.model(tied=False), *target.models({"family": "qwen2"})]
+    for model in models:
+        ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
+        want = oracle_training(str(model), batches, optimizer=exact)
+        margins.append(training_matches(target, ranks, want, oracle_of(str(model))))
+    arguments = MODELS[Capability.SINKS]
+    sinks = Capability.SINKS in target.capabilities and target.builds(arguments["family"])
+    if sinks and target.model_type == LM:
+        model = target.model(**arguments)
+        trained = (trained_on(target, oracle_of(str(model)), 41),)
+        ranks = target.run(train, target.config(model, optimizer=optimizer), batches=trained)
+        want = oracle_training(str(model), trained, optimizer=exact)
+        margins.append(training_matches(target, ranks, want, oracle_of(str(model))))
+    if target.dtype == "float32" and target.model_type == LM:
+        by_path = replace(_MOMENTUM, decay="matrices")
+        ranks = target.run(train, target.config(models[-1], optimizer=by_path), batches=batches[:1])
+        same_on_all_ranks(ranks)
+        oracle = oracle_of(str(models[-1]))
+        params, bounds = _sgd(target, oracle, batches[:1], decays=_is_matrix)
+        margins.append(assert_weights_close(ranks[0].weights, params, bounds, start=oracle.params))
+    return max(margins)
+
+
 @case(id="train.optimizer_by_path")
 def optimizer_by_path(target: Target) -> float:
     """An optimizer named by path MUST be used: ``torch.optim.SGD`` with momentum, in float64.
@@ -555,9 +607,12 @@ def _uses_arguments_of_adamw(target: Target, model: Path, batch: PackedDocuments
 
 
 def _sgd(
-    target: Target, oracle: OracleModel, batches: Sequence[PackedDocuments]
+    target: Target,
+    oracle: OracleModel,
+    batches: Sequence[PackedDocuments],
+    decays: Callable[[str, Tensor], bool] = lambda _name, _weight: True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the final weights and how far each may be off.
+    """Return the final weights and how far each may be off. ``decays`` says which of them decay.
 
     An update is a sum of gradients here, not of ratios of them: its error is the sum of
     theirs, and of roundings of the weight.
@@ -571,7 +626,8 @@ def _sgd(
         params = {}
         bound = gradient_tolerances(grads, target.torch_dtype)
         for name, grad in grads.items():
-            momentum[name] = 0.9 * momentum[name] + grad + _DECAY * model.params[name]
+            decay = _DECAY if decays(name, model.params[name]) else 0.0
+            momentum[name] = 0.9 * momentum[name] + grad + decay * model.params[name]
             errors[name] = 0.9 * errors[name] + bound[name]
             bounds[name] = bounds[name] + 1e-2 * errors[name]
             params[name] = model.params[name] - 1e-2 * momentum[name]

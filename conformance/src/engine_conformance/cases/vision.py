@@ -17,7 +17,13 @@ from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, LoraConfig, Memory, OptimizerConfig
+from engine_api.config import (
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from engine_api.contract import Engine
 from engine_api.errors import BatchError, ConfigError, EngineError, UnsupportedCapability
 from engine_api.losses import sft_loss
@@ -179,10 +185,12 @@ def _gradients_match(
     ranks: Sequence[Seen],
     *,
     frozen: tuple[str, ...] = (),
+    rate_of: Callable[[str], float] = lambda _name: 1.0,
 ) -> float:
-    """Compare the loss and each weight after a step of 1 along its gradient.
+    """Compare the loss and each weight after a step along its gradient.
 
-    Weights whose names begin with one of ``frozen`` must be as they were.
+    Weights whose names begin with one of ``frozen`` must be as they were. ``rate_of`` is the length
+    of the step of a weight, by its name.
     """
     loss, found = oracle.gradients(documents)
     start = oracle.weights
@@ -205,13 +213,14 @@ def _gradients_match(
     bounds = gradient_tolerances(reached, target.torch_dtype, layers=LAYERS)
     step = torch.finfo(torch.float32).eps
     limits = {
-        name: bounds.get(name, torch.zeros_like(start[name])) + step * start[name].abs()
+        name: rate_of(name) * bounds.get(name, torch.zeros_like(start[name]))
+        + step * start[name].abs()
         for name in start
     }
     after = ranks[0].weights
     for name in set(start) - set(reached):
         assert_bitwise({name: after[name]}, {name: start[name].float()}, name="weights")
-    want = {name: start[name] - gradients[name] for name in start}
+    want = {name: start[name] - rate_of(name) * gradients[name] for name in start}
     return max(*margins, assert_weights_close(after, want, limits, start=start))
 
 
@@ -285,8 +294,12 @@ def frozen(target: Target) -> float:
     if any(errors):
         raised_everywhere("InternVL", errors, UnsupportedCapability)
         return margin
-    whole = [draw_whole_document(1, 3, None, 5, None, 2), draw_whole_document(2, 2, None, 4)]
-    return max(margin, _stays_frozen(target, model, whole, _BESIDE))
+    return max(margin, _stays_frozen(target, model, _whole_documents(), _BESIDE))
+
+
+def _whole_documents() -> list[PictureDocument]:
+    """Return documents with images of InternVL, two of them in one."""
+    return [draw_whole_document(1, 3, None, 5, None, 2), draw_whole_document(2, 2, None, 4)]
 
 
 def _freeze(target: Target, model: Path) -> EngineConfig:
@@ -300,6 +313,50 @@ def _stays_frozen(
     """Compare a step with the oracle's, in which weights under ``frozen`` stay as they were."""
     ranks: list[Seen] = target.run(see, _freeze(target, model), documents=documents)
     return _gradients_match(target, picture_oracle(str(model)), documents, ranks, frozen=frozen)
+
+
+@case(
+    id="vision.part_lr",
+    since=SINCE,
+    requires=(Capability.VISION, Capability.PARAMETER_GROUPS),
+    world=(1, 2),
+    families=FAMILIES,
+    dtypes=FLOAT32,
+)
+def part_lr(target: Target) -> float:
+    """The tower MUST have the rate of `optimizer.part_lr`, scaled by the schedule, all else `lr`.
+
+    The first of four steps of warm-up, in SGD, of a tower with an eighth of the rate. The norm of
+    the gradient is that of all weights as they are. So it is with InternVL, whose projector is a
+    module beside its tower, unless the engine refuses that family. In float32, because the
+    tolerance of 16 bits is as large as the tower's step.
+
+    If this fails: the tower has the rate of the text model or the projector does not have the
+    tower's, the schedule does not scale the tower's rate, or a gradient is scaled and not a rate.
+    """
+    margin = _has_own_rate(target, write_model(target), divided_documents(), _TOWER)
+    if not target.builds("internvl"):
+        return margin
+    model = write_model(target, write_whole_model)
+    if any(target.run(build, _configure(target, model))):
+        return margin
+    return max(margin, _has_own_rate(target, model, _whole_documents(), _BESIDE))
+
+
+def _has_own_rate(
+    target: Target, model: Path, documents: Sequence[PictureDocument], parts: tuple[str, ...]
+) -> float:
+    """Compare a step with the oracle's, in which weights under ``parts`` have an eighth of it."""
+    optimizer = replace(_STEP, part_lr={"vision": _STEP.lr / 8})
+    config = replace(
+        _configure(target, model), optimizer=optimizer, schedule=ScheduleConfig(warmup_steps=4)
+    )
+    ranks: list[Seen] = target.run(see, config, documents=documents)
+
+    def rate_of(name: str) -> float:
+        return _STEP.lr / 4 / (8 if name.startswith(parts) else 1)
+
+    return _gradients_match(target, picture_oracle(str(model)), documents, ranks, rate_of=rate_of)
 
 
 def adapt(

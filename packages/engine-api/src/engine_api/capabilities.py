@@ -50,6 +50,7 @@ class Capability(StrEnum):
     LINEAR_ATTENTION = "linear_attention"
     SPARSE_ATTENTION = "sparse_attention"
     VISION = "vision"
+    PARAMETER_GROUPS = "parameter_groups"
 
 
 MECHANISMS = frozenset(
@@ -89,7 +90,12 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.FP8: lambda c: "float8" in _dtypes(c),
     Capability.ASYNC_CHECKPOINT: lambda c: c.checkpoint.async_save,
     Capability.ROUTER_REPLAY: lambda c: c.router_replay,
-    Capability.VISION: lambda c: bool(c.model.freeze),
+    Capability.VISION: lambda c: (
+        bool(c.model.freeze) or (c.optimizer is not None and bool(c.optimizer.part_lr))
+    ),
+    Capability.PARAMETER_GROUPS: lambda c: (
+        c.optimizer is not None and (c.optimizer.decay != "all" or bool(c.optimizer.part_lr))
+    ),
 }
 
 

@@ -82,14 +82,24 @@ class OptimizerConfig:
     """
 
     weight_decay: float = 0.0
-    """Decoupled decay of every trained weight, norms and biases included, scaled by the learning
-    rate. 0 is no decay. Optimizers other than ``adamw`` receive it as their ``weight_decay``.
+    """Decoupled decay of the weights that ``decay`` names, scaled by the learning rate. 0 is no
+    decay. Optimizers other than ``adamw`` receive it as their ``weight_decay``.
+    """
 
-    It is ``torch.optim.AdamW`` over one group, as in verl's FSDP engine. transformers' Trainer
-    (TRL) and Megatron-LM leave norms and biases out. By the contract an engine has no parameter
-    groups, so that the same configuration gives the same weights on each engine. At the learning
-    rates of post-training the difference is small (a rate of 1e-6 and a decay of 0.1 take a
-    ten-thousandth off a norm in 1,000 steps).
+    decay: Literal["all", "matrices"] = "all"
+    """Weights that ``weight_decay`` applies to (since contract 1.4).
+
+    ``matrices`` are the weights that are saved with two dimensions or more, biases excepted: no
+    norm, no bias and no other vector decays, as in transformers' Trainer (TRL) and Megatron-LM. The
+    engine must declare ``parameter_groups``. ``all`` is every trained weight, as in verl's FSDP
+    engine. At the learning rates of post-training the difference is small (a rate of 1e-6 and a
+    decay of 0.1 take a ten-thousandth off a norm in 1,000 steps).
+    """
+
+    part_lr: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Largest learning rate of a part of the model, at least 0, which the schedule scales as it
+    scales ``lr`` (since contract 1.4). ``vision`` is a vision-language model's tower with its
+    projector. Weights of no named part have ``lr``. The engine must declare ``parameter_groups``.
     """
 
     clip_norm: float | None = 1.0
@@ -338,6 +348,8 @@ class EngineConfig:
         declared = get_type_hints(EngineConfig)
         for section in ("model", "schedule", "precision", "memory"):
             _check_choices(section, getattr(self, section), declared[section])
+        if self.optimizer is not None:
+            _check_choices("optimizer", self.optimizer, OptimizerConfig)
         for wrong, name, what, why, remedy in _refusals(self):
             if wrong:
                 raise ConfigError(name, what, why=why, remedy=remedy)
@@ -457,6 +469,7 @@ def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
     yield from _wrong_parts(config.model.freeze)
     if config.optimizer is not None:
         yield from _wrong_optimizer(config.optimizer)
+        yield from _wrong_rates(config.optimizer, config.model.freeze)
     if config.lora is not None:
         yield (
             config.lora.rank < 1,
@@ -556,6 +569,40 @@ def _wrong_optimizer(optimizer: OptimizerConfig) -> Iterator[_Refusal]:
             "only adamw reads it",
             f"put it under optimizer.kwargs: {{{name}: …}}",
         )
+
+
+def _wrong_rates(optimizer: OptimizerConfig, freeze: Sequence[str]) -> Iterator[_Refusal]:
+    """Yield a refusal for each learning rate that a part of the model may not have."""
+    rates = optimizer.part_lr
+    yield (
+        any(part not in _PARTS for part in rates),
+        "optimizer.part_lr",
+        f"expected parts of {', '.join(_PARTS)}, got {sorted(rates)}",
+        "",
+        "give {vision: RATE}, or leave it out",
+    )
+    yield (
+        not all(type(rate) in (int, float) and rate >= 0 for rate in rates.values()),
+        "optimizer.part_lr",
+        f"expected numbers of at least 0, got {dict(rates)}",
+        "",
+        "give a number of at least 0; model.freeze leaves a part as it is",
+    )
+    yield (
+        bool(rates) and optimizer.lr == 0,
+        "optimizer.part_lr",
+        "expected optimizer.lr above 0, got 0",
+        "the schedule scales lr, and a part's rate with it",
+        "give optimizer.lr a number above 0, or leave part_lr out",
+    )
+    frozen = sorted(set(rates) & set(freeze))
+    yield (
+        bool(frozen),
+        "optimizer.part_lr",
+        f"expected parts that are trained, got {frozen}",
+        "model.freeze names them, too",
+        "leave them out of one of the two",
+    )
 
 
 def _wrong_schedule(schedule: ScheduleConfig) -> Iterator[_Refusal]:

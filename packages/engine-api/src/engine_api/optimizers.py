@@ -1,4 +1,4 @@
-"""Optimizers by name, and the state that they keep of a weight."""
+"""Optimizers by name, their groups of weights, and the state that they keep of a weight."""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,22 +22,82 @@ if TYPE_CHECKING:
     import torch
 
 
+_RATIO = "rate_ratio"
+"""Key of a parameter group: its learning rate as a multiple of ``optimizer.lr``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedWeight:
+    """A tensor that an optimizer updates, and what decides about its parameter group."""
+
+    tensor: torch.Tensor
+    """The tensor itself, which may be any part of the weight, in any shape."""
+
+    name: str
+    """Name of the weight in the model's files."""
+
+    dims: int
+    """Number of dimensions of the weight in the model's files."""
+
+    part: str = ""
+    """Part of the model, by its name in ``optimizer.part_lr``; empty for no part."""
+
+
+def group_weights(config: OptimizerConfig, weights: Iterable[TrainedWeight]) -> list[Any]:
+    """Return the parameter groups of ``optimizer.decay`` and ``optimizer.part_lr``, as torch's.
+
+    Their order is that of their first weights. Without either option there is one group. A list
+    without weights has one empty group.
+    """
+    groups: dict[tuple[bool, float], list[torch.Tensor]] = {}
+    for weight in weights:
+        decays = config.decay == "all" or decays_as_matrix(weight.name, weight.dims)
+        rate = config.part_lr.get(weight.part)
+        ratio = 1.0 if rate is None else rate / config.lr
+        groups.setdefault((decays, ratio), []).append(weight.tensor)
+    return [
+        {"params": tensors, _RATIO: ratio} | ({} if decays else {"weight_decay": 0.0})
+        for (decays, ratio), tensors in groups.items()
+    ] or [{"params": []}]
+
+
+def decays_as_matrix(name: str, dims: int) -> bool:
+    """Return whether ``optimizer.decay: matrices`` names a weight, by its name in files.
+
+    A bias may have two dimensions: those of stacked experts have a row for each.
+    """
+    return dims >= 2 and not name.endswith("bias")
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each parameter group of ``group_weights`` its rate, where the schedule is at ``lr``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(_RATIO, 1.0)
+
+
 def build_optimizer(
-    config: OptimizerConfig, params: Iterable[torch.Tensor]
+    config: OptimizerConfig, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Build ``adamw`` or a torch optimizer by path, over one parameter group.
+    """Build ``adamw`` or a torch optimizer by path.
 
     ``adamw`` is fused where the weights' device has it. Raises ``ConfigError`` for a name that is
     not an optimizer, and for arguments that the optimizer refuses.
+
+    Args:
+        config: the optimizer and its hyperparameters.
+        params: tensors, which are one parameter group, or the groups of ``group_weights``.
     """
     import torch
 
-    params = list(params)
+    given: list[Any] = list(params)
     if config.name != "adamw":
-        return construct(optimizer_class(config.name), params, config)
-    fused = all(device_of(param.device.type).fused_optimizer for param in params)
+        return construct(optimizer_class(config.name), given, config)
+    tensors: list[torch.Tensor] = []
+    for one in given:
+        tensors += [one] if isinstance(one, torch.Tensor) else one["params"]
+    fused = all(device_of(tensor.device.type).fused_optimizer for tensor in tensors)
     own = {"betas": config.betas, "eps": config.eps, "fused": fused}
-    return construct(torch.optim.AdamW, params, config, own)
+    return construct(torch.optim.AdamW, given, config, own)
 
 
 def optimizer_class(path: str) -> type[torch.optim.Optimizer]:
@@ -120,9 +181,9 @@ def _state_of_a_weight(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> 
     import torch
 
     probe: Any = copy.copy(optimizer)
-    param = torch.nn.Parameter(
-        torch.zeros(2, 2, dtype=dtype, device=optimizer.param_groups[0]["params"][0].device)
-    )
+    # A rank may have no weight of some groups.
+    own = next(one for group in optimizer.param_groups for one in group["params"])
+    param = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=own.device))
     param.grad = torch.zeros_like(param)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     probe.state = state

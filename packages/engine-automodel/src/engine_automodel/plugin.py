@@ -71,6 +71,7 @@ PLUGIN = EnginePlugin(
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
             Capability.DISTILLATION,
+            Capability.PARAMETER_GROUPS,
         }
     ),
     families=("llama", "qwen2", "qwen3", "qwen3_moe"),

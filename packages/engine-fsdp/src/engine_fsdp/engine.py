@@ -141,7 +141,9 @@ class FSDPEngine(DTensorEngine):
             )
         files = built.files
         self._materialize(lm, drawn=files is None)
-        self.table = parameter_table(lm, built.pieces, DTYPES[config.precision.compute])
+        self.table = parameter_table(
+            lm, built.pieces, DTYPES[config.precision.compute], {"vision": tower}
+        )
         if files is not None:
             # A file may be damaged on one machine only.
             std = initial_std(lm.config)

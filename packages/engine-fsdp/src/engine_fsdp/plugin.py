@@ -48,6 +48,7 @@ PLUGIN = EnginePlugin(
             Capability.SAVE_HF,
             Capability.ROUTER_REPLAY,
             Capability.DISTILLATION,
+            Capability.PARAMETER_GROUPS,
             Capability.VISION,
             *MECHANISMS,
             *([Capability.FP8] if has_torchao() else []),

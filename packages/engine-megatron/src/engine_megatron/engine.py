@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
@@ -25,7 +25,7 @@ from engine_api.hf_folder import WeightFiles, fetch, save_hf
 from engine_api.hf_noise import refuse_noise
 from engine_api.losses import LossFn, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
-from engine_api.optimizers import state_fields
+from engine_api.optimizers import TrainedWeight, state_fields
 from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
@@ -61,6 +61,7 @@ from engine_megatron.weights import (
     Reader,
     Weight,
     attach,
+    by_parameter,
     check_layout,
     check_stages,
     fill,
@@ -217,8 +218,15 @@ class MegatronEngine(BaseEngine):
         dtype = DTYPES[self.config.precision.master]
         self.optimizer: StageOptimizer | None = None
         if self.config.optimizer:
+            uses = by_parameter(self.table)
+
+            def describe(param: nn.Parameter, tensor: Tensor) -> TrainedWeight:
+                # Weights in one parameter are alike: all matrices, all biases or all norms.
+                weight = uses[param][0].weight
+                return TrainedWeight(tensor=tensor, name=weight.name, dims=len(weight.shape))
+
             self.optimizer = StageOptimizer(
-                chunks, self.config.optimizer, self.layout, self.comm, dtype
+                chunks, self.config.optimizer, self.layout, self.comm, dtype, describe
             )
             self.masters = self.optimizer.masters
         else:

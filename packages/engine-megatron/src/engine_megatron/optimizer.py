@@ -11,7 +11,7 @@ optimizers except ``adamw`` are kept whole on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from engine_api.comm import Comm
 from engine_api.config import OptimizerConfig
 from engine_api.errors import ConfigError
-from engine_api.optimizers import build_optimizer, has_scalars_on_device
+from engine_api.optimizers import (
+    TrainedWeight,
+    build_optimizer,
+    group_weights,
+    has_scalars_on_device,
+    set_rate,
+)
 from engine_megatron.masters import Masters, Shard, frozen_masters, whole_masters
 from engine_megatron.parallel import (
     Layout,
@@ -36,19 +42,26 @@ from engine_megatron.parallel import (
     wrap_chunks,
 )
 
+Describe = Callable[[nn.Parameter, Tensor], TrainedWeight]
+"""A function of a parameter and of the tensor of it that an optimizer updates."""
+
 
 class ParameterGroup:
     """Parameters held by the same ranks, and the torch optimizer over this rank's shards."""
 
     def __init__(
-        self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype
+        self,
+        params: list[nn.Parameter],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        describe: Describe,
     ) -> None:
         self.params = params
         self.dtype = dtype
         self.masters = whole_masters(params, dtype)
-        self.inner = build_optimizer(
-            config, [self.masters.shards[param].tensor for param in params]
-        )
+        shards = self.masters.shards
+        weights = [describe(param, shards[param].tensor) for param in params]
+        self.inner = build_optimizer(config, group_weights(config, weights))
         # The ranks that hold the rest of the model's gradient.
         self.statistics_group: Any = model_group(params[0])
 
@@ -71,6 +84,7 @@ class DistributedParameterGroup(ParameterGroup):
         params: list[nn.Parameter],
         config: OptimizerConfig,
         dtype: torch.dtype,
+        describe: Describe,
         *,
         chunks: list[Any],
         buffers: list[Any],
@@ -89,7 +103,9 @@ class DistributedParameterGroup(ParameterGroup):
         # Megatron's annotations do not allow the None arguments that its code accepts.
         optimizer: Any = DistributedOptimizer
         self.optimizer: Any = optimizer(
-            optimizer=build_optimizer(config, params),
+            optimizer=build_optimizer(
+                config, group_weights(config, [describe(param, param) for param in params])
+            ),
             config=settings,
             grad_scaler=None,
             init_state_fn=None,
@@ -151,13 +167,14 @@ class StageOptimizer:
         layout: Layout,
         comm: Comm,
         dtype: torch.dtype,
+        describe: Describe,
     ) -> None:
         self.layout = layout
         self.comm = comm
         self.distributed = config.name == "adamw"
         self.chunks = wrap_chunks(chunks, distributed_optimizer=self.distributed)
         self.params = [param for param in chunks.parameters() if param.requires_grad]
-        self.groups = list(self._build_groups(config, dtype))
+        self.groups = list(self._build_groups(config, dtype, describe))
         self.frozen = [param for param in chunks.parameters() if not param.requires_grad]
         shards = frozen_masters(self.frozen, dtype, spread=self.distributed)
         for group in self.groups:
@@ -166,7 +183,7 @@ class StageOptimizer:
         self._inner = {param: group.inner for group in self.groups for param in group.params}
 
     def _build_groups(
-        self, config: OptimizerConfig, dtype: torch.dtype
+        self, config: OptimizerConfig, dtype: torch.dtype, describe: Describe
     ) -> Iterator[ParameterGroup]:
         """Yield one group for the spread experts and one for all other weights, if not empty.
 
@@ -177,10 +194,10 @@ class StageOptimizer:
             if params and self.distributed:
                 buffers = [getattr(chunk, kind) for chunk in self.chunks]
                 yield DistributedParameterGroup(
-                    params, config, dtype, chunks=self.chunks, buffers=buffers
+                    params, config, dtype, describe, chunks=self.chunks, buffers=buffers
                 )
             elif params:
-                yield ParameterGroup(params, config, dtype)
+                yield ParameterGroup(params, config, dtype, describe)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -223,8 +240,7 @@ class StageOptimizer:
     def step(self, lr: float) -> None:
         """Apply one update at the rate ``lr``, and give every rank all new weights."""
         for group in self.groups:
-            for settings in group.inner.param_groups:
-                settings["lr"] = lr
+            set_rate(group.inner, lr)
             group.step()
         self._fetch()
 

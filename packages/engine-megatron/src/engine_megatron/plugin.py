@@ -84,6 +84,7 @@ PLUGIN = EnginePlugin(
             Capability.BF16,
             Capability.MOE,
             Capability.ROUTER_REPLAY,
+            Capability.PARAMETER_GROUPS,
             Capability.VALUE_HEAD,
             Capability.PORTABLE_CHECKPOINT,
             Capability.EXPORT_SHARDS,

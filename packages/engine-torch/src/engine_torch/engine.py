@@ -27,7 +27,7 @@ from engine_api.distillation import OutputHead, Teaching
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
-from engine_api.optimizers import build_optimizer, state_fields
+from engine_api.optimizers import build_optimizer, group_weights, set_rate, state_fields
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -117,8 +117,10 @@ class DTensorEngine(BaseEngine):
             self._build_model()
             if self.config.optimizer is not None and isinstance(self.module, FSDPModule):
                 self._late = LateGradients(self.module)
-            params = [entry.param for entry in trainable(self.table)]
-            self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
+            chosen = config.optimizer
+            weights = [entry.as_trained() for entry in trainable(self.table)]
+            groups = group_weights(chosen, weights) if chosen else []
+            self.optimizer = build_optimizer(chosen, groups) if chosen else None
         # Ctrl-C included: no groups are kept for an engine that was not built.
         except BaseException:
             self._close_groups()
@@ -241,8 +243,7 @@ class DTensorEngine(BaseEngine):
         assert self.optimizer is not None
         if self.config.memory.offload_optimizer:
             move_state(self.optimizer, None)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self.optimizer.step()
         refresh_copies(self.table)
         if self.config.memory.offload_optimizer:

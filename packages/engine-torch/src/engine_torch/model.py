@@ -348,7 +348,7 @@ def build_model(
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes, served)
     vision = read_vision(hf_config, classes.engine)
-    _refuse_frozen(config.model, vision)
+    _refuse_tower(config, vision)
     _refuse_shared(config, vision)
     cls = classes.find(hf_config, kind)
     refusal: dict[str, Any] = {"served": served, "engine": classes.engine}
@@ -410,14 +410,16 @@ def _refuse_shared(config: EngineConfig, vision: Vision | None) -> None:
         )
 
 
-def _refuse_frozen(source: ModelSource, vision: Vision | None) -> None:
-    """Raise ``ConfigError`` for a tower that is to be frozen, in a model without one."""
-    if source.freeze and vision is None:
-        raise ConfigError(
-            "model.freeze",
-            f"expected parts of the model, got {list(source.freeze)} for a model without a tower",
-            remedy="leave it out, or give a vision-language model",
-        )
+def _refuse_tower(config: EngineConfig, vision: Vision | None) -> None:
+    """Raise ``ConfigError`` for settings of a tower, of a model without one."""
+    rates = {} if config.optimizer is None else config.optimizer.part_lr
+    for key, parts in {"model.freeze": config.model.freeze, "optimizer.part_lr": rates}.items():
+        if parts and vision is None:
+            raise ConfigError(
+                key,
+                f"expected parts of the model, got {list(parts)} for a model without a tower",
+                remedy="leave it out, or give a vision-language model",
+            )
 
 
 def _refuse_divided_masks(hf_config: Any, ulysses: int, engine: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece, Views, float32_buffers
+from engine_api.optimizers import TrainedWeight
 from engine_api.weights import ShardSpec, random_weight
 from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
@@ -44,6 +46,9 @@ class ShardedParam:
     trainable: bool = True
     """True for a parameter that the optimizer updates."""
 
+    part: str = ""
+    """Part of the model, by its name in ``model.freeze`` and ``optimizer.part_lr``, or empty."""
+
     owner: nn.Module | None = None
     """Module that computes with a saved buffer, or None for a parameter."""
 
@@ -73,6 +78,16 @@ class ShardedParam:
             self._specs = [piece.spec(offset, shape, self.replica) for piece in self.pieces]
         return self._specs
 
+    def as_trained(self) -> TrainedWeight:
+        """Return the parameter as the optimizer groups it.
+
+        Pieces of one parameter are alike: all matrices, all biases or all norms.
+        """
+        piece = self.pieces[0]
+        return TrainedWeight(
+            tensor=self.param, name=piece.name, dims=len(piece.shape), part=self.part
+        )
+
     @property
     def live(self) -> Tensor:
         """The parameter that the module computes with."""
@@ -98,7 +113,10 @@ class ShardedParam:
 
 
 def parameter_table(
-    lm: nn.Module, pieces: dict[str, list[Piece]], compute: torch.dtype | None = None
+    lm: nn.Module,
+    pieces: dict[str, list[Piece]],
+    compute: torch.dtype | None = None,
+    parts: Mapping[str, Iterable[nn.Module]] = MappingProxyType({}),
 ) -> list[ShardedParam]:
     """Return every parameter and saved buffer in the model's order, with tied parameters once.
 
@@ -109,7 +127,14 @@ def parameter_table(
         lm: the model after sharding, with adapters if it has any.
         pieces: saved tensors by parameter or buffer name, without an adapter's or wrapper's prefix.
         compute: dtype of the computation, or None for that of the masters.
+        parts: modules of each part of the model that has a name in ``optimizer.part_lr``.
     """
+    part_of = {
+        param: part
+        for part, modules in parts.items()
+        for module in modules
+        for param in module.parameters()
+    }
     table: list[ShardedParam] = []
     seen: set[Tensor] = set()
     kept = float32_buffers(lm)
@@ -117,7 +142,8 @@ def parameter_table(
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
-                table.append(_parameter_entry(name, param, pieces))
+                part = part_of.get(param, "")
+                table.append(_parameter_entry(name, param, pieces, part))
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if (own := pieces.get(_plain(name))) is not None:
                 dtype = None if name in kept else compute
@@ -131,7 +157,7 @@ def _plain(name: str) -> str:
 
 
 def _parameter_entry(
-    name: str, param: nn.Parameter, pieces: dict[str, list[Piece]]
+    name: str, param: nn.Parameter, pieces: dict[str, list[Piece]], part: str
 ) -> ShardedParam:
     plain = _plain(name)
     adapter = ".lora_" in name
@@ -145,6 +171,7 @@ def _parameter_entry(
         replica=find_replica(param),
         adapter=adapter,
         trainable=param.requires_grad,
+        part=part,
     )
 
 

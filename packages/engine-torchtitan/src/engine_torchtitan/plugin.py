@@ -74,6 +74,7 @@ PLUGIN = EnginePlugin(
             Capability.EXPORT_SHARDS,
             Capability.SAVE_HF,
             Capability.DISTILLATION,
+            Capability.PARAMETER_GROUPS,
             *([Capability.FP8] if has_torchao() else []),
         }
     ),

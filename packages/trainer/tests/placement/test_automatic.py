@@ -55,7 +55,13 @@ MIXTURE = SMALL | {
     "decoder_sparse_step": 1,
 }
 FSDP = frozenset(
-    {Capability.BF16, Capability.COMPILE, Capability.RECOMPUTE, Capability.EXPORT_SHARDS}
+    {
+        Capability.BF16,
+        Capability.COMPILE,
+        Capability.RECOMPUTE,
+        Capability.EXPORT_SHARDS,
+        Capability.PARAMETER_GROUPS,
+    }
 )
 DPO = {"data": {"source": "pairs.jsonl"}, "run": {"output_dir": "out", "steps": 1}}
 RL = DPO | {"reward": {"name": "math"}}
@@ -148,6 +154,7 @@ def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder:
         "engine.memory.compile=true (the engine declares it, on cuda)",
         "engine.memory.logit_chunk=3328 (logits of 0.94 GiB)",
         "engine.memory.recompute=none (needs 35.9 GiB without it, 126.0 GiB are usable)",
+        "engine.optimizer.decay=matrices (the engine declares parameter_groups)",
     ]
     assert settled.algorithm.correction.weight == "token"
     assert "auto" not in json.dumps(to_plain(settled)["engine"]["memory"])
@@ -160,6 +167,7 @@ def test_an_explicit_value_is_never_changed(folder: Path) -> None:
     given = {
         "precision": {"compute": "float32"},
         "memory": {"compile": False, "recompute": "full", "logit_chunk": 17},
+        "optimizer": {"decay": "all"},
     }
     config = configure(RLConfig, folder, RL | {"rollout": {"name": "local"}}, **given)
     launcher = Launcher("cuda")
@@ -505,6 +513,18 @@ def test_a_run_that_continues_keeps_what_was_chosen(folder: Path) -> None:
     given = configure(RLConfig, folder, COMPANIONS, memory={"recompute": "full"})
     assert keep(given, before, "there")[0].engine.memory.recompute == "full"
     assert keep(config, {}, "")[1] == []
+
+
+def test_a_run_from_before_there_were_groups_goes_on_without_them(folder: Path) -> None:
+    config = configure(RLConfig, folder, RL)
+    first, _ = settle(config, Launcher("cuda"))
+    key = "engine.optimizer.decay"
+    before = flatten(to_plain(first))
+    assert before.pop(key) == "matrices"
+    again, kept = keep(config, before, "step-000007")
+    assert again.engine.optimizer is not None
+    assert again.engine.optimizer.decay == "all"
+    assert f"{key}=all (as in step-000007)" in [str(one) for one in kept]
 
 
 @pytest.mark.parametrize(

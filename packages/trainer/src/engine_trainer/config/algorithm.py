@@ -13,7 +13,6 @@ from typing import Any, Literal
 from engine_api.config import (
     LoraConfig,
     ModelSource,
-    OptimizerConfig,
     Parallelism,
     ScheduleConfig,
 )
@@ -28,7 +27,12 @@ from engine_trainer.config.checks import (
     require,
 )
 from engine_trainer.config.named import check_options
-from engine_trainer.config.sections import EngineSection, MemorySection, PrecisionSection
+from engine_trainer.config.sections import (
+    EngineSection,
+    MemorySection,
+    OptimizerSection,
+    PrecisionSection,
+)
 from engine_trainer.config.teacher import TeacherSection
 from engine_trainer.extensions.built_in import ADVANTAGES, LOSSES
 from engine_trainer.extensions.traits import AdvantageTraits, LossTraits
@@ -258,7 +262,7 @@ class CriticSection:
     backend: str | None = None
     """Name of the engine that runs the critic. Null is ``engine.backend``."""
 
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     """Optimizer of the critic.
 
     Its learning rate of 1e-5, ten times the policy's, is verl's: the value head is new.

@@ -93,6 +93,20 @@ class MemorySection(Memory):
     """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection(OptimizerConfig):
+    """The optimizer and its hyperparameters."""
+
+    decay: Literal["auto", "all", "matrices"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Weights that ``weight_decay`` applies to.
+
+    ``matrices`` are the weights that are saved with two dimensions or more, biases excepted: no
+    norm, no bias and no other vector decays, as in transformers' Trainer (TRL) and Megatron-LM.
+    ``all`` is every trained weight, as in verl's FSDP engine. ``auto`` is ``matrices`` where the
+    engine declares ``parameter_groups``, and ``all`` elsewhere.
+    """
+
+
 def token_budget(memory: MemorySection, longest: int | None) -> int | None:
     """Return the tokens of a document that fit into a micro-batch, or None where all will fit.
 
@@ -129,7 +143,7 @@ class EngineSection:
     other tasks need ``language_model``.
     """
 
-    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerSection | None = field(default_factory=OptimizerSection)
     """Optimizer of the engine. Null builds an engine that only infers, and a training task then
     fails at its first update.
     """
@@ -174,7 +188,7 @@ class EngineSection:
         try:
             return EngineConfig(
                 model=self.model,
-                optimizer=self.optimizer,
+                optimizer=self.optimizer and OptimizerConfig(**_explicit(self.optimizer)),
                 schedule=schedule,
                 parallelism=self.parallelism,
                 precision=Precision(**_explicit(self.precision)),
@@ -190,14 +204,14 @@ class EngineSection:
             ) from error
 
 
-def _explicit(section: PrecisionSection | MemorySection) -> dict[str, Any]:
+def _explicit(section: PrecisionSection | MemorySection | OptimizerSection) -> dict[str, Any]:
     """Return the values of a section that are not ``auto``, by field."""
     values = {one.name: getattr(section, one.name) for one in fields(section)}
     return {name: value for name, value in values.items() if value != AUTO}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyOptimizer(OptimizerConfig):
+class PolicyOptimizer(OptimizerSection):
     """The optimizer and its hyperparameters."""
 
     lr: float = 1e-6

@@ -2,7 +2,8 @@
 
 It is made before anything is loaded, where the engine will run. An explicit value is never changed,
 and engines and rollouts get explicit values alone. On a CPU the choices are the contract's
-defaults, so that a run computes there what it did before there were choices.
+defaults, but for the weights that decay, so that a run computes there what it did before there were
+choices.
 docs/gpus.md has a table of them.
 """
 
@@ -50,7 +51,14 @@ _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
     ("compute", "float8"): (Capability.FP8, "float32"),
     ("recompute", "full"): (Capability.RECOMPUTE, "none"),
     ("compile", True): (Capability.COMPILE, "false"),
+    ("decay", "matrices"): (Capability.PARAMETER_GROUPS, "all"),
 }
+
+# The parts of an engine's section that have values that may be auto.
+_PARTS = ("precision", "memory", "optimizer")
+
+# Values of runs that were started before there was a choice, by name.
+_EARLIER = {"decay": "all"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +132,7 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
     kept: list[Choice] = []
 
     def find(key: str) -> Any:
-        value = before.get(key, AUTO)
+        value = before.get(key, _EARLIER.get(key.rpartition(".")[2], AUTO) if before else AUTO)
         if value != AUTO:
             kept.append(Choice(key=key, value=value, why=f"as in {where}"))
         return value
@@ -134,7 +142,7 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
         rollout = replace(rollout, name=find("rollout.name"))
     sections = _sections(config)
     for prefix, section in sections.items():
-        parts = {"precision": section.precision, "memory": section.memory}
+        parts: dict[str, Any] = {part: getattr(section, part) for part in _PARTS}
         for part, name, key in _list_automatic(section, prefix):
             parts[part] = replace(parts[part], **{name: find(key)})
         sections[prefix] = replace(section, **parts)
@@ -212,10 +220,8 @@ def _sections(config: Config) -> dict[str, EngineSection]:
 def _replaced(
     config: Config, sections: Mapping[str, EngineSection], rollout: RolloutSection | None
 ) -> Config:
-    """Return the configuration with the precision and memory of ``sections``, and the rollout."""
-    parts = {
-        key: {"precision": one.precision, "memory": one.memory} for key, one in sections.items()
-    }
+    """Return the configuration with the settled parts of ``sections``, and the rollout."""
+    parts = {key: {part: getattr(one, part) for part in _PARTS} for key, one in sections.items()}
     changed: dict[str, Any] = {"engine": replace(config.engine, **parts["engine"])}
     if rollout is not None:
         changed["rollout"] = rollout
@@ -225,7 +231,8 @@ def _replaced(
         if critic is not None:
             algorithm = replace(algorithm, critic=replace(critic, **parts["algorithm.critic"]))
         if teacher is not None and teacher.engine is not None:
-            own = replace(teacher.engine, **parts["algorithm.teacher.engine"])
+            settled = parts["algorithm.teacher.engine"]
+            own = replace(teacher.engine, precision=settled["precision"], memory=settled["memory"])
             algorithm = replace(algorithm, teacher=replace(teacher, engine=own))
         changed["algorithm"] = algorithm
     return replace(config, **changed)
@@ -233,9 +240,9 @@ def _replaced(
 
 def _list_automatic(section: EngineSection, prefix: str) -> Iterator[tuple[str, str, str]]:
     """Yield part, name and dotted key of each value of an engine's section that is ``auto``."""
-    for part in ("precision", "memory"):
+    for part in _PARTS:
         values = getattr(section, part)
-        for one in fields(values):
+        for one in () if values is None else fields(values):
             if getattr(values, one.name) == AUTO:
                 yield part, one.name, f"{prefix}.{part}.{one.name}"
 
@@ -321,6 +328,10 @@ def _settle_engine(
     if section.memory.recompute == AUTO:
         choose("recompute", *_choose_recompute(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
+    optimizer = section.optimizer
+    if optimizer is not None and optimizer.decay == AUTO:
+        choices.append(_choose_decay(around.capabilities))
+        section = replace(section, optimizer=replace(optimizer, decay=choices[-1].value))
     named = [replace(one, key=one.key.replace("engine", prefix, 1)) for one in choices]
     return section, named
 
@@ -332,6 +343,13 @@ def _choose_compute(device: str, capabilities: Collection[Capability]) -> Choice
     if Capability.BF16 not in capabilities:
         return Choice(key=key, value=Precision().compute, why="the engine declares no bf16")
     return Choice(key=key, value="bfloat16", why=f"on {device}")
+
+
+def _choose_decay(capabilities: Collection[Capability]) -> Choice:
+    key = "engine.optimizer.decay"
+    if Capability.PARAMETER_GROUPS in capabilities:
+        return Choice(key=key, value="matrices", why="the engine declares parameter_groups")
+    return Choice(key=key, value="all", why="the engine declares no parameter_groups")
 
 
 def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> tuple[bool, str]:
