@@ -44,11 +44,13 @@ def step(
     parallelism: Mapping[str, int] | None = None,
     order: Sequence[int] = range(len(DOCUMENTS)),
     memory: Mapping[str, Any] | None = None,
+    first_alone: bool = False,
     **config: Any,
 ) -> tuple[dict[str, Tensor], Any, Any]:
     """Return a step's gradients by name of the saved weight, its output and its log-probs before.
 
-    The documents are given in ``order``, to the data-parallel ranks in turn.
+    The documents are given in ``order``, to the data-parallel ranks in turn, or with
+    ``first_alone`` all of them to the first one.
     """
     engine = create(
         path,
@@ -59,7 +61,10 @@ def step(
     )
     engine.initialize()
     place = engine.topology
-    batch = pack([DOCUMENTS[i] for i in list(order)[place.dp_rank :: place.dp_size]])
+    own = list(order)[place.dp_rank :: place.dp_size]
+    if first_alone:
+        own = list(order) if place.dp_rank == 0 else []
+    batch = pack([DOCUMENTS[i] for i in own])
     log_probs = engine.infer_batch(batch).log_probs.cpu()
     before = {name: one.to("cpu", copy=True) for name, one in engine.get_per_tensor_param()}
     output = engine.train_batch(batch, sft_loss)

@@ -103,7 +103,11 @@ def test_compiled_blocks_add_the_same(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallelism", [{}, {"dp_replicate": 2}, {"ulysses": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("parallelism", "first_alone"),
+    [({}, False), ({}, True), ({"dp_replicate": 2}, False), ({"ulysses": 2}, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_compute_the_gradient_of_one(
     pool: RankPool,
@@ -111,8 +115,9 @@ def test_two_ranks_compute_the_gradient_of_one(
     expected: dict[str, Expected],
     name: str,
     parallelism: dict[str, int],
+    first_alone: bool,
 ) -> None:
-    """One of three documents is on the second rank, or each document is on both."""
+    """Some documents are on each rank, or none is on the second, or each is on both."""
     for found in pool.run(
         "balance_ranks:step",
         path=folders[name],
@@ -120,6 +125,7 @@ def test_two_ranks_compute_the_gradient_of_one(
         parallelism=parallelism,
         order=[2, 0, 3, 1],
         memory={"max_tokens": 24, "recompute": "full"},
+        first_alone=first_alone,
     ):
         assert_step(found, expected[name])
 
