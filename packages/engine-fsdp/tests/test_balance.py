@@ -12,7 +12,7 @@ from balance_ranks import COEFFICIENT, create, step
 from balance_reference import Expected, assert_gradients, expect
 from tiny_models import tiny_model
 
-from engine_api import Memory
+from engine_api import LoraConfig, Memory
 from engine_api.errors import ConfigError
 from engine_conformance.ranks import RankPool
 
@@ -91,6 +91,28 @@ def test_without_the_option_nothing_is_added(
     # Log-probs are the same with it.
     _, _, balanced = step(folders["qwen3_moe"], "fsdp2")
     assert torch.equal(plain, balanced)
+
+
+def test_adapters_below_a_frozen_router_learn_from_it(folders: dict[str, str]) -> None:
+    """The first step is linear in the factor, because one matrix of each adapter begins at 0."""
+    moved: list[dict[str, torch.Tensor]] = []
+    for coefficient in (0.0, 1.0, 2.0):
+        gradients, _, _ = step(
+            folders["qwen3_moe"],
+            "fsdp2",
+            lora=LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj")),
+            options={"balance_loss": coefficient},
+        )
+        moved.append(gradients)
+    none, once, twice = moved
+    assert not none["model.layers.0.mlp.gate.weight"].any()
+    adapted = [name for name, one in none.items() if one.any()]
+    assert adapted
+    for name in adapted:
+        share = once[name] - none[name]
+        torch.testing.assert_close(twice[name] - none[name], 2 * share, rtol=1e-3, atol=1e-6)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert (once[name] - none[name]).abs().max() > 0.05 * none[name].abs().max()
 
 
 @pytest.mark.slow

@@ -161,8 +161,7 @@ class EngineSection:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that only this engine has. An unknown one is refused with the near matches.
 
-    ``balance_loss`` of engine-fsdp, engine-veomni, engine-npu and engine-megatron is for ``sft``
-    alone.
+    ``balance_loss``, which spreads tokens over experts, is for ``sft`` alone.
     """
 
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
