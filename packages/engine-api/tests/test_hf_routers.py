@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from engine_api import Batch
+from engine_api.balance import Balance
 from engine_api.errors import BatchError, UnsupportedCapability
 from engine_api.hf_routers import Routers, Routing, smallest_dtype
 
@@ -114,6 +115,51 @@ def test_a_router_has_the_gradient_of_the_experts_that_are_replayed():
     assert weight.grad.abs().max() > 0.1
     # The family's softmax is in float32.
     torch.testing.assert_close(gate.weight.grad, weight.grad, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_scores_that_are_balanced_are_those_that_weigh_the_experts(name):
+    """A family scales the scores of a token's experts, by one factor for all of them."""
+    model = build(CONFIGS[name])
+    seen = []
+
+    class Seen(Balance):
+        def add(self, layer, logits, served, outputs, *, sigmoid):
+            seen.append((layer, logits, served, sigmoid))
+            return super().add(layer, logits, served, outputs, sigmoid=sigmoid)
+
+    for buffer_name, buffer in model.named_buffers():
+        if "correction_bias" in buffer_name:
+            buffer.normal_()
+    routers = Routers(model, where="engine", balanced=True)
+    returned = {}
+    for index, layer in enumerate(model.model.layers):
+        if router := getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)):
+            router.register_forward_hook(
+                lambda _, __, out, index=index: returned.update({index: out})
+            )
+    length = IDS.shape[1]
+    documents = torch.zeros(length, dtype=torch.int64)
+    routers.balance(Seen(coefficient=1.0, documents=documents, count=1, total=length))
+    model(input_ids=IDS, use_cache=False)
+    assert {layer for layer, *_ in seen} == routers.routing.routed == returned.keys()
+    for layer, logits, served, sigmoid in seen:
+        _, weights, chosen = returned[layer]
+        assert torch.equal(served, torch.zeros_like(served).scatter(1, chosen, True))
+        scores = logits.sigmoid() if sigmoid else logits.exp()
+        ratios = weights / scores.gather(1, chosen)
+        torch.testing.assert_close(ratios[:, 0], ratios[:, 1])
+
+
+def test_a_document_whose_experts_serve_equally_many_tokens_has_the_loss_1():
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    served = torch.eye(4, dtype=torch.bool)[[0, 1, 2, 3, 1, 1]]
+    documents = torch.tensor([0, 0, 0, 0, 1, 2])
+    balance = Balance(coefficient=1.0, documents=documents, count=2, total=5)
+    assert torch.equal(balance.add(0, logits, served, [logits], sigmoid=False)[0], logits)
+    # The other document's token has one expert alone, and the last token is padding.
+    alone = 4 * float(logits[4].softmax(-1)[1])
+    assert float(balance.sum_losses()) == pytest.approx((4 * 1 + alone) / 5)
 
 
 @pytest.mark.parametrize(

@@ -163,3 +163,14 @@ except ConfigError as error:
     said = run(code)
     assert "optimization_level" in said
     assert "tensor_model_parallel_size" in said
+
+
+def test_a_balance_loss_that_no_test_has_compared_is_refused(run) -> None:
+    code = """
+for plugin, row in ((MEGATRON, 0), (MINDSPEED, 0)):
+    try:
+        make(plugin, row, options={"balance_loss": 0.1})
+    except ConfigError as error:
+        print(error)
+"""
+    assert run(code).count("options.balance_loss: expected 0 with MindSpeed, got 0.1") == 2

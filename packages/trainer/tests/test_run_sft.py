@@ -546,3 +546,27 @@ def test_held_out_rows_that_are_too_long_are_dropped_or_cut_as_those_of_training
     assert all("eval/loss" in row for row in read_metrics(outcome.folder / "metrics.jsonl"))
     done = {"drop": "dropped", "truncate": "cut"}[way]
     assert f"1 of 2 rows of eval are too long and were {done}: the context has 40" in caplog.text
+
+
+def test_the_balance_loss_of_a_mixture_of_experts_is_a_figure(sft_file, model_folder):
+    """The scores are nearly equal in new weights: each of two layers has a loss near 1."""
+    if not any("fsdp2" in row.backends for _, row in EngineRegistry.rows()):
+        pytest.skip("engine-fsdp is not installed")
+    config = json.loads((model_folder / "config.json").read_text())
+    config |= {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    (model_folder / "config.json").write_text(json.dumps(config))
+    overrides = (
+        "engine.backend=fsdp2",
+        "engine.device=cpu",
+        "engine.model.init=random",
+        "run.steps=1",
+    )
+    balanced = run(sft_file, *overrides, "engine.options.balance_loss=0.01", "run.report=true")
+    rows = read_metrics(balanced.folder / "metrics.jsonl")
+    assert rows[-1]["train/balance_loss"] == pytest.approx(2, rel=0.1)
+    assert not {name for one in rows for name in one if not explain(name)} - {"step", "time"}
+    assert "Balance loss" in (balanced.folder / "report.html").read_text()
+    shutil.rmtree(balanced.folder)
+    plain = run(sft_file, *overrides)
+    assert "train/balance_loss" not in read_metrics(plain.folder / "metrics.jsonl")[-1]

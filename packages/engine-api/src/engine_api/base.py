@@ -418,6 +418,8 @@ class BaseEngine(EngineDefaults):
             self._process_group = None
 
     _has_gradient = False
+    # Number of tokens of the current training call, over all data-parallel ranks.
+    _num_tokens = 0
     _teacher_head: OutputHead | None = None
     # The error that the loss function raised on this rank in the current call.
     _loss_error: Exception | None = None
@@ -585,6 +587,7 @@ class BaseEngine(EngineDefaults):
         if not micro_batches.num_tokens or micro_batches.loss_weight == 0.0 or total == 0.0:
             # Nothing carries loss anywhere: no gradient, no collective, no NaN.
             return _Work(micro_batches, 0.0, ())
+        self._num_tokens = micro_batches.num_tokens
         try:
             outputs = self._run_train(micro_batches.parts, loss, total, temperature)
         # Ctrl-C is caught as well, because half a gradient must not reach the next step.
@@ -648,7 +651,8 @@ class BaseEngine(EngineDefaults):
                     )
                 result = self._apply_loss(loss, outputs, part)
                 (result.loss / denominator).backward()
-                results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
+                metrics = {**result.metrics, **self._own_metrics()}
+                results.append(LossOutput(loss=result.loss.detach(), metrics=metrics))
         return results
 
     def _apply_loss(self, loss: LossFn, outputs: TokenOutputs, part: Batch) -> LossOutput:

@@ -100,6 +100,13 @@ class EngineDefaults(ABC):
 
         return torch.no_grad()
 
+    def _own_metrics(self) -> Mapping[str, torch.Tensor]:
+        """Return the engine's own metrics of the micro-batch that was computed last.
+
+        They are sums, as those of a loss function, and all ranks call it together.
+        """
+        return {}
+
     gives: ClassVar[tuple[str, ...]] = ("log_probs", "entropy")
     """Names of the outputs that a loss may need, the one of plain inference first.
 

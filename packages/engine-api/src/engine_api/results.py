@@ -57,7 +57,10 @@ class ForwardBackwardOutput:
     """Sum of the loss over all tokens of all ranks, divided by ``denominator``."""
 
     metrics: Mapping[str, float]
-    """Sums of the loss function's metrics over all tokens of all ranks, not divided."""
+    """Sums of the loss function's metrics over all tokens of all ranks, not divided.
+
+    An engine's option may add a metric of its own, as ``balance_loss`` does.
+    """
 
     denominator: float
     """Divisor of the loss, or 0 where no token carries loss."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from engine_api.balance import BALANCE_LOSS, Balance, check_balanced
 from engine_api.batch import Batch
 from engine_api.comm import together
 from engine_api.config import EngineConfig
@@ -75,6 +77,9 @@ class FSDPEngine(DTensorEngine):
 
     _float8 = False
 
+    _balance: Balance | None = None
+    """Balance loss of the micro-batch that was packed last, or None for none."""
+
     _scales: GatherScales | None = None
     """Scales of the weights that are gathered in FP8, or None for none."""
 
@@ -89,6 +94,8 @@ class FSDPEngine(DTensorEngine):
         check_float8(config, resolution.device, emulate=emulate)
         if self._float8:
             self.config = compute_in_bfloat16(config)
+        if self.options.balance_loss:
+            check_balanced(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -209,7 +216,13 @@ class FSDPEngine(DTensorEngine):
             self.classes,
             self.device_type,
             served=self.capabilities,
+            balanced=self._is_balanced,
         )
+
+    @property
+    def _is_balanced(self) -> bool:
+        """True if training adds a balance loss."""
+        return self.options.balance_loss > 0 and self.config.optimizer is not None
 
     @property
     def _hf_config(self) -> Any:
@@ -290,7 +303,7 @@ class FSDPEngine(DTensorEngine):
             return pack_tree(
                 batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )
-        return pack_inputs(
+        packed = pack_inputs(
             batch,
             group=self.layout.ulysses_group,
             parts=self.layout.ulysses,
@@ -303,6 +316,26 @@ class FSDPEngine(DTensorEngine):
             dtype=DTYPES[self.config.precision.compute],
             **given,
         )
+        self._balance = None
+        if self._is_balanced and self.module.training:
+            self._balance = self._balance_of(packed, batch.num_documents)
+        return replace(packed, balance=self._balance)
+
+    def _balance_of(self, packed: PackedInputs, count: int) -> Balance:
+        """Return the balance loss of a micro-batch of ``count`` documents."""
+        layout = self.layout
+        # The padding, if any, is the last document.
+        own = packed.packing.document.chunk(layout.ulysses)[layout.ulysses_rank]
+        return Balance(
+            coefficient=self.options.balance_loss,
+            documents=own,
+            count=count,
+            total=self._num_tokens,
+            groups=() if layout.ulysses_group is None else (layout.ulysses_group,),
+        )
+
+    def _own_metrics(self) -> Mapping[str, Tensor]:
+        return {} if self._balance is None else {BALANCE_LOSS: self._balance.sum_losses()}
 
     # --- changes of the weights ----------------------------------------------------------------
 
@@ -330,6 +363,7 @@ class FSDPEngine(DTensorEngine):
         self._scales = None
         # A caller may hold the closed engine, and the blocks hold their weights.
         self._blocks.clear()
+        self._balance = None
         self._positions_of = None
         super()._release()
 

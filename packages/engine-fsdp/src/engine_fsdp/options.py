@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_api.balance import check_balance_loss
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 from engine_torch.options import DTensorOptions, Float8Options
@@ -22,6 +23,23 @@ class SharedOptions(DTensorOptions):
 
     The model's own forward computes one document at a time.
     """
+
+    balance_loss: float = 0.0
+    """Factor of the balance loss of a mixture of experts in training, where 0 means none.
+
+    It is DeepSeek-V3's for each document (arXiv:2412.19437, equations 17 to 20), summed over layers
+    and averaged over the documents of a step by their tokens, prompts included. It is 1 for each
+    layer whose experts serve equally many tokens of each document. Neither packing nor
+    micro-batches nor ranks change it. Each call of ``forward_backward`` adds the mean over its own
+    documents. The metric ``balance_loss`` is its value without the factor. The ``loss`` of a call
+    is without it. It excludes ``router_replay``, whose selection is not the routers' own, and
+    ``memory.share_prefixes``, where documents share tokens.
+    """
+
+    def __post_init__(self) -> None:
+        # Slots give the class another identity, which super() without arguments does not know.
+        DTensorOptions.__post_init__(self)
+        check_balance_loss(self.balance_loss)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.arguments import check_export, folder_of
+from engine_api.balance import BALANCE_LOSS, check_balanced
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
@@ -38,6 +39,7 @@ te.share_cudnn()
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine_megatron import checkpoint, export, lora, native, pipeline
+from engine_megatron.balance import StepBalance, check_experts
 from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.mechanisms import find_local_mechanism
 from engine_megatron.model import (
@@ -54,6 +56,7 @@ from engine_megatron.parallel import (
     DTYPES,
     ModelParallel,
     build_layout,
+    pipeline_group,
 )
 from engine_megatron.replay import routing_of
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
@@ -95,6 +98,8 @@ class MegatronEngine(BaseEngine):
                 f"{self.options.virtual_stages} without a pipeline",
                 remedy="set parallelism.pp, or leave it out",
             )
+        if self.options.balance_loss:
+            check_balanced(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -129,6 +134,8 @@ class MegatronEngine(BaseEngine):
         check_layout(self.shape, self.layout, multiple)
         te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
+        if self._is_balanced:
+            check_experts(self.shape)
         if config.router_replay:
             self.routing = routing_of(self.shape)
         if config.lora is not None:
@@ -152,6 +159,11 @@ class MegatronEngine(BaseEngine):
         except BaseException:
             self._close_groups()
             raise
+
+    @property
+    def _is_balanced(self) -> bool:
+        """True if training adds a balance loss."""
+        return self.options.balance_loss > 0 and self.config.optimizer is not None
 
     def _check_experts(self) -> None:
         """Raise ``ConfigError`` for parallelism that the model's experts do not allow."""
@@ -200,6 +212,7 @@ class MegatronEngine(BaseEngine):
             self.layout,
             lora=config.lora,
             replays=config.router_replay,
+            balanced=self._is_balanced,
         )
         attach(self.table, chunks, self.layout)
         chunks.eval()
@@ -211,6 +224,9 @@ class MegatronEngine(BaseEngine):
             multiple=token_multiple(config, options, self.layout),
             splits_tokens=options.sequence_parallel,
             logit_chunk=config.memory.logit_chunk,
+            step_balance=(
+                StepBalance(coefficient=options.balance_loss) if self._is_balanced else None
+            ),
         )
 
     def _build_masters(self) -> None:
@@ -271,6 +287,9 @@ class MegatronEngine(BaseEngine):
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
+        balance = self.forward.step_balance
+        if balance is not None:
+            balance.begin(self._num_tokens)
         if self.layout.stages == 1:
             return super()._run_train(parts, loss, denominator, temperature)
         needs = needs_of(loss)
@@ -285,7 +304,18 @@ class MegatronEngine(BaseEngine):
                 self.forward, self._chunks, parts, loss_of, needs, denominator, temperature
             )
         together(self.comm, lambda: _raise(error))
-        return results
+        if balance is None:
+            return results
+        # The stages have the layers, and the last one the results.
+        value = torch.stack([part.sum_losses() for part in balance.parts]).sum()
+        torch.distributed.all_reduce(value, group=pipeline_group())
+        *others, last = results
+        metrics = {**last.metrics, BALANCE_LOSS: value}
+        return [*others, LossOutput(loss=last.loss, metrics=metrics)]
+
+    def _own_metrics(self) -> Mapping[str, Tensor]:
+        balance = self.forward.step_balance
+        return {} if balance is None else {BALANCE_LOSS: balance.parts[-1].sum_losses()}
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:

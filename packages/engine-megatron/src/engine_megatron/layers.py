@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from engine_api.balance import Balance
 from engine_megatron.context import (
     ContextShard,
     Scores,
@@ -39,6 +40,9 @@ class Packing(PackedSeqParams):
     experts: Tensor | None = None
     """``[n, L, k]`` int64: the experts to replay for the tokens that this rank's routers see."""
 
+    balance: Balance | None = None
+    """The balance loss that the routers add. None means that there is none."""
+
 
 def build_packing(
     lengths: Sequence[int],
@@ -47,6 +51,7 @@ def build_packing(
     *,
     longest: int = 0,
     experts: Tensor | None = None,
+    balance: Balance | None = None,
 ) -> Packing:
     """Build the packing of successive documents of these lengths, which Megatron's RoPE reads too.
 
@@ -68,6 +73,7 @@ def build_packing(
         lengths=tuple(lengths),
         shard=shard,
         experts=experts,
+        balance=balance,
         **padded,
     )
 

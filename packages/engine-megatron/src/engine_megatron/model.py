@@ -33,10 +33,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
+from engine_api.balance import Balance
 from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import EngineConfig, LoraConfig
 from engine_api.devices import device_of
 from engine_api.results import TokenOutputs
+from engine_megatron.balance import StepBalance, add_balance
 from engine_megatron.context import ContextShard, gather_outputs, token_order
 from engine_megatron.head import Vocabulary, log_probs
 from engine_megatron.latent import LatentAttention
@@ -264,11 +266,13 @@ def build_model(
     *,
     lora: LoraConfig | None = None,
     replays: bool = False,
+    balanced: bool = False,
 ) -> nn.ModuleList:
     """Build this rank's stage: its model chunks (`PackedGPT`) in order, the weights not filled.
 
     With ``lora`` they have adapters, and all other weights but a value head are frozen. With
-    ``replays`` their routers take the experts that a packing brings along.
+    ``replays`` their routers take the experts that a packing brings along, and with ``balanced``
+    they add its balance loss.
     """
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
@@ -281,6 +285,9 @@ def build_model(
         layers = dict(enumerate(chunk.decoder.layers, _first_layer(shape, layout, number)))
         if replays:
             add_replay(layers)
+        if balanced:
+            assert shape.mixture is not None, "a model without experts is refused"
+            add_balance(layers, sigmoid=shape.mixture.sigmoid)
         if lora is not None:
             add_adapters(layers, shape, lora, config)
             freeze_base(chunk)
@@ -517,6 +524,7 @@ def pack_inputs(
     device: torch.device,
     steady: bool = False,
     splits_tokens: bool = False,
+    step_balance: StepBalance | None = None,
 ) -> PackedInputs:
     """Pad a micro-batch and move this rank's tokens to the device.
 
@@ -524,7 +532,7 @@ def pack_inputs(
     empty one is all padding. Under context parallelism each document is padded to a multiple of
     twice the ranks. With ``steady`` the stated length of the longest document is rounded up
     (`steady_longest`). With ``splits_tokens``, sequence parallelism, a router sees the tokens of
-    one tensor-parallel rank.
+    one tensor-parallel rank. ``step_balance`` is the balance loss of a training call.
     """
     step = 2 * layout.context if layout.context > 1 else 1
     lengths, real = _pad_lengths(batch.lengths, multiple, step)
@@ -543,15 +551,28 @@ def pack_inputs(
             place=place.to(device),
             group=context_group(),
         )
+
+    def route(values: Tensor, fill: int) -> Tensor:
+        """Return values of the batch's tokens for those that this rank's routers see."""
+        whole = values.new_full((len(ids), *values.shape[1:]), fill)
+        whole[real] = values
+        mine = whole[own].to(device)
+        return mine.chunk(layout.tensor)[layout.here.tensor] if splits_tokens else mine
+
     experts: Tensor | None = None
     if ROUTED_EXPERTS in batch.fields:
-        given = batch[ROUTED_EXPERTS].cpu().long()
         # Padding is left to the router.
-        whole = given.new_full((len(ids), *given.shape[1:]), -1)
-        whole[real] = given
-        experts = whole[own].to(device)
+        experts = route(batch[ROUTED_EXPERTS].cpu().long(), -1)
+    balance: Balance | None = None
+    if step_balance is not None:
+        count = batch.num_documents
+        own_lengths = torch.tensor(batch.lengths, dtype=torch.int64)
+        documents = torch.repeat_interleave(torch.arange(count), own_lengths)
+        # The ranks that share the tokens of a document.
+        groups = [context_group()] if layout.context > 1 else []
         if splits_tokens:
-            experts = experts.chunk(layout.tensor)[layout.here.tensor]
+            groups.append(tensor_group())
+        balance = step_balance.add(route(documents, count), count, groups)
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return PackedInputs(
         ids=ids[own][None].to(device),
@@ -559,7 +580,9 @@ def pack_inputs(
         targets=ids.roll(-1)[own].to(device),
         source=place[(real - 1).clamp(min=0)].to(device),
         first=(positions[real] == 0).to(device),
-        packing=build_packing(lengths, device, shard, longest=longest, experts=experts),
+        packing=build_packing(
+            lengths, device, shard, longest=longest, experts=experts, balance=balance
+        ),
     )
 
 
@@ -597,6 +620,7 @@ class Forward:
         multiple: the tokens of a micro-batch are padded to a multiple of it.
         splits_tokens: whether sequence parallelism divides them over tensor-parallel ranks.
         logit_chunk: number of tokens whose logits exist at the same time.
+        step_balance: the balance loss of the current training call, or None for none at all.
     """
 
     chunks: nn.ModuleList
@@ -606,6 +630,7 @@ class Forward:
     splits_tokens: bool
     logit_chunk: int
     device: torch.device
+    step_balance: StepBalance | None = None
 
     def pack_inputs(self, batch: Batch) -> PackedInputs:
         """Pad a micro-batch and move this rank's tokens to the device."""
@@ -618,6 +643,7 @@ class Forward:
             device=self.device,
             steady=steady,
             splits_tokens=self.splits_tokens,
+            step_balance=self.step_balance if self.chunks.training else None,
         )
 
     @property

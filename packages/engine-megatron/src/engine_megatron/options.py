@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine_api.balance import check_balance_loss
 from engine_api.config import build_options, near_matches
 from engine_api.errors import ConfigError
 
@@ -48,6 +49,17 @@ class MegatronOptions:
     The padding is in no export and no checkpoint.
     """
 
+    balance_loss: float = 0.0
+    """Factor of the balance loss of a mixture of experts in training, where 0 means none.
+
+    It is DeepSeek-V3's for each document (arXiv:2412.19437, equations 17 to 20), summed over layers
+    and averaged over the documents of a step by their tokens, prompts included. It is 1 for each
+    layer whose experts serve equally many tokens of each document. Neither packing nor
+    micro-batches nor the layout change it. Each call of ``forward_backward`` adds the mean over its
+    own documents. The metric ``balance_loss`` is its value without the factor. The ``loss`` of a
+    call is without it. It excludes ``router_replay``, whose selection is not the routers' own.
+    """
+
     checkpoint: Literal["portable", "megatron"] = "portable"
     """Format that save_checkpoint writes.
 
@@ -75,6 +87,7 @@ class MegatronOptions:
                     f"expected a known {what}, got {value!r}",
                     remedy=near_matches(str(value), known),
                 )
+        check_balance_loss(self.balance_loss)
         if self.expert_tensor_parallel < 0:
             raise ConfigError(
                 "options.expert_tensor_parallel",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine_api.config import EngineConfig
+from engine_api.errors import ConfigError
 from engine_api.registry import Resolution
 from engine_npu import mindspeed
 from engine_npu.options import mindspeed_options
@@ -43,6 +44,17 @@ class MindSpeedEngine(MegatronEngine):
 
     Level 0, MindSpeed's lowest, is what makes Megatron-core run on an NPU.
     """
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        if self.options.balance_loss:
+            raise ConfigError(
+                "options.balance_loss",
+                f"expected 0 with MindSpeed, got {self.options.balance_loss}",
+                why="MindSpeed replaces parts of Megatron's routers, and no test has compared "
+                "their balance loss",
+                remedy="set options.balance_loss: 0, or use backend fsdp2",
+            )
 
     def _build(self) -> None:
         layout = layout_of(self.config, self.options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_api.balance import Balance
 from engine_api.batch import (
     ROUTED_EXPERTS,
     TEACHER_STATES,
@@ -55,6 +56,7 @@ class PackedInputs:
         rows: ``[T]`` int64, the token of the tree for each token of the documents, or None.
         experts: ``[T'/n, L, k]`` signed integers, the experts that serve each token by layer, -1
             where the router selects them, or None where it selects all of them.
+        balance: the balance loss of this micro-batch, which the routers add, or None for none.
         images: the images of the documents, or None where no rank has any.
     """
 
@@ -68,6 +70,7 @@ class PackedInputs:
     parents: Tensor | None = None
     rows: Tensor | None = None
     experts: Tensor | None = None
+    balance: Balance | None = None
     taught: Taught | None = None
     images: PackedImages | None = None
 

@@ -118,6 +118,7 @@ class PackedModel(nn.Module):
         self.documents.set(None if packed is None else packed.packing)
         if self.routers is not None:
             self.routers.replay(None if packed is None else packed.experts)
+            self.routers.balance(None if packed is None else packed.balance)
         if not isinstance(inputs, PackedInputs):
             return (self.lm(**inputs, use_cache=False).logits,)
         with self._features(inputs) as images:
@@ -248,7 +249,7 @@ class BuiltModel:
         files: weights that are read after sharding, for parameters on the meta device; None for a
             model that has its random weights.
         head: what a language model does with its plain logits.
-        routers: the model's routers, or None where no selection of experts is replayed.
+        routers: the model's routers, or None where no selection of experts is replayed or balanced.
         vision: the images that the model takes, or None for a model without a tower.
     """
 
@@ -330,6 +331,7 @@ def build_model(
     device_type: str = "cpu",
     *,
     served: Collection[str],
+    balanced: bool = False,
 ) -> BuiltModel:
     """Build the model of ``config.model`` without sharding it.
 
@@ -340,6 +342,7 @@ def build_model(
         classes: classes that the model is built of.
         device_type: device that will compute it.
         served: capabilities of the engine, which name the mechanisms that it serves.
+        balanced: true for a model whose experts have a balance loss.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -381,7 +384,7 @@ def build_model(
     if vision is not None and config.model.freeze:
         for part in tower_of(lm):
             part.requires_grad_(False)
-    routers = Routers(lm, where=classes.engine) if config.router_replay else None
+    routers = _find_routers(lm, config, classes.engine, balanced=balanced)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     files = None if random else WeightFiles(folder)
@@ -397,6 +400,13 @@ def build_model(
         routers=routers,
         vision=vision,
     )
+
+
+def _find_routers(lm: Any, config: EngineConfig, engine: str, *, balanced: bool) -> Routers | None:
+    """Return the routers of a model whose experts are replayed or balanced, or None."""
+    if config.router_replay or balanced:
+        return Routers(lm, where=engine, balanced=balanced)
+    return None
 
 
 def _refuse_shared(config: EngineConfig, vision: Vision | None) -> None:

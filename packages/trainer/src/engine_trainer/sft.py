@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_api.balance import BALANCE_LOSS
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError
 from engine_api.hf_vision import refuse_vision
@@ -370,7 +371,7 @@ def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:
         run.log.say(
             f"step {step} was skipped: {output.skipped}; weights and optimizer are as before"
         )
-    return {
+    figures = {
         "train/loss": output.loss,
         "train/grad_norm": output.grad_norm,
         "train/lr": output.lr,
@@ -379,3 +380,6 @@ def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:
         "train/micro_batches": output.num_micro_batches,
         "train/skipped": float(output.skipped is not None),
     }
+    if BALANCE_LOSS in output.metrics:
+        figures["train/balance_loss"] = output.metrics[BALANCE_LOSS]
+    return figures

@@ -501,6 +501,26 @@ def test_epochs_count_whole_batches(file, epochs, samples, expected):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [(RLConfig, "rl"), (DPOConfig, "dpo"), (KTOConfig, "kto"), (RewardModelConfig, "rm")],
+)
+def test_a_balance_loss_is_for_sft_alone(kind, task):
+    """It would bend the gradient of every other task's own loss."""
+    keys = ("engine", "data", "run", *(["reward"] if kind is RLConfig else []))
+    tree = {key: dict(BASE[key]) for key in keys}
+    if kind is RewardModelConfig:
+        tree["engine"]["model_type"] = "value_model"
+    tree["engine"]["options"] = {"balance_loss": 0}
+    from_tree(kind, tree)
+    tree["engine"]["options"] = {"balance_loss": 1e-3}
+    with pytest.raises(ConfigError, match=f"expected 0 in {task}, got 0.001") as caught:
+        from_tree(kind, tree)
+    assert "engine.options.balance_loss: 0" in caught.value.remedy
+    sft = {key: dict(tree[key]) for key in ("engine", "data", "run")}
+    assert from_tree(SFTConfig, sft).engine.options == {"balance_loss": 1e-3}
+
+
 RECIPES = ROOT / "recipes"
 
 

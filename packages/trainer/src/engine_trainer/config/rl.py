@@ -18,6 +18,7 @@ from engine_trainer.config.sections import (
     RewardSection,
     RolloutSection,
     RunSection,
+    wrong_balance,
 )
 
 
@@ -79,6 +80,7 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
     algorithm, rollout = config.algorithm, config.rollout
     compares = not algorithm.by_token or algorithm.dynamic_sampling.enabled
     teacher = algorithm.teacher
+    yield wrong_balance(config.engine, "rl")
     yield (
         teacher is not None and teacher.url is not None and rollout.temperature != 1,
         "rollout.temperature",

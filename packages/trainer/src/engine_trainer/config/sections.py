@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from engine_api.balance import BALANCE_LOSS
 from engine_api.config import (
     CheckpointConfig,
     EngineConfig,
@@ -172,7 +173,10 @@ class EngineSection:
     """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that only this engine has. An unknown one is refused with the near matches."""
+    """Options that only this engine has. An unknown one is refused with the near matches.
+
+    ``balance_loss``, which spreads tokens over experts, is for ``sft`` alone.
+    """
 
     def build(self, *, seed: int, total_steps: int) -> EngineConfig:
         """Build the configuration that ``EngineRegistry.create`` takes.
@@ -202,6 +206,18 @@ class EngineSection:
             raise ConfigError(
                 f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
             ) from error
+
+
+def wrong_balance(engine: EngineSection, task: str) -> Refusal:
+    """Return the refusal of a balance loss in a task whose loss it would bend."""
+    given = engine.options.get(BALANCE_LOSS, 0)
+    return (
+        given not in (0, None),
+        f"engine.options.{BALANCE_LOSS}",
+        f"expected 0 in {task}, got {given!r:.100}",
+        "it would bend the gradient of the task's own loss",
+        f"set engine.options.{BALANCE_LOSS}: 0; it is for sft",
+    )
 
 
 def _explicit(section: PrecisionSection | MemorySection | OptimizerSection) -> dict[str, Any]:

@@ -44,6 +44,7 @@ CURVES_OF: Mapping[str, tuple[Curve, ...]] = {
         _RATE,
         _SPEED,
         Curve(title="Learned tokens", metrics=("train/learned_tokens",)),
+        Curve(title="Balance loss", metrics=("train/balance_loss",)),
         Curve(title="MFU", metrics=("perf/mfu",)),
         Curve(title="Micro-batches", metrics=("train/micro_batches",)),
     ),
@@ -120,6 +121,9 @@ MEANINGS: Mapping[str, str] = {
     "train/lr": "Learning rate of the step's last update.",
     "train/tokens": "Tokens in all updates of the step, prompts included.",
     "train/learned_tokens": "Tokens of the step that carry loss.",
+    "train/balance_loss": "Balance loss of a mixture of experts, without its factor "
+    "(`engine.options.balance_loss`): the number of its layers with experts where every document's "
+    "tokens are spread evenly, and more where few experts serve most of them.",
     "train/micro_batches": "Number of micro-batches that the step was computed in.",
     "train/images": "Images that the step learned from.",
     "train/patches": "Rows of pixels of these images: patches, or whole tiles.",
