@@ -189,10 +189,13 @@ class EngineSection:
         schedule = self.schedule
         if schedule.total_steps is None:
             schedule = replace(schedule, total_steps=total_steps)
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = OptimizerConfig(**_explicit(self.optimizer))
         try:
             return EngineConfig(
                 model=self.model,
-                optimizer=self.optimizer and OptimizerConfig(**_explicit(self.optimizer)),
+                optimizer=optimizer,
                 schedule=schedule,
                 parallelism=self.parallelism,
                 precision=Precision(**_explicit(self.precision)),
