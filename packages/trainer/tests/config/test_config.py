@@ -521,6 +521,14 @@ def test_a_balance_loss_is_for_sft_alone(kind, task):
     assert from_tree(SFTConfig, sft).engine.options == {"balance_loss": 1e-3}
 
 
+def test_a_critic_has_no_balance_loss_either():
+    tree = {key: dict(BASE[key]) for key in ("engine", "data", "run", "reward")}
+    tree["algorithm"] = {"advantage": "gae", "critic": {"options": {"balance_loss": 1e-3}}}
+    with pytest.raises(ConfigError, match="expected 0 in rl") as caught:
+        from_tree(RLConfig, tree)
+    assert caught.value.field == "algorithm.critic.options.balance_loss"
+
+
 RECIPES = ROOT / "recipes"
 
 

@@ -268,7 +268,7 @@ def _wrong_kto(section: KTOSection) -> Iterator[Refusal]:
 def _wrong_rows(config: KTOConfig) -> Iterator[Refusal]:
     """Yield a refusal for each combination of values that a run of KTO may not have."""
     yield from _wrong_engine(config.engine, "language_model", "labelled rows")
-    yield wrong_balance(config.engine, "kto")
+    yield wrong_balance(config.engine.options, "kto")
     yield (
         config.batch_size < 2 and config.kto.reads_baseline,
         "batch_size",
@@ -292,7 +292,7 @@ def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None
 def _wrong_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> Iterator[Refusal]:
     """Yield a refusal for each combination of values that a run over pairs may not have."""
     yield from _wrong_engine(config.engine, model_type, "pairs")
-    yield wrong_balance(config.engine, "rm" if model_type == "value_model" else "dpo")
+    yield wrong_balance(config.engine.options, "rm" if model_type == "value_model" else "dpo")
     yield from _wrong_data(
         config.data,
         "pairs",

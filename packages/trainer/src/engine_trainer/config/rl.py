@@ -80,7 +80,9 @@ def _wrong_parts(config: RLConfig) -> Iterator[Refusal]:
     algorithm, rollout = config.algorithm, config.rollout
     compares = not algorithm.by_token or algorithm.dynamic_sampling.enabled
     teacher = algorithm.teacher
-    yield wrong_balance(config.engine, "rl")
+    yield wrong_balance(config.engine.options, "rl")
+    if algorithm.critic is not None:
+        yield wrong_balance(algorithm.critic.options or {}, "rl", "algorithm.critic")
     yield (
         teacher is not None and teacher.url is not None and rollout.temperature != 1,
         "rollout.temperature",

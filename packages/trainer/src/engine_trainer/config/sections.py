@@ -211,15 +211,19 @@ class EngineSection:
             ) from error
 
 
-def wrong_balance(engine: EngineSection, task: str) -> Refusal:
-    """Return the refusal of a balance loss in a task whose loss it would bend."""
-    given = engine.options.get(BALANCE_LOSS, 0)
+def wrong_balance(options: Mapping[str, Any], task: str, section: str = "engine") -> Refusal:
+    """Return the refusal of a balance loss in a task whose loss it would bend.
+
+    ``options`` are those of the engine of ``section``.
+    """
+    given = options.get(BALANCE_LOSS, 0)
+    key = f"{section}.options.{BALANCE_LOSS}"
     return (
         given not in (0, None),
-        f"engine.options.{BALANCE_LOSS}",
+        key,
         f"expected 0 in {task}, got {given!r:.100}",
         "it would bend the gradient of the task's own loss",
-        f"set engine.options.{BALANCE_LOSS}: 0; it is for sft",
+        f"set {key}: 0; it is for sft",
     )
 
 
