@@ -49,8 +49,14 @@ class Expected:
     balance: float
 
 
-def expect(folder: str, coefficient: float, *, sigmoid: bool = False) -> Expected:
-    """Return the gradients of one step on ``DOCUMENTS``, by transformers in float64.
+def expect(
+    folder: str,
+    coefficient: float,
+    *,
+    sigmoid: bool = False,
+    documents: Sequence[Sequence[int]] = DOCUMENTS,
+) -> Expected:
+    """Return the gradients of one call on documents, by transformers in float64.
 
     The routers return their logits first and the experts of each token last.
     """
@@ -61,11 +67,11 @@ def expect(folder: str, coefficient: float, *, sigmoid: bool = False) -> Expecte
     for module in model.modules():
         if re.search(r"Router$", type(module).__name__):
             module.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
-    total = sum(map(len, DOCUMENTS))
-    learned = sum(len(ids) - 2 for ids in DOCUMENTS)
+    total = sum(map(len, documents))
+    learned = sum(len(ids) - 2 for ids in documents)
     nll = torch.zeros((), dtype=torch.float64)
     balance = torch.zeros((), dtype=torch.float64)
-    for document in DOCUMENTS:
+    for document in documents:
         ids = torch.tensor(document)
         seen.clear()
         scores = model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)

@@ -650,7 +650,8 @@ def _measure_rollouts_on_gpu(arguments: argparse.Namespace) -> int:
         "date": datetime.now(UTC).date().isoformat(),
     }
     seen = record.setdefault(SEEN, {})
-    if any(seen.get(quantization, {}).get(key) != measured[key] for key in ("vllm", "gpu")):
+    same = ("vllm", "transformers", "torch", "gpu")
+    if any(seen.get(quantization, {}).get(key) != measured[key] for key in same):
         for row in types.values():
             row.get(SEEN, {}).pop(quantization, None)
     seen[quantization] = measured

@@ -92,9 +92,13 @@ def test_a_bad_value_is_refused_by_name(field, parts):
 @pytest.mark.parametrize(
     ("rates", "lr", "freeze", "told"),
     [
-        ({"tower": 1e-6}, 1e-5, [], r"expected parts of vision, got \['tower'\]"),
-        ({"vision": -1e-6}, 1e-5, [], "expected numbers of at least 0"),
-        ({"vision": "1e-6"}, 1e-5, [], "expected numbers of at least 0"),
+        ({"tower": 1e-6}, 1e-5, [], r"expected a rate of each of some parts \(vision\), got {'t"),
+        ({1: 1e-6, "tower": 1e-6}, 1e-5, [], "expected a rate of each of some parts"),
+        (["vision"], 1e-5, [], r"expected a rate of each of some parts \(vision\), got \['vision"),
+        (None, 1e-5, [], r"expected a rate of each of some parts \(vision\), got None"),
+        ({"vision": -1e-6}, 1e-5, [], "expected finite numbers of at least 0"),
+        ({"vision": "1e-6"}, 1e-5, [], "expected finite numbers of at least 0"),
+        ({"vision": float("inf")}, 1e-5, [], "expected finite numbers of at least 0"),
         ({"vision": 1e-6}, 0.0, [], "expected optimizer.lr above 0, got 0"),
         ({"vision": 1e-6}, 1e-5, ["vision"], r"expected parts that are trained, got \['vision'\]"),
     ],
@@ -103,6 +107,12 @@ def test_a_rate_that_a_part_may_not_have_is_refused(rates, lr, freeze, told):
     model = ModelSource(path="x", freeze=freeze)
     with pytest.raises(ConfigError, match=told) as caught:
         config(model=model, optimizer=OptimizerConfig(lr=lr, part_lr=rates))
+    assert caught.value.field == "optimizer.part_lr"
+
+
+def test_an_adapter_and_the_rate_of_a_tower_exclude_each_other():
+    with pytest.raises(ConfigError, match="expected no rate of a part with lora") as caught:
+        config(optimizer=OptimizerConfig(part_lr={"vision": 1e-6}), lora=LoraConfig())
     assert caught.value.field == "optimizer.part_lr"
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from balance_ranks import COEFFICIENT, create, step
-from balance_reference import Expected, assert_gradients, expect
+from balance_ranks import COEFFICIENT, RATE, create, step
+from balance_reference import DOCUMENTS, Expected, assert_gradients, expect, pack, rows_of
 from tiny_models import tiny_model
 
-from engine_api import LoraConfig, Memory
-from engine_api.errors import ConfigError
+from engine_api import Batch, LoraConfig, Memory, sft_loss
+from engine_api.batch import ROUTED_EXPERTS
+from engine_api.errors import BatchError, ConfigError
 from engine_conformance.ranks import RankPool
 
 # A softmax, and sigmoids with a bias of the selection and groups.
@@ -76,6 +77,37 @@ def test_every_weight_has_the_gradient_of_the_loss_by_document(
     memory: dict[str, Any],
 ) -> None:
     assert_step(step(folders[name], "fsdp2", order=order, memory=memory), expected[name])
+
+
+def test_each_call_adds_the_mean_over_its_own_documents(folders: dict[str, str]) -> None:
+    folder = folders["qwen3_moe"]
+    halves = DOCUMENTS[:2], DOCUMENTS[2:]
+    first, second = (expect(folder, COEFFICIENT, documents=half).gradients for half in halves)
+    engine = create(folder, "fsdp2")
+    engine.initialize()
+    before = {name: one.double() for name, one in engine.get_per_tensor_param()}
+    for half in halves:
+        engine.forward_backward(pack(half), sft_loss)
+    engine.optimizer_step()
+    after = {name: one.double() for name, one in engine.get_per_tensor_param()}
+    engine.close()
+    found = {name: (one - after[name]) / RATE for name, one in before.items()}
+    assert_gradients(found, {name: one + second[name] for name, one in first.items()})
+
+
+def test_experts_of_a_rollout_are_refused_as_without_it(folders: dict[str, str]) -> None:
+    rows = [
+        row | {ROUTED_EXPERTS: torch.zeros(len(row["input_ids"]), 3, 2, dtype=torch.int8)}
+        for row in rows_of()
+    ]
+    batch = Batch.pack(rows)
+    engine = create(folders["qwen3_moe"], "fsdp2")
+    engine.initialize()
+    calls = [lambda: engine.infer_batch(batch), lambda: engine.train_batch(batch, sft_loss)]
+    for call in calls:
+        with pytest.raises(BatchError, match="this engine would not replay it"):
+            call()
+    engine.close()
 
 
 def test_without_the_option_nothing_is_added(

@@ -69,6 +69,7 @@ _STEP = OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
 _MEMORY = Memory(max_tokens=20)
 # Two micro-batches, of which one packs two documents with images of other sizes.
 _TOGETHER = Memory(max_tokens=36)
+_DECAY = 0.25
 _TOWER = ("model.visual.",)
 # Tower and projector of InternVL.
 _BESIDE = ("vision_tower.", "multi_modal_projector.")
@@ -186,11 +187,12 @@ def _gradients_match(
     *,
     frozen: tuple[str, ...] = (),
     rate_of: Callable[[str], float] = lambda _name: 1.0,
+    decay: float = 0.0,
 ) -> float:
     """Compare the loss and each weight after a step along its gradient.
 
     Weights whose names begin with one of ``frozen`` must be as they were. ``rate_of`` is the length
-    of the step of a weight, by its name.
+    of the step of a weight, by its name, and ``decay`` SGD's weight decay.
     """
     loss, found = oracle.gradients(documents)
     start = oracle.weights
@@ -218,9 +220,11 @@ def _gradients_match(
         for name in start
     }
     after = ranks[0].weights
-    for name in set(start) - set(reached):
+    for name in () if decay else set(start) - set(reached):
         assert_bitwise({name: after[name]}, {name: start[name].float()}, name="weights")
-    want = {name: start[name] - rate_of(name) * gradients[name] for name in start}
+    want = {
+        name: one - rate_of(name) * (gradients[name] + decay * one) for name, one in start.items()
+    }
     return max(*margins, assert_weights_close(after, want, limits, start=start))
 
 
@@ -326,10 +330,10 @@ def _stays_frozen(
 def part_lr(target: Target) -> float:
     """The tower MUST have the rate of `optimizer.part_lr`, scaled by the schedule, all else `lr`.
 
-    The first of four steps of warm-up, in SGD, of a tower with an eighth of the rate. The norm of
-    the gradient is that of all weights as they are. So it is with InternVL, whose projector is a
-    module beside its tower, unless the engine refuses that family. In float32, because the
-    tolerance of 16 bits is as large as the tower's step.
+    The first of four steps of warm-up, in SGD with weight decay, of a tower with an eighth of the
+    rate. The norm of the gradient is that of all weights as they are. So it is with InternVL, whose
+    projector is a module beside its tower, unless the engine refuses that family. In float32,
+    because the tolerance of 16 bits is as large as the tower's step.
 
     If this fails: the tower has the rate of the text model or the projector does not have the
     tower's, the schedule does not scale the tower's rate, or a gradient is scaled and not a rate.
@@ -347,7 +351,7 @@ def _has_own_rate(
     target: Target, model: Path, documents: Sequence[PictureDocument], parts: tuple[str, ...]
 ) -> float:
     """Compare a step with the oracle's, in which weights under ``parts`` have an eighth of it."""
-    optimizer = replace(_STEP, part_lr={"vision": _STEP.lr / 8})
+    optimizer = replace(_STEP, weight_decay=_DECAY, part_lr={"vision": _STEP.lr / 8})
     config = replace(
         _configure(target, model), optimizer=optimizer, schedule=ScheduleConfig(warmup_steps=4)
     )
@@ -356,7 +360,8 @@ def _has_own_rate(
     def rate_of(name: str) -> float:
         return _STEP.lr / 4 / (8 if name.startswith(parts) else 1)
 
-    return _gradients_match(target, picture_oracle(str(model)), documents, ranks, rate_of=rate_of)
+    oracle = picture_oracle(str(model))
+    return _gradients_match(target, oracle, documents, ranks, rate_of=rate_of, decay=_DECAY)
 
 
 def adapt(

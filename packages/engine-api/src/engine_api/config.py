@@ -7,6 +7,7 @@ refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -469,7 +470,7 @@ def _refusals(config: EngineConfig) -> Iterator[_Refusal]:
     yield from _wrong_parts(config.model.freeze)
     if config.optimizer is not None:
         yield from _wrong_optimizer(config.optimizer)
-        yield from _wrong_rates(config.optimizer, config.model.freeze)
+        yield from _wrong_rates(config.optimizer.part_lr, config.optimizer.lr, config)
     if config.lora is not None:
         yield (
             config.lora.rank < 1,
@@ -571,37 +572,48 @@ def _wrong_optimizer(optimizer: OptimizerConfig) -> Iterator[_Refusal]:
         )
 
 
-def _wrong_rates(optimizer: OptimizerConfig, freeze: Sequence[str]) -> Iterator[_Refusal]:
-    """Yield a refusal for each learning rate that a part of the model may not have."""
-    rates = optimizer.part_lr
+def _wrong_rates(given: object, lr: float, config: EngineConfig) -> Iterator[_Refusal]:
+    """Yield a refusal for each value that the learning rates of parts may not have."""
+    is_mapping = isinstance(given, Mapping)
+    rates = cast("Mapping[object, object]", given if is_mapping else {})
     yield (
-        any(part not in _PARTS for part in rates),
+        not is_mapping or any(part not in _PARTS for part in rates),
         "optimizer.part_lr",
-        f"expected parts of {', '.join(_PARTS)}, got {sorted(rates)}",
+        f"expected a rate of each of some parts ({', '.join(_PARTS)}), got {given!r}",
         "",
         "give {vision: RATE}, or leave it out",
     )
     yield (
-        not all(type(rate) in (int, float) and rate >= 0 for rate in rates.values()),
+        not all(
+            isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate < math.inf
+            for rate in rates.values()
+        ),
         "optimizer.part_lr",
-        f"expected numbers of at least 0, got {dict(rates)}",
+        f"expected finite numbers of at least 0, got {given!r}",
         "",
         "give a number of at least 0; model.freeze leaves a part as it is",
     )
     yield (
-        bool(rates) and optimizer.lr == 0,
+        bool(rates) and lr == 0,
         "optimizer.part_lr",
         "expected optimizer.lr above 0, got 0",
         "the schedule scales lr, and a part's rate with it",
         "give optimizer.lr a number above 0, or leave part_lr out",
     )
-    frozen = sorted(set(rates) & set(freeze))
+    frozen = [part for part in rates if part in config.model.freeze]
     yield (
         bool(frozen),
         "optimizer.part_lr",
         f"expected parts that are trained, got {frozen}",
         "model.freeze names them, too",
         "leave them out of one of the two",
+    )
+    yield (
+        bool(rates) and config.lora is not None,
+        "optimizer.part_lr",
+        f"expected no rate of a part with lora, got {given!r}",
+        "adapters are the text model's, and a tower stays as it is",
+        "leave part_lr out, or set lora: null",
     )
 
 

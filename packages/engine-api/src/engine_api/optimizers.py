@@ -55,10 +55,15 @@ def group_weights(config: OptimizerConfig, weights: Iterable[TrainedWeight]) -> 
         rate = config.part_lr.get(weight.part)
         ratio = 1.0 if rate is None else rate / config.lr
         groups.setdefault((decays, ratio), []).append(weight.tensor)
-    return [
-        {"params": tensors, _RATIO: ratio} | ({} if decays else {"weight_decay": 0.0})
-        for (decays, ratio), tensors in groups.items()
-    ] or [{"params": []}]
+    if not groups:
+        return [{"params": []}]
+    made: list[dict[str, Any]] = []
+    for (decays, ratio), tensors in groups.items():
+        group: dict[str, Any] = {"params": tensors, _RATIO: ratio}
+        if not decays:
+            group["weight_decay"] = 0.0
+        made.append(group)
+    return made
 
 
 def decays_as_matrix(name: str, dims: int) -> bool:

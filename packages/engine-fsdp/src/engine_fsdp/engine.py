@@ -129,7 +129,9 @@ class FSDPEngine(DTensorEngine):
         )
         self.vision = built.vision
         self._positions_of = position_tokens(lm, built.vision)
-        self.routing = None if built.routers is None else built.routers.routing
+        # Routers that are balanced alone replay nothing.
+        if config.router_replay and built.routers is not None:
+            self.routing = built.routers.routing
         self.module.eval()
         # Before FSDP gives the blocks other classes.
         inside = {module for part in tower for module in part.modules()}

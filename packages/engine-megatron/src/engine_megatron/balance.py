@@ -34,17 +34,17 @@ class StepBalance:
     Attributes:
         coefficient: factor of the loss.
         total: number of tokens of the call, over all data-parallel ranks.
-        parts: the micro-batches that were packed on this rank.
+        micro_batches: the loss of each micro-batch that was packed on this rank.
     """
 
     coefficient: float
     total: int = 0
-    parts: list[Balance] = field(default_factory=list[Balance])
+    micro_batches: list[Balance] = field(default_factory=list[Balance])
 
     def begin(self, total: int) -> None:
         """Forget the micro-batches before a call over ``total`` tokens."""
         self.total = total
-        self.parts.clear()
+        self.micro_batches.clear()
 
     def add(self, documents: Tensor, count: int, groups: list[Any]) -> Balance:
         """Return the loss of a micro-batch, whose arguments are those of ``Balance``."""
@@ -55,7 +55,7 @@ class StepBalance:
             total=self.total,
             groups=groups,
         )
-        self.parts.append(part)
+        self.micro_batches.append(part)
         return part
 
 
@@ -67,9 +67,9 @@ def add_balance(layers: Mapping[int, Any], *, sigmoid: bool) -> None:
     """
     for number, layer in layers.items():
         if (router := getattr(layer.mlp, "router", None)) is not None:
-            here = _Router(number, router.routing, sigmoid)
-            router.routing = here.route
-            layer.register_forward_pre_hook(_choose(here), with_kwargs=True)
+            routed = _Router(number, router.routing, sigmoid)
+            router.routing = routed.route
+            layer.register_forward_pre_hook(_choose(routed), with_kwargs=True)
 
 
 class _Router:
@@ -92,6 +92,8 @@ class _Router:
 
 
 def _choose(router: _Router) -> Callable[..., None]:
+    """Return a hook that gives a layer's router the loss of the packing that it is called with."""
+
     def choose(_: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         router.balance = arguments["packed_seq_params"].balance
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine_api.arguments import check_export, folder_of
 from engine_api.balance import BALANCE_LOSS, check_balanced
@@ -26,7 +26,7 @@ from engine_api.hf_folder import WeightFiles, fetch, save_hf
 from engine_api.hf_noise import refuse_noise
 from engine_api.losses import LossFn, evaluate, needs_of, zero_loss
 from engine_api.manifest import Entry, Manifest
-from engine_api.optimizers import TrainedWeight, state_fields
+from engine_api.optimizers import state_fields
 from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
 from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
@@ -64,9 +64,9 @@ from engine_megatron.weights import (
     Reader,
     Weight,
     attach,
-    by_parameter,
     check_layout,
     check_stages,
+    describer_of,
     fill,
     merges_of,
     weight_table,
@@ -234,15 +234,13 @@ class MegatronEngine(BaseEngine):
         dtype = DTYPES[self.config.precision.master]
         self.optimizer: StageOptimizer | None = None
         if self.config.optimizer:
-            uses = by_parameter(self.table)
-
-            def describe(param: nn.Parameter, tensor: Tensor) -> TrainedWeight:
-                # Weights in one parameter are alike: all matrices, all biases or all norms.
-                weight = uses[param][0].weight
-                return TrainedWeight(tensor=tensor, name=weight.name, dims=len(weight.shape))
-
             self.optimizer = StageOptimizer(
-                chunks, self.config.optimizer, self.layout, self.comm, dtype, describe
+                chunks,
+                self.config.optimizer,
+                self.layout,
+                self.comm,
+                dtype,
+                describer_of(self.table),
             )
             self.masters = self.optimizer.masters
         else:
@@ -307,7 +305,7 @@ class MegatronEngine(BaseEngine):
         if balance is None:
             return results
         # The stages have the layers, and the last one the results.
-        value = torch.stack([part.sum_losses() for part in balance.parts]).sum()
+        value = torch.stack([part.sum_losses() for part in balance.micro_batches]).sum()
         torch.distributed.all_reduce(value, group=pipeline_group())
         *others, last = results
         metrics = {**last.metrics, BALANCE_LOSS: value}
@@ -315,7 +313,7 @@ class MegatronEngine(BaseEngine):
 
     def _own_metrics(self) -> Mapping[str, Tensor]:
         balance = self.forward.step_balance
-        return {} if balance is None else {BALANCE_LOSS: balance.parts[-1].sum_losses()}
+        return {} if balance is None else {BALANCE_LOSS: balance.micro_batches[-1].sum_losses()}
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
+from engine_api.optimizers import TrainedWeight
 from engine_api.weights import ShardSpec, random_weight
 from engine_megatron.families import EMBEDDING, HEAD, Cut, Rule, Split, cuts, rules_of
 from engine_megatron.lora import adapters_of, draw, module_of
@@ -386,6 +387,20 @@ def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Use]]:
             use = Use(weight=weight, expert=number if weight.is_stack else None)
             result.setdefault(param, []).append(use)
     return result
+
+
+def describer_of(table: Sequence[Weight]) -> Callable[[nn.Parameter, Tensor], TrainedWeight]:
+    """Return a function that describes a parameter, and its updated tensor, to an optimizer.
+
+    Weights in one parameter are alike: all matrices, all biases or all norms.
+    """
+    uses = by_parameter(table)
+
+    def describe(param: nn.Parameter, tensor: Tensor) -> TrainedWeight:
+        weight = uses[param][0].weight
+        return TrainedWeight(tensor=tensor, name=weight.name, dims=len(weight.shape))
+
+    return describe
 
 
 def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Use], Tensor]) -> None:

@@ -28,10 +28,17 @@ from engine_trainer.config.loading import flatten, from_tree, to_plain
 from engine_trainer.config.sections import token_budget
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import Decoder
-from engine_trainer.placement.automatic import check_kept, keep, list_automatic, settle
+from engine_trainer.placement.automatic import (
+    check_kept,
+    fill_earlier,
+    keep,
+    list_automatic,
+    settle,
+)
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import why_unfit
 from engine_trainer.rollouts.plugin import PLUGIN as LOCAL
+from engine_trainer.run.checkpoints import compare, list_defaults
 from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 # Qwen3-0.6B.
@@ -154,7 +161,7 @@ def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder:
         "engine.memory.compile=true (the engine declares it, on cuda)",
         "engine.memory.logit_chunk=3328 (logits of 0.94 GiB)",
         "engine.memory.recompute=none (needs 35.9 GiB without it, 126.0 GiB are usable)",
-        "engine.optimizer.decay=matrices (the engine declares parameter_groups)",
+        "engine.optimizer.decay=all (weight_decay is 0)",
     ]
     assert settled.algorithm.correction.weight == "token"
     assert "auto" not in json.dumps(to_plain(settled)["engine"]["memory"])
@@ -515,16 +522,29 @@ def test_a_run_that_continues_keeps_what_was_chosen(folder: Path) -> None:
     assert keep(config, {}, "")[1] == []
 
 
+def test_what_decays_depends_on_the_engine(folder: Path) -> None:
+    decays = {"weight_decay": 0.1}
+    config = configure(RLConfig, folder, RL, optimizer=decays)
+    assert choose(config, Launcher("cuda"))[1]["engine.optimizer.decay"] == "matrices"
+    others = Launcher("cuda", lacks=frozenset({Capability.PARAMETER_GROUPS}))
+    assert choose(config, others)[1]["engine.optimizer.decay"] == "all"
+
+
 def test_a_run_from_before_there_were_groups_goes_on_without_them(folder: Path) -> None:
-    config = configure(RLConfig, folder, RL)
-    first, _ = settle(config, Launcher("cuda"))
-    key = "engine.optimizer.decay"
+    config = configure(RLConfig, folder, COMPANIONS, optimizer={"weight_decay": 0.1})
+    others = {"megatron": FSDP}
+    first, _ = settle(config, Launcher("cuda", others=others))
     before = flatten(to_plain(first))
-    assert before.pop(key) == "matrices"
-    again, kept = keep(config, before, "step-000007")
+    assert before.pop("engine.optimizer.decay") == "matrices"
+    before.pop("algorithm.critic.optimizer.decay")
+    again, kept = keep(config, fill_earlier(before), "step-000007")
     assert again.engine.optimizer is not None
     assert again.engine.optimizer.decay == "all"
-    assert f"{key}=all (as in step-000007)" in [str(one) for one in kept]
+    assert "engine.optimizer.decay=all (as in step-000007)" in [str(one) for one in kept]
+    again, _ = settle(again, Launcher("cuda", others=others))
+    now = flatten(to_plain(again))
+    assert compare(fill_earlier(before), now, "there", list_defaults(config)) == []
+    assert fill_earlier({}) == {}
 
 
 @pytest.mark.parametrize(

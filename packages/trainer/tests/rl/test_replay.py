@@ -125,6 +125,16 @@ def test_a_step_comes_with_its_configuration_and_what_leads_to_it(recorded):
     assert config_file(folder, 2).name == "config-until-000002.yaml"
 
 
+def test_a_run_from_before_there_were_groups_decays_all_weights(recorded, tmp_path):
+    folder, _ = recorded
+    text = config_file(folder, 4).read_text()
+    (line,) = [one for one in text.splitlines(keepends=True) if one.strip().startswith("decay:")]
+    (tmp_path / "config.yaml").write_text(text.replace(line, ""))
+    config = load_recorded_config(tmp_path, 4, ["engine.optimizer.weight_decay=0.5"])
+    assert config.engine.optimizer.decay == "all"
+    assert config.engine.optimizer.weight_decay == 0.5
+
+
 def rewrite(path: Path, **metadata: str) -> None:
     table = pq.read_table(path)
     named = {"run": RUN_KEY, "version": VERSION_KEY}

@@ -103,8 +103,8 @@ class OptimizerSection(OptimizerConfig):
 
     ``matrices`` are the weights that are saved with two dimensions or more, biases excepted: no
     norm, no bias and no other vector decays, as in transformers' Trainer (TRL) and Megatron-LM.
-    ``all`` is every trained weight, as in verl's FSDP engine. ``auto`` is ``matrices`` where the
-    engine declares ``parameter_groups``, and ``all`` elsewhere.
+    ``all`` is every trained weight, as in verl's FSDP engine. ``auto`` is ``matrices`` with a
+    ``weight_decay`` above 0 where the engine declares ``parameter_groups``, and ``all`` elsewhere.
     """
 
 
@@ -182,7 +182,7 @@ class EngineSection:
         """Build the configuration that ``EngineRegistry.create`` takes.
 
         ``seed`` and ``total_steps`` replace the values that are null. A value that is still
-        ``auto`` becomes the contract's default, as on a CPU (see ``placement.automatic``).
+        ``auto`` becomes the contract's default (see ``placement.automatic``).
 
         Raises ``ConfigError`` that names the key below ``engine.``.
         """

@@ -2,8 +2,7 @@
 
 It is made before anything is loaded, where the engine will run. An explicit value is never changed,
 and engines and rollouts get explicit values alone. On a CPU the choices are the contract's
-defaults, but for the weights that decay, so that a run computes there what it did before there were
-choices.
+defaults, except that norms and biases do not decay.
 docs/gpus.md has a table of them.
 """
 
@@ -56,9 +55,6 @@ _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
 
 # The parts of an engine's section that have values that may be auto.
 _PARTS = ("precision", "memory", "optimizer")
-
-# Values of runs that were started before there was a choice, by name.
-_EARLIER = {"decay": "all"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +128,7 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
     kept: list[Choice] = []
 
     def find(key: str) -> Any:
-        value = before.get(key, _EARLIER.get(key.rpartition(".")[2], AUTO) if before else AUTO)
+        value = before.get(key, AUTO)
         if value != AUTO:
             kept.append(Choice(key=key, value=value, why=f"as in {where}"))
         return value
@@ -147,6 +143,19 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
             parts[part] = replace(parts[part], **{name: find(key)})
         sections[prefix] = replace(section, **parts)
     return _replaced(config, sections, rollout), kept
+
+
+def fill_earlier(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an earlier start, with what was done before a key was there.
+
+    Before ``optimizer.decay`` all weights decayed.
+
+    Args:
+        before: values of the configuration by dotted key; none of a start that there was not.
+    """
+    rates = (key for key in before if key.endswith("optimizer.lr"))
+    decays = {key.removesuffix("lr") + "decay": "all" for key in rates}
+    return decays | dict(before)
 
 
 def check_kept(config: Config, kept: Sequence[Choice], launcher: Launcher) -> None:
@@ -242,7 +251,9 @@ def _list_automatic(section: EngineSection, prefix: str) -> Iterator[tuple[str, 
     """Yield part, name and dotted key of each value of an engine's section that is ``auto``."""
     for part in _PARTS:
         values = getattr(section, part)
-        for one in () if values is None else fields(values):
+        if values is None:
+            continue
+        for one in fields(values):
             if getattr(values, one.name) == AUTO:
                 yield part, one.name, f"{prefix}.{part}.{one.name}"
 
@@ -330,7 +341,7 @@ def _settle_engine(
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
     optimizer = section.optimizer
     if optimizer is not None and optimizer.decay == AUTO:
-        choices.append(_choose_decay(around.capabilities))
+        choices.append(_choose_decay(optimizer.weight_decay, around.capabilities))
         section = replace(section, optimizer=replace(optimizer, decay=choices[-1].value))
     named = [replace(one, key=one.key.replace("engine", prefix, 1)) for one in choices]
     return section, named
@@ -345,8 +356,10 @@ def _choose_compute(device: str, capabilities: Collection[Capability]) -> Choice
     return Choice(key=key, value="bfloat16", why=f"on {device}")
 
 
-def _choose_decay(capabilities: Collection[Capability]) -> Choice:
+def _choose_decay(weight_decay: float, capabilities: Collection[Capability]) -> Choice:
     key = "engine.optimizer.decay"
+    if weight_decay == 0:
+        return Choice(key=key, value="all", why="weight_decay is 0")
     if Capability.PARAMETER_GROUPS in capabilities:
         return Choice(key=key, value="matrices", why="the engine declares parameter_groups")
     return Choice(key=key, value="all", why="the engine declares no parameter_groups")

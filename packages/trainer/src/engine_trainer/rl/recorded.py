@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from engine_api.checkpoint import steps as checkpoints_of
 from engine_api.errors import CheckpointMissing, ConfigError
 from engine_trainer.config import RLConfig
-from engine_trainer.config.loading import load_config
+from engine_trainer.config.loading import flatten, load_config
 from engine_trainer.data import Prompt
 from engine_trainer.errors import DataError
+from engine_trainer.placement.automatic import fill_earlier
 from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.credit import CompletionIndex
@@ -218,7 +221,11 @@ def load_recorded_config(folder: Path, step: int, overrides: Sequence[str] = ())
 
     Raises ``ConfigError`` for a folder without a run, or with one of another task.
     """
-    return load_config(RLConfig, config_file(folder, step), overrides)
+    file = config_file(folder, step)
+    config = load_config(RLConfig, file, overrides)
+    given = flatten(OmegaConf.to_container(OmegaConf.load(file)))
+    earlier = [f"{k}={v}" for k, v in fill_earlier(given).items() if k not in given]
+    return load_config(RLConfig, file, [*earlier, *overrides]) if earlier else config
 
 
 def find_checkpoint_before(folder: Path, step: int) -> Path | None:

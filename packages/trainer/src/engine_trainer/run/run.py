@@ -614,14 +614,17 @@ class Run:
         if not (self.is_main and self._saves) or resume == "never":
             return {}, ""
         found = self.checkpoints.find(resume)
-        return ({}, "") if found is None else (read_extra(found)["config"], found.name)
+        if found is None:
+            return {}, ""
+        return automatic.fill_earlier(read_extra(found)["config"]), found.name
 
     def _find(self) -> Path | None:
         if not self.is_main:
             return None
         found = self.checkpoints.find(self.config.run.resume)
         if found is not None:
-            then, now = read_extra(found)["config"], self._fingerprint()
+            then = automatic.fill_earlier(read_extra(found)["config"])
+            now = self._fingerprint()
             changes = compare(then, now, str(found), list_defaults(self.config))
             for change in changes:
                 log.warning("changed since the checkpoint: %s", change)
