@@ -284,6 +284,32 @@ def test_recomputing_changes_no_gradient(tmp_path: Path, model_type: str) -> Non
     assert norms[0] == norms[1] > 0
 
 
+def test_matrices_decay_and_rows_of_biases_do_not(tmp_path: Path) -> None:
+    """gpt-oss saves the biases of its experts as a matrix, and its sinks as a vector."""
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    engine = make(tmp_path, optimizer=OptimizerConfig(weight_decay=0.1, decay="matrices"))
+    names = {id(entry.param): entry.pieces[0].name for entry in engine.table}
+    found: dict[float, set[str]] = {}
+    for group in engine.optimizer.param_groups:
+        named = {names[id(param)].rpartition("layers.0.")[2] for param in group["params"]}
+        found[group["weight_decay"]] = {name for name in named if "layers." not in name}
+    engine.close()
+    attention = {f"self_attn.{one}_proj" for one in "qkvo"}
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
+    experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert found[0.1] == (
+        {f"{one}.weight" for one in attention}
+        | experts
+        | {"mlp.router.weight", "model.embed_tokens.weight", "lm_head.weight"}
+    )
+    assert found[0.0] == (
+        {f"{one}.bias" for one in attention}
+        | {f"{one}_bias" for one in experts}
+        | norms
+        | {"mlp.router.bias", "self_attn.sinks"}
+    )
+
+
 def test_layers_that_select_tokens_refuse_ulysses_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -532,9 +532,9 @@ def _is_matrix(name: str, weight: Tensor) -> bool:
 def decay(target: Target) -> float:
     """With ``decay: matrices`` a weight MUST decay if it is saved as a matrix, and no other.
 
-    A bias does not, also where experts' biases are the rows of a matrix. Two clipped steps of AdamW
-    with a decay of 10 at a rate of 1e-3: of the usual model, of one with biases and, where the
-    engine serves sinks, of gpt-oss. In float32 also a step of an optimizer by path.
+    A bias does not. Two clipped steps of AdamW with a decay of 10 at a rate of 1e-3: of the usual
+    model, of one with biases and, where the engine serves sinks, of one with them. In float32 also
+    a step of an optimizer by path.
 
     If this fails: norms or biases decay, or embeddings or stacked experts do not; dimensions are
     those of a shard, which may be flat; an optimizer named by path has no groups.
