@@ -480,7 +480,7 @@ def test_recording_changes_no_completion(recording, tmp_path):
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
-    with pytest.raises(UnsupportedCapability, match="no router was found") as caught:
+    with pytest.raises(UnsupportedCapability, match="no router of experts was found") as caught:
         serve("qwen3", tmp_path, routed_experts=True)
     assert caught.value.capability == "router_replay"
     assert "routed_experts: off" in caught.value.remedy
