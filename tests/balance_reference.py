@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import oracle
@@ -115,6 +116,14 @@ def _balance(logits: Tensor, chosen: Tensor, *, sigmoid: bool) -> Tensor:
         share = served * experts / (chosen.shape[1] * tokens)
         loss = loss + share * scores[:, expert].mean()
     return loss
+
+
+def assert_step(found: tuple[dict[str, Tensor], Any, Any], expected: Expected) -> None:
+    """Assert that a step has the expected gradients, loss and metric (``balance_ranks.step``)."""
+    gradients, output, _ = found
+    assert_gradients(gradients, expected.gradients)
+    assert output.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert output.metrics["balance_loss"] == pytest.approx(expected.balance, rel=1e-5)
 
 
 def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

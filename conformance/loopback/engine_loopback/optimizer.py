@@ -84,7 +84,8 @@ def build_optimizer(
     Raises:
         ConfigError: if the optimizer cannot be imported, or refuses its arguments.
     """
-    groups = group_weights(config, weights)
+    # A rank may hold no weight that is trained, and torch refuses an empty list.
+    groups = group_weights(config, weights) or [{"params": []}]
     if config.name != "adamw":
         return construct(optimizer_class(config.name), groups, config)
     return construct(adamw, groups, config, {"betas": config.betas, "eps": config.eps})

@@ -400,7 +400,7 @@ class OptimizersKwargsDropped(LoopbackEngine):
 
 @mutant("train.decay", group="parameter_groups")
 class MatricesTakenForAll(LoopbackEngine):
-    """With ``decay: matrices`` norms and biases decay, too."""
+    """Norms and biases decay with ``decay: matrices``, too."""
 
     def describe(self, weight: Weight) -> TrainedWeight:
         return replace(super().describe(weight), dims=2, name="weight")
@@ -408,7 +408,7 @@ class MatricesTakenForAll(LoopbackEngine):
 
 @mutant("train.decay", group="parameter_groups")
 class ShardsTakenForVectors(LoopbackEngine):
-    """With ``decay: matrices`` nothing decays, as where flat shards are asked for dimensions."""
+    """Nothing decays with ``decay: matrices``, as where flat shards are asked for dimensions."""
 
     def describe(self, weight: Weight) -> TrainedWeight:
         return replace(super().describe(weight), dims=1)
@@ -416,7 +416,7 @@ class ShardsTakenForVectors(LoopbackEngine):
 
 @mutant("train.decay", group="parameter_groups")
 class EmbeddingsNotDecayed(LoopbackEngine):
-    """With ``decay: matrices`` the embedding does not decay."""
+    """The embedding does not decay with ``decay: matrices``."""
 
     def describe(self, weight: Weight) -> TrainedWeight:
         described = super().describe(weight)
@@ -425,7 +425,7 @@ class EmbeddingsNotDecayed(LoopbackEngine):
 
 @mutant("train.decay", group="parameter_groups")
 class GroupsOfAdamWAlone(LoopbackEngine):
-    """With ``decay: matrices`` an optimizer named by path decays everything."""
+    """An optimizer named by path decays everything with ``decay: matrices``."""
 
     def describe(self, weight: Weight) -> TrainedWeight:
         described = super().describe(weight)

@@ -108,6 +108,12 @@ def test_groups_say_what_decays_and_at_which_rate(name):
     assert len(optimizer.param_groups) == 3
 
 
+def test_an_optimizer_of_no_weights_is_refused():
+    config = OptimizerConfig()
+    with pytest.raises(ConfigError, match="refuses its arguments"):
+        build_optimizer(config, group_weights(config, []))
+
+
 def test_without_either_option_there_is_one_group():
     config = OptimizerConfig(lr=0.5, weight_decay=0.1)
     optimizer = build_optimizer(config, group_weights(config, make_weights()))

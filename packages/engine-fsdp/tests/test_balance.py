@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from balance_ranks import COEFFICIENT, RATE, create, step
-from balance_reference import DOCUMENTS, Expected, assert_gradients, expect, pack, rows_of
+from balance_reference import (
+    DOCUMENTS,
+    Expected,
+    assert_gradients,
+    assert_step,
+    expect,
+    pack,
+    rows_of,
+)
 from tiny_models import tiny_model
 
 from engine_api import Batch, LoraConfig, Memory, sft_loss
@@ -50,13 +58,6 @@ def expected(folders: dict[str, str]) -> dict[str, Expected]:
 def pool() -> Iterator[RankPool]:
     with RankPool(2, device="cpu", deadline=280.0) as ranks:
         yield ranks
-
-
-def assert_step(found: tuple[dict[str, Any], Any, Any], expected: Expected) -> None:
-    gradients, output, _ = found
-    assert_gradients(gradients, expected.gradients)
-    assert output.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert output.metrics["balance_loss"] == pytest.approx(expected.balance, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from balance_ranks import COEFFICIENT, create
-from balance_reference import Expected, assert_gradients, expect
+from balance_reference import Expected, assert_gradients, assert_step, expect
 from tiny_models import tiny_model
 
 from engine_api.errors import ConfigError
@@ -38,13 +38,6 @@ def expected(folders: dict[str, str]) -> dict[str, Expected]:
         name: expect(folder, COEFFICIENT, sigmoid=name == "glm4_moe")
         for name, folder in folders.items()
     }
-
-
-def assert_step(found: tuple[dict[str, Any], Any, Any], expected: Expected) -> None:
-    gradients, output, _ = found
-    assert_gradients(gradients, expected.gradients)
-    assert output.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert output.metrics["balance_loss"] == pytest.approx(expected.balance, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -530,7 +530,7 @@ def _is_matrix(name: str, weight: Tensor) -> bool:
     quick="once",
 )
 def decay(target: Target) -> float:
-    """With ``decay: matrices`` a weight MUST decay if it is saved as a matrix, and no other.
+    """A weight that is saved as a matrix MUST decay with ``decay: matrices``, and no other.
 
     A bias does not. Two clipped steps of AdamW with a decay of 10 at a rate of 1e-3: of the usual
     model, of one with biases and, where the engine serves sinks, of one with them. In float32 also

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -290,33 +291,40 @@ def frozen(target: Target) -> float:
     If this fails: the projector or a part of the tower is trained, the text model is not, or
     features are left out with their gradient.
     """
-    margin = _stays_frozen(target, write_model(target), divided_documents(), _TOWER)
+
+    def configure(model: Path) -> EngineConfig:
+        config = _configure(target, model)
+        return replace(config, model=replace(config.model, freeze=("vision",)))
+
+    return _towers_match(target, configure, lambda tower: {"frozen": tower})
+
+
+def _towers_match(
+    target: Target,
+    configure: Callable[[Path], EngineConfig],
+    expect: Callable[[tuple[str, ...]], dict[str, Any]],
+) -> float:
+    """Compare a step with the oracle's, of Qwen3-VL and of InternVL unless that is refused.
+
+    ``configure`` makes the configuration for a model's folder. ``expect`` returns the further
+    arguments of `_gradients_match`, given how the names of the tower's weights begin.
+    """
+
+    def match(model: Path, documents: Sequence[PictureDocument], tower: tuple[str, ...]) -> float:
+        ranks: list[Seen] = target.run(see, configure(model), documents=documents)
+        oracle = picture_oracle(str(model))
+        return _gradients_match(target, oracle, documents, ranks, **expect(tower))
+
+    margin = match(write_model(target), divided_documents(), _TOWER)
     if not target.builds("internvl"):
         return margin
     model = write_model(target, write_whole_model)
-    errors: list[EngineError | None] = target.run(build, _freeze(target, model))
+    errors: list[EngineError | None] = target.run(build, configure(model))
     if any(errors):
         raised_everywhere("InternVL", errors, UnsupportedCapability)
         return margin
-    return max(margin, _stays_frozen(target, model, _whole_documents(), _BESIDE))
-
-
-def _whole_documents() -> list[PictureDocument]:
-    """Return documents with images of InternVL, two of them in one."""
-    return [draw_whole_document(1, 3, None, 5, None, 2), draw_whole_document(2, 2, None, 4)]
-
-
-def _freeze(target: Target, model: Path) -> EngineConfig:
-    config = _configure(target, model)
-    return replace(config, model=replace(config.model, freeze=("vision",)))
-
-
-def _stays_frozen(
-    target: Target, model: Path, documents: Sequence[PictureDocument], frozen: tuple[str, ...]
-) -> float:
-    """Compare a step with the oracle's, in which weights under ``frozen`` stay as they were."""
-    ranks: list[Seen] = target.run(see, _freeze(target, model), documents=documents)
-    return _gradients_match(target, picture_oracle(str(model)), documents, ranks, frozen=frozen)
+    whole = [draw_whole_document(1, 3, None, 5, None, 2), draw_whole_document(2, 2, None, 4)]
+    return max(margin, match(model, whole, _BESIDE))
 
 
 @case(
@@ -338,30 +346,19 @@ def part_lr(target: Target) -> float:
     If this fails: the tower has the rate of the text model or the projector does not have the
     tower's, the schedule does not scale the tower's rate, or a gradient is scaled and not a rate.
     """
-    margin = _has_own_rate(target, write_model(target), divided_documents(), _TOWER)
-    if not target.builds("internvl"):
-        return margin
-    model = write_model(target, write_whole_model)
-    if any(target.run(build, _configure(target, model))):
-        return margin
-    return max(margin, _has_own_rate(target, model, _whole_documents(), _BESIDE))
-
-
-def _has_own_rate(
-    target: Target, model: Path, documents: Sequence[PictureDocument], parts: tuple[str, ...]
-) -> float:
-    """Compare a step with the oracle's, in which weights under ``parts`` have an eighth of it."""
     optimizer = replace(_STEP, weight_decay=_DECAY, part_lr={"vision": _STEP.lr / 8})
-    config = replace(
-        _configure(target, model), optimizer=optimizer, schedule=ScheduleConfig(warmup_steps=4)
-    )
-    ranks: list[Seen] = target.run(see, config, documents=documents)
+    schedule = ScheduleConfig(warmup_steps=4)
 
-    def rate_of(name: str) -> float:
-        return _STEP.lr / 4 / (8 if name.startswith(parts) else 1)
+    def configure(model: Path) -> EngineConfig:
+        return replace(_configure(target, model), optimizer=optimizer, schedule=schedule)
 
-    oracle = picture_oracle(str(model))
-    return _gradients_match(target, oracle, documents, ranks, rate_of=rate_of, decay=_DECAY)
+    def expect(tower: tuple[str, ...]) -> dict[str, Any]:
+        def rate_of(name: str) -> float:
+            return _STEP.lr / 4 / (8 if name.startswith(tower) else 1)
+
+        return {"rate_of": rate_of, "decay": _DECAY}
+
+    return _towers_match(target, configure, expect)
 
 
 def adapt(

@@ -46,17 +46,15 @@ class TrainedWeight:
 def group_weights(config: OptimizerConfig, weights: Iterable[TrainedWeight]) -> list[Any]:
     """Return the parameter groups of ``optimizer.decay`` and ``optimizer.part_lr``, as torch's.
 
-    Their order is that of their first weights. Without either option there is one group. A list
-    without weights has one empty group.
+    Their order is that of their first weights. Without either option there is one group, and
+    without weights none.
     """
     groups: dict[tuple[bool, float], list[torch.Tensor]] = {}
     for weight in weights:
-        decays = config.decay == "all" or decays_as_matrix(weight.name, weight.dims)
+        decays = config.decay == "all" or _decays_as_matrix(weight.name, weight.dims)
         rate = config.part_lr.get(weight.part)
         ratio = 1.0 if rate is None else rate / config.lr
         groups.setdefault((decays, ratio), []).append(weight.tensor)
-    if not groups:
-        return [{"params": []}]
     made: list[dict[str, Any]] = []
     for (decays, ratio), tensors in groups.items():
         group: dict[str, Any] = {"params": tensors, _RATIO: ratio}
@@ -66,7 +64,7 @@ def group_weights(config: OptimizerConfig, weights: Iterable[TrainedWeight]) -> 
     return made
 
 
-def decays_as_matrix(name: str, dims: int) -> bool:
+def _decays_as_matrix(name: str, dims: int) -> bool:
     """Return whether ``optimizer.decay: matrices`` names a weight, by its name in files.
 
     A bias may have two dimensions: those of stacked experts have a row for each.

@@ -238,7 +238,8 @@ def _place_engine(plan: Plan, config: Config, why: str) -> None:
         if getattr(engine.precision, name) == "float8":
             plan.missing.append(f"engine.precision.{name}: float8, which is bfloat16 here")
             _put(plan.tree, f"engine.precision.{name}", "bfloat16")
-    automatic = list_automatic(config)
+    # What decays is chosen alike on every device.
+    automatic = [key for key in list_automatic(config) if not key.endswith("optimizer.decay")]
     if isinstance(config, RLConfig) and config.algorithm.correction.weight == AUTO:
         automatic.append("algorithm.correction.weight")
     if automatic:
