@@ -6,7 +6,7 @@ out of it. A copy that is made once a step gives the same bits for 2 bytes a wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_map
 
 from engine_torch.weights import ShardedParam
 
-__all__ = ["clear_gradients", "keep_copies", "move_masters", "refresh_copies"]
+# torch has no public names for these operations on many tensors at once.
+_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["add_gradients", "clear_gradients", "keep_copies", "move_masters", "refresh_copies"]
 
 
 def keep_copies(
@@ -24,9 +28,8 @@ def keep_copies(
 ) -> None:
     """Let the modules below ``root`` compute with copies of their parameters in ``dtype``.
 
-    The table keeps the masters, which get the gradients of the copies after each backward pass,
-    added in their own dtype. Blocks get their floating-point arguments in ``dtype``, as
-    ``fully_shard`` gives them.
+    The table keeps the masters, which get the gradients of the copies by ``add_gradients``. Blocks
+    get their floating-point arguments in ``dtype``, as ``fully_shard`` gives them.
     """
     copies: dict[Tensor, nn.Parameter] = {}
     for entry in table:
@@ -34,8 +37,6 @@ def keep_copies(
             master = entry.param
             entry.copy = nn.Parameter(master.detach().to(dtype), requires_grad=entry.trainable)
             copies[master] = entry.copy
-            if entry.trainable:
-                entry.copy.register_post_accumulate_grad_hook(partial(_add_gradient, master))
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             setattr(module, name, copies[parameter])
@@ -43,19 +44,29 @@ def keep_copies(
         block.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
 
 
-def _add_gradient(master: Tensor, copy: Tensor) -> None:
-    """Move the gradient of a copy to its master, if it has one.
+def add_gradients(table: Collection[ShardedParam]) -> None:
+    """Move the gradients of the copies to their masters, added in the masters' dtype.
 
-    A compiled block calls the hooks of all its parameters, also of those that only select.
+    It is called behind each backward pass: a hook for each weight would cost more of the host's
+    time than the GPU takes for a small block.
     """
-    gradient = copy.grad
-    if gradient is None:
-        return
-    copy.grad = None
-    if master.grad is None:
-        master.grad = gradient.to(master.dtype)
-    else:
-        master.grad.add_(gradient)
+    fresh: list[tuple[Tensor, Tensor]] = []
+    added: list[tuple[Tensor, Tensor]] = []
+    for entry in table:
+        gradient = None if entry.copy is None else entry.copy.grad
+        # A weight that only selects has none.
+        if gradient is None:
+            continue
+        if entry.param.grad is None:
+            entry.param.grad = torch.empty_like(entry.param, requires_grad=False)
+            fresh.append((entry.param.grad, gradient))
+        else:
+            added.append((entry.param.grad, gradient))
+    if fresh:
+        _copy(*zip(*fresh, strict=True))
+    if added:
+        _add(*zip(*added, strict=True))
+    clear_gradients(table)
 
 
 def _cast_arguments(
@@ -70,14 +81,12 @@ def _cast_arguments(
     return tree_map(cast, args), tree_map(cast, kwargs)
 
 
+@torch.no_grad()
 def refresh_copies(table: Iterable[ShardedParam]) -> None:
     """Give the copies the values of their masters, all of them in a few launches."""
-    copied = [entry for entry in table if entry.copy is not None]
+    copied = [(entry.live, entry.param) for entry in table if entry.copy is not None]
     if copied:
-        # torch has no public name for a copy of many tensors at once.
-        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        live = [entry.live.detach() for entry in copied]
-        copy(live, [entry.param.detach() for entry in copied])
+        _copy(*zip(*copied, strict=True))
 
 
 def clear_gradients(table: Iterable[ShardedParam]) -> None:

@@ -46,14 +46,20 @@ def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
 
     The result is a view where nothing has to be padded.
     """
-    part = x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
-    padding = -length % _STEP
-    return F.pad(part, (0, 0, 0, padding)) if padding else part
+    part = x if count * length == len(x) else x[start : start + count * length]
+    return _pad(part.view(count, length, *x.shape[1:]).transpose(1, 2))
+
+
+def _pad(rows: Tensor) -> Tensor:
+    """Return ``[count, H, length, …]`` with the length that cuDNN is given."""
+    padding = -rows.shape[2] % _STEP
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
 
 
 def _unpad(x: Tensor, length: int) -> Tensor:
     """Return ``[count, H, padded length, …]`` as ``[count * length, H, …]``."""
-    return x[:, :, :length].transpose(1, 2).flatten(0, 1)
+    rows = x if x.shape[2] == length else x[:, :, :length]
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
@@ -76,7 +82,8 @@ def cudnn_packed(
         scale: factor of the scores.
 
     Returns:
-        The result ``[T, H, d]``, and the log-sum-exp ``[T, H]`` float32 for the backward pass.
+        The result ``[T, H, d]``, and the log-sum-exp ``[T * H]`` float32 for the backward pass,
+        batch by batch as ``[count, H, length]``.
     """
     outs: list[Tensor] = []
     sums: list[Tensor] = []
@@ -84,7 +91,7 @@ def cudnn_packed(
         query, key, value = (_rows(x, start, count, length) for x in (q, k, v))
         result = _forward(query, key, value, None, True, 0.0, True, False, scale=scale)
         outs.append(_unpad(result[0], length))
-        sums.append(_unpad(result[1].reshape(count, q.shape[1], -1), length))
+        sums.append(result[1].reshape(count, q.shape[1], -1)[:, :, :length].flatten())
     return _concatenate(outs), _concatenate(sums)
 
 
@@ -92,7 +99,7 @@ def cudnn_packed(
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     del k, v, bounds, scale
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+    sums = q.new_empty(q.shape[0] * q.shape[1], dtype=torch.float32)
     return out, sums
 
 
@@ -108,15 +115,28 @@ def _backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of queries, keys and values from that of the result."""
+    heads = q.shape[1]
     # The seed and offset of dropout, which the operator does not read at rate 0.
-    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
     grads: tuple[list[Tensor], ...] = ([], [], [])
     for start, count, length in _groups(bounds):
         parts = [_rows(x, start, count, length) for x in (grad, q, k, v, out)]
-        logsumexp = _rows(sums[..., None], start, count, length).contiguous()
-        padded = parts[1].shape[2]
+        rows = sums[start * heads : (start + count * length) * heads]
+        logsumexp = _pad(rows.view(count, heads, length, 1))
+        padded = logsumexp.shape[2]
         result = _gradient(
-            *parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale
+            *parts,
+            logsumexp,
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            padded,
+            padded,
+            0.0,
+            True,
+            scale=scale,
         )
         for collected, part in zip(grads, result, strict=False):
             collected.append(_unpad(part, length))

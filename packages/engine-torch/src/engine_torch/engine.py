@@ -33,7 +33,13 @@ from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_torch import checkpoint, export, lora
 from engine_torch.attention import choose_kernel, choose_kernel_of_trees
-from engine_torch.copies import clear_gradients, keep_copies, move_masters, refresh_copies
+from engine_torch.copies import (
+    add_gradients,
+    clear_gradients,
+    keep_copies,
+    move_masters,
+    refresh_copies,
+)
 from engine_torch.fsdp_modules import LateGradients, reset_after_failure
 from engine_torch.inputs import PackedInputs
 from engine_torch.model import DTYPES, Kind, PackedModel
@@ -203,17 +209,26 @@ class DTensorEngine(BaseEngine):
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
             self.module.set_is_last_backward(last)
-        self.module.train()
+        self._switch(training=True)
         try:
             yield
+            add_gradients(self.table)
         finally:
-            self.module.eval()
             if self._late is not None:
                 # Gradients that are reduced after each micro-batch meet no earlier ones.
                 self._late.is_late = not last and not self.options.reduce_each_micro_batch
 
+    def _switch(self, *, training: bool) -> None:
+        """Put the module into the mode of training or of inference.
+
+        It stays there, because a walk over all modules in each micro-batch takes milliseconds.
+        """
+        if self.module.training != training:
+            self.module.train(training)
+
     @contextmanager
     def _inference(self, adapter: bool) -> Iterator[None]:
+        self._switch(training=False)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not adapter:
