@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.balance import BALANCE_LOSS, Balance, check_balanced
@@ -26,6 +26,7 @@ from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_fsdp.plugin import PLUGIN
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
+from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
     GatherScales,
     check_float8,
@@ -118,6 +119,11 @@ class FSDPEngine(DTensorEngine):
         tower = tower_of(lm) if built.vision is not None else []
         if config.lora is not None:
             lora.inject(lm, config.lora, outside=tower)
+        ep_mesh = layout.ep_mesh
+        experts: list[nn.Module] = []
+        if ep_mesh is not None:
+            # Every rank refuses the same models, because config.json has been read alike.
+            experts = spread_experts(lm, ep_mesh, engine=self.classes.engine)
         self.module = PackedModel(
             lm,
             kind=self.kind,
@@ -147,6 +153,7 @@ class FSDPEngine(DTensorEngine):
                 layout,
                 self.options.prefetch_blocks,
                 tower=[block for block in every if block in inside],
+                experts=experts,
             )
         files = built.files
         self._materialize(lm, drawn=files is None)
