@@ -1,0 +1,345 @@
+"""Expert parallelism: each token and each weight against float64 on one process, by layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from balance_reference import DOCUMENTS, assert_gradients, expect, read, subtract
+from experts_ranks import Found
+from tiny_models import log_probs, oracle, tiny_model
+from torch import Tensor
+
+from engine_api import LoraConfig, OptimizerConfig, Precision
+from engine_conformance.ranks import RankPool
+
+# Experts of each family by the key of their number. Some have biases, shared experts, groups,
+# sigmoids, layers without experts, or matrices in another order.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_local_experts": 8},
+    "qwen2_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "glm4_moe": {"n_routed_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+    "minimax_m2": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+}
+QWEN = "qwen3_moe"
+LAYERS = 3
+TWO: dict[str, dict[str, int]] = {"ep 2": {"ep": 2}}
+FOUR: dict[str, dict[str, int]] = {
+    "ep 2 of 4": {"ep": 2},
+    "ep 4": {"ep": 4},
+    "copies": {"dp_replicate": 2, "ep": 2},
+    "ulysses": {"ulysses": 2, "ep": 2},
+    "ulysses within ep": {"ulysses": 2, "ep": 4},
+    "ulysses and copies": {"dp_replicate": 2, "ulysses": 2, "ep": 2},
+}
+Folder = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    made: dict[str, str] = {}
+
+    def find(name: str, **changes: Any) -> str:
+        key = f"{name} {sorted(changes.items())}"
+        if key not in made:
+            path = tmp_path_factory.mktemp("model")
+            sizes = {"num_hidden_layers": LAYERS} | FAMILIES.get(name, {}) | changes
+            tiny_model(name, **sizes).save_pretrained(path)
+            made[key] = str(path)
+        return made[key]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    started: dict[int, RankPool] = {}
+
+    def find(ranks: int) -> RankPool:
+        if ranks not in started:
+            started[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
+            started[ranks].start()
+        return started[ranks]
+
+    yield find
+    for pool in started.values():
+        pool.close()
+
+
+def exact_log_probs(path: str) -> list[Tensor]:
+    model = oracle(path)
+    return [log_probs(model, torch.tensor(ids)) for ids in DOCUMENTS]
+
+
+def exact_gradients(path: str) -> tuple[dict[str, Tensor], float]:
+    """Return the gradients by name of the saved weight, and the loss, by transformers in float64.
+
+    One document is computed at a time.
+    """
+    model = oracle(path)
+    loss = torch.zeros((), dtype=torch.float64)
+    for document in DOCUMENTS:
+        ids = torch.tensor(document)
+        scores = model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+        loss = loss - scores[1:-1].gather(-1, ids[2:, None]).sum()
+    loss = loss / sum(len(ids) - 2 for ids in DOCUMENTS)
+    return descend(model, loss, path), float(loss.detach())
+
+
+def descend(model: Any, loss: Tensor, path: str) -> dict[str, Tensor]:
+    """Return how far a step of plain gradient descent moves each saved weight."""
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    # transformers saves experts that it holds as one tensor under names of their own.
+    after = Path(path) / "after"
+    model.save_pretrained(after)
+    return subtract(read(path), read(after))
+
+
+def assert_found(
+    ranks: Sequence[Found],
+    gradients: Mapping[str, Tensor],
+    loss: float,
+    scores: Sequence[Tensor],
+) -> None:
+    seen: set[int] = set()
+    for found in ranks:
+        for number, got in found.log_probs.items():
+            seen.add(number)
+            torch.testing.assert_close(got, scores[number], rtol=0, atol=1e-5)
+        assert_gradients(found.gradients, dict(gradients))
+        assert found.loss == pytest.approx(loss, rel=1e-5)
+        norm = math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
+        assert found.norm == pytest.approx(norm, rel=1e-5)
+    assert seen == set(range(len(DOCUMENTS)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_token_and_weight_of_a_family_is_right(
+    pools: Any, folder: Folder, name: str
+) -> None:
+    path = folder(name)
+    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2})
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+    for found in ranks:
+        assert found.kept
+        assert {shape[0] for shape in found.kept.values()} == {4}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+@pytest.mark.parametrize("name", [QWEN, "gpt_oss", "deepseek_v3"])
+def test_every_layout_of_four_ranks_is_right(
+    pools: Any, folder: Folder, name: str, layout: dict[str, int]
+) -> None:
+    path = folder(name)
+    ranks = pools(4).run(
+        "experts_ranks:step",
+        path=path,
+        layout=layout,
+        order=[2, 0, 3, 1],
+        memory={"max_tokens": 24, "recompute": "full"},
+    )
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+@pytest.mark.distributed
+def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Any, folder: Folder) -> None:
+    path = folder(QWEN, num_local_experts=6)
+    ranks = pools(4).run("experts_ranks:step", path=path, layout={"ep": 2})
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+    assert [next(iter(found.kept.values()))[0] for found in ranks] == [2, 2, 1, 1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("experts", [2, 4])
+def test_ranks_that_are_more_than_a_ranks_experts_are_right(
+    pools: Any, folder: Folder, experts: int
+) -> None:
+    """With two experts on two of four ranks, some keep nothing of any expert."""
+    path = folder(QWEN, num_local_experts=experts)
+    ranks = pools(4).run("experts_ranks:step", path=path, layout={"ep": 2})
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"memory": {"max_tokens": 24, "pad_to_multiple": 16}},
+        {"memory": {"recompute": "full", "reshard_after_forward": False}},
+        {"memory": {"max_tokens": 24, "offload_params": True}},
+        {"memory": {"offload_optimizer": True}},
+        {"memory": {"max_tokens": 24}, "options": {"reduce_each_micro_batch": True}},
+        {"options": {"prefetch_blocks": 0}},
+        {"options": {"prefetch_blocks": 2}},
+        {"router_replay": True},
+    ],
+    ids=str,
+)
+def test_settings_of_memory_change_nothing(
+    pools: Any, folder: Folder, config: dict[str, Any]
+) -> None:
+    path = folder(QWEN)
+    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2}, **config)
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ulysses": 2, "ep": 2}], ids=str)
+def test_a_rank_without_documents_takes_part(
+    pools: Any, folder: Folder, layout: dict[str, int]
+) -> None:
+    """Other ranks' tokens are computed on it, and its own are none or padding."""
+    path = folder(QWEN)
+    ranks = pools(2).run(
+        "experts_ranks:step", path=path, layout=layout, first_alone=True, memory={"max_tokens": 24}
+    )
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+def replayed(first: int) -> list[Tensor]:
+    """Return experts of each document: two of the four from ``first`` on, for every token."""
+    made: list[Tensor] = []
+    for ids in DOCUMENTS:
+        tokens = torch.arange(len(ids))[:, None, None]
+        layers = torch.arange(LAYERS)[None, :, None]
+        which = torch.arange(2)[None, None]
+        made.append((first + (tokens + layers + which) % 4).to(torch.int8))
+    return made
+
+
+def exact_replay(path: str, experts: Sequence[Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Return what ``exact_gradients`` does, with the experts of each token given."""
+    from engine_api.hf_routers import Routers
+
+    model = oracle(path)
+    routers = Routers(model, where="a test")
+    loss = torch.zeros((), dtype=torch.float64)
+    for document, given in zip(DOCUMENTS, experts, strict=True):
+        ids = torch.tensor(document)
+        routers.replay(given)
+        scores = model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+        loss = loss - scores[1:-1].gather(-1, ids[2:, None]).sum()
+    loss = loss / sum(len(ids) - 2 for ids in DOCUMENTS)
+    return descend(model, loss, path), float(loss.detach())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_whose_experts_serve_no_token_takes_part(
+    pools: Any, folder: Folder, first: int, ranks: int
+) -> None:
+    """All tokens go to the first or the last half of the experts, as their replay says."""
+    path = folder(QWEN)
+    experts = replayed(first)
+    found = pools(ranks).run(
+        "experts_ranks:step", path=path, layout={"ep": ranks}, router_replay=True, experts=experts
+    )
+    gradients, loss = exact_replay(path, experts)
+    served = [one for name, one in gradients.items() if f".experts.{first}." in name]
+    spared = [one for name, one in gradients.items() if f".experts.{4 - first}." in name]
+    assert served
+    assert all(one.any() for one in served)
+    assert not any(one.any() for one in spared)
+    for one in found:
+        assert_gradients(one.gradients, gradients)
+        assert one.loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ulysses": 2, "ep": 2}], ids=str)
+def test_a_balance_loss_is_added_as_without(
+    pools: Any, folder: Folder, name: str, layout: dict[str, int]
+) -> None:
+    path = folder(name)
+    exact = expect(path, 0.5, sigmoid=name == "deepseek_v3")
+    for found in pools(2).run(
+        "experts_ranks:step",
+        path=path,
+        layout=layout,
+        options={"balance_loss": 0.5},
+        memory={"max_tokens": 24, "recompute": "full"},
+    ):
+        assert_gradients(found.gradients, exact.gradients)
+        assert found.metrics["balance_loss"] == pytest.approx(exact.balance, rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+def test_adapters_learn_as_without(pools: Any, folder: Folder, layout: dict[str, int]) -> None:
+    """The experts are frozen, and gradients pass through them."""
+    path = folder(QWEN)
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
+    (want,) = pools(1).run("experts_ranks:step", path=path, layout={}, lora=lora)
+    assert any(one.any() for one in want.gradients.values())
+    ranks = pools(4).run(
+        "experts_ranks:step", path=path, layout=layout, lora=lora, memory={"recompute": "full"}
+    )
+    for found in ranks:
+        assert found.norm == pytest.approx(want.norm, rel=1e-5)
+        for name, exact in want.gradients.items():
+            # Merged weights are rounded to float32, and the adapters' moves are divided by 64.
+            torch.testing.assert_close(found.gradients[name], exact, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [QWEN, "gpt_oss"])
+def test_values_and_their_gradients_are_right(pools: Any, folder: Folder, name: str) -> None:
+    path = folder(name)
+    (want,) = pools(1).run("experts_ranks:step", path=path, layout={}, model_type="value_model")
+    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2}, model_type="value_model")
+    for found in ranks:
+        assert_gradients(found.gradients, want.gradients)
+        assert found.norm == pytest.approx(want.norm, rel=1e-5)
+        for number, values in found.log_probs.items():
+            torch.testing.assert_close(values, want.log_probs[number], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+def test_the_norm_that_clips_counts_each_weight_once(
+    pools: Any, folder: Folder, layout: dict[str, int]
+) -> None:
+    path = folder(QWEN)
+    gradients, _ = exact_gradients(path)
+    norm = math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
+    optimizer = OptimizerConfig(name="torch.optim.SGD", lr=64.0, clip_norm=norm / 4)
+    for found in pools(4).run("experts_ranks:step", path=path, layout=layout, optimizer=optimizer):
+        assert found.norm == pytest.approx(norm, rel=1e-5)
+        assert_gradients(found.gradients, {name: one / 4 for name, one in gradients.items()})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_are_rounded_to_bfloat16_as_without(
+    pools: Any, folder: Folder, name: str
+) -> None:
+    """Log-probs are the same numbers, because each row is computed and added alike."""
+    config = {"precision": Precision(compute="bfloat16"), "order": [0, 1, 2, 3]}
+    want = pools(2).run("experts_ranks:step", path=folder(name), layout={}, **config)
+    ranks = pools(2).run("experts_ranks:step", path=folder(name), layout={"ep": 2}, **config)
+    exact, _ = exact_gradients(folder(name))
+    for found, plain in zip(ranks, want, strict=True):
+        for number, scores in found.log_probs.items():
+            assert torch.equal(scores, plain.log_probs[number])
+        for weight, gradient in exact.items():
+            if ".experts." not in weight or not gradient.any():
+                continue
+            error = (found.gradients[weight] - gradient).norm()
+            # A rank rounds the sum over all of its tokens once, and less often than without.
+            assert error <= 1.1 * (plain.gradients[weight] - gradient).norm() + 1e-4
