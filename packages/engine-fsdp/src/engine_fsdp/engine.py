@@ -122,8 +122,9 @@ class FSDPEngine(DTensorEngine):
         ep_mesh = layout.ep_mesh
         experts: list[nn.Module] = []
         if ep_mesh is not None:
-            # Every rank refuses the same models, because config.json has been read alike.
-            experts = spread_experts(lm, ep_mesh, engine=self.classes.engine)
+            experts = spread_experts(
+                lm, ep_mesh, knows=self.classes.knows_experts, engine=self.classes.engine
+            )
         self.module = PackedModel(
             lm,
             kind=self.kind,

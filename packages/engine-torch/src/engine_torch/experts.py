@@ -24,7 +24,9 @@ from engine_api.errors import ConfigError, UnsupportedCapability
 __all__ = ["spread_experts"]
 
 
-def spread_experts(lm: nn.Module, mesh: DeviceMesh, *, engine: str) -> list[nn.Module]:
+def spread_experts(
+    lm: nn.Module, mesh: DeviceMesh, *, knows: Callable[[Any], bool], engine: str
+) -> list[nn.Module]:
     """Spread the experts of every layer over the ranks of a mesh, and return their modules.
 
     Their parameters become DTensors that are sharded in their first dimension, the experts'.
@@ -32,6 +34,9 @@ def spread_experts(lm: nn.Module, mesh: DeviceMesh, *, engine: str) -> list[nn.M
     Args:
         lm: a transformers model on any device, with all experts.
         mesh: mesh of one dimension.
+        knows: function that says of a module whether the forward pass of its class takes tokens,
+            their experts and their weights, reads its own parameters and ``num_experts``, and adds
+            weighted outputs (``ModelClasses.knows_experts``).
         engine: name of the engine in errors.
 
     Raises:
@@ -47,7 +52,7 @@ def spread_experts(lm: nn.Module, mesh: DeviceMesh, *, engine: str) -> list[nn.M
             remedy="leave parallelism.ep out, or choose a mixture of experts",
         )
     for module in found:
-        _check(module, ranks, engine)
+        _check(module, ranks, knows, engine)
     for module in found:
         _spread(module, mesh)
     return found
@@ -59,18 +64,15 @@ def _are_experts(name: str, module: nn.Module) -> bool:
     return named and any(True for _ in module.parameters())
 
 
-def _check(module: Any, ranks: int, engine: str) -> None:
+def _check(module: Any, ranks: int, knows: Callable[[Any], bool], engine: str) -> None:
     """Raise an error for experts that cannot be spread over a number of ranks."""
-    kind = type(module).__name__
-    # transformers' decorator of classes whose experts its own functions compute sets this mark.
-    known = hasattr(module, "_is_expert_parallel") and isinstance(module.num_experts, int)
     own = list(module.parameters(recurse=False))
-    known = known and len(own) == len(list(module.parameters()))
-    if not known or any(one.shape[0] != module.num_experts for one in own):
+    whole = len(own) == len(list(module.parameters()))
+    if not knows(module) or not whole or any(len(one) != module.num_experts for one in own):
         raise UnsupportedCapability(
             "ep",
-            where=f"{engine} with {kind}",
-            why="transformers computes these experts in the family's own code",
+            where=f"{engine} with {type(module).__name__}",
+            why="the family computes its experts in code of its own",
             remedy="set parallelism.ep: 1",
         )
     if module.num_experts % ranks:

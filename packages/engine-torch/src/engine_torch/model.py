@@ -312,6 +312,11 @@ class ModelClasses:
             trust_remote_code=trust_remote_code,
         )
 
+    def knows_experts(self, module: nn.Module) -> bool:
+        """Return whether experts can be spread (see ``engine_torch.experts.spread_experts``)."""
+        # transformers sets this mark on experts that its own functions compute.
+        return hasattr(module, "_is_expert_parallel")
+
     def list_pieces(
         self, lm: Any, kind: Kind, folder: SavedTensors | None = None
     ) -> dict[str, list[Piece]]:

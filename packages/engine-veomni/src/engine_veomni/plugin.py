@@ -52,13 +52,7 @@ PLUGIN = EnginePlugin(
     # bfloat16. VeOmni has code of its own for routers, for vision towers and for the families with
     # mechanisms, which none has compared.
     capabilities=FSDP.capabilities
-    - {
-        Capability.COMPILE,
-        Capability.EP,
-        Capability.FP8,
-        Capability.ROUTER_REPLAY,
-        Capability.VISION,
-    }
+    - {Capability.COMPILE, Capability.FP8, Capability.ROUTER_REPLAY, Capability.VISION}
     - MECHANISMS,
     options="engine_veomni.options:VeOmniOptions",
     # VeOmni keeps its kernels and its parallel state in global variables.
@@ -71,6 +65,7 @@ NPU = replace(
     PLUGIN,
     name="engine-veomni-npu",
     rows=_rows(_NPU, "npu", "NPUVeOmni"),
-    # The kernel of attention takes documents, and no tree of them.
-    capabilities=PLUGIN.capabilities - {Capability.SHARED_PREFIXES},
+    # The kernel of attention takes documents, and no tree of them. No test has spread experts over
+    # several NPUs.
+    capabilities=PLUGIN.capabilities - {Capability.EP, Capability.SHARED_PREFIXES},
 )
