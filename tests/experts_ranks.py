@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from balance_reference import DOCUMENTS, rows_of
@@ -22,6 +23,7 @@ from engine_api import (
 )
 from engine_api.batch import ROUTED_EXPERTS
 from engine_api.config import Memory
+from engine_api.errors import EngineError
 from engine_api.results import LossOutput
 
 # Weights in float32 that move far lose few digits of their gradient.
@@ -47,6 +49,11 @@ class Found:
     """Shapes of the parts of experts' weights that this rank keeps, by name."""
 
 
+def device() -> str:
+    """Return the type of device that the tests of experts run on."""
+    return os.environ.get("EXPERTS_TEST_DEVICE", "cpu")
+
+
 def make(
     path: str, *, layout: Mapping[str, int], model_type: str = "language_model", **config: Any
 ) -> Any:
@@ -55,7 +62,7 @@ def make(
     return EngineRegistry.create(
         model_type=model_type,
         backend=config.pop("backend", "fsdp2"),
-        device=os.environ.get("EXPERTS_TEST_DEVICE", "cpu"),
+        device=device(),
         config=EngineConfig(
             model=ModelSource(path=path),
             **{"optimizer": SGD, "parallelism": Parallelism(**layout), "memory": memory} | config,
@@ -124,3 +131,45 @@ def step(
         metrics=output.metrics,
         kept=kept,
     )
+
+
+def refuse(path: str, **config: Any) -> tuple[str, str, str]:
+    """Return the kind, the subject and the reason of the error that building an engine raises."""
+    engine = make(path, **config)
+    try:
+        engine.initialize()
+    except EngineError as error:
+        subject = getattr(error, "field", None) or getattr(error, "where", "")
+        return type(error).__name__, subject, f"{error}"
+    finally:
+        engine.close()
+    return "", "", ""
+
+
+def journey(
+    path: str, stages: Sequence[Mapping[str, int]], folder: str, *, moves: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the loss of a step in each stage, and the weights after the last.
+
+    A stage loads the checkpoint of the stage before it. ``moves`` takes the engine off its device
+    and back after each step.
+    """
+    losses: list[float] = []
+    weights: dict[str, Tensor] = {}
+    adamw = OptimizerConfig(lr=1e-2, clip_norm=0.5)
+    for number, layout in enumerate(stages):
+        engine = make(path, layout=layout, optimizer=adamw)
+        engine.initialize()
+        place = engine.topology
+        if number:
+            engine.load_checkpoint(Path(folder) / f"step-{number:06d}")
+        own = [DOCUMENTS[i] for i in range(len(DOCUMENTS))][place.dp_rank :: place.dp_size]
+        losses.append(engine.train_batch(Batch.pack(rows_of(own)), sft_loss).loss)
+        if moves:
+            engine.to("cpu")
+            engine.to(device())
+        engine.save_checkpoint(Path(folder) / f"step-{number + 1:06d}")
+        engine.save_hf(Path(folder) / "hf")
+        weights = {name: one.to("cpu", copy=True) for name, one in engine.get_per_tensor_param()}
+        engine.close()
+    return losses, weights

@@ -127,9 +127,7 @@ def assert_found(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_token_and_weight_of_a_family_is_right(
-    pools: Any, folder: Folder, name: str
-) -> None:
+def test_every_token_and_weight_of_a_family_is_right(pools: Any, folder: Folder, name: str) -> None:
     path = folder(name)
     ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2})
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
@@ -185,6 +183,7 @@ def test_ranks_that_are_more_than_a_ranks_experts_are_right(
         {"memory": {"max_tokens": 24}, "options": {"reduce_each_micro_batch": True}},
         {"options": {"prefetch_blocks": 0}},
         {"options": {"prefetch_blocks": 2}},
+        {"memory": {"max_tokens": 24, "share_prefixes": True}},
         {"router_replay": True},
     ],
     ids=str,
@@ -302,7 +301,9 @@ def test_adapters_learn_as_without(pools: Any, folder: Folder, layout: dict[str,
 def test_values_and_their_gradients_are_right(pools: Any, folder: Folder, name: str) -> None:
     path = folder(name)
     (want,) = pools(1).run("experts_ranks:step", path=path, layout={}, model_type="value_model")
-    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2}, model_type="value_model")
+    ranks = pools(2).run(
+        "experts_ranks:step", path=path, layout={"ep": 2}, model_type="value_model"
+    )
     for found in ranks:
         assert_gradients(found.gradients, want.gradients)
         assert found.norm == pytest.approx(want.norm, rel=1e-5)
@@ -326,9 +327,7 @@ def test_the_norm_that_clips_counts_each_weight_once(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
-def test_experts_are_rounded_to_bfloat16_as_without(
-    pools: Any, folder: Folder, name: str
-) -> None:
+def test_experts_are_rounded_to_bfloat16_as_without(pools: Any, folder: Folder, name: str) -> None:
     """Log-probs are the same numbers, because each row is computed and added alike."""
     config = {"precision": Precision(compute="bfloat16"), "order": [0, 1, 2, 3]}
     want = pools(2).run("experts_ranks:step", path=folder(name), layout={}, **config)
@@ -343,3 +342,106 @@ def test_experts_are_rounded_to_bfloat16_as_without(
             error = (found.gradients[weight] - gradient).norm()
             # A rank rounds the sum over all of its tokens once, and less often than without.
             assert error <= 1.1 * (plain.gradients[weight] - gradient).norm() + 1e-4
+
+
+# Stages of training, of one step each.
+JOURNEYS: dict[str, list[dict[str, int]]] = {
+    "into ep": [{}, {"ep": 2}, {"ep": 4}],
+    "out of ep": [{"ep": 4}, {"dp_replicate": 2, "ep": 2}, {}],
+    "through ulysses": [{"ulysses": 2, "ep": 4}, {"dp_replicate": 4}, {"ep": 2}],
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stages", JOURNEYS.values(), ids=JOURNEYS)
+@pytest.mark.parametrize("name", [QWEN, "gpt_oss"])
+def test_a_checkpoint_goes_from_layout_to_layout(
+    pools: Any, folder: Folder, tmp_path: Path, name: str, stages: list[dict[str, int]]
+) -> None:
+    """Losses and weights are those of one rank, which goes through checkpoints as well."""
+    path = folder(name)
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    ((losses, weights),) = pools(1).run(
+        "experts_ranks:journey", path=path, stages=[{}] * 3, folder=str(alone)
+    )
+    ranks = pools(4).run(
+        "experts_ranks:journey", path=path, stages=stages, folder=str(several), moves=True
+    )
+    for found, after in ranks:
+        assert found == pytest.approx(losses, rel=1e-5)
+        for one, exact in weights.items():
+            # Adam divides by the root of squares, of which the smallest have few digits.
+            torch.testing.assert_close(after[one], exact, rtol=0, atol=2e-4)
+    saved = read(several / "hf")
+    assert saved.keys() == weights.keys()
+    for one, after in ranks[0][1].items():
+        assert torch.equal(saved[one], after.double())
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, int], str, str]] = {
+    "no experts": ("qwen3", {}, {"ep": 2}, "parallelism.ep", "model without experts, got 2"),
+    "too few ranks": (QWEN, {}, {"ep": 4}, "parallelism.ep", "dp_shard x ulysses = 2, got 4"),
+    "a part of the ranks": (
+        QWEN,
+        {},
+        {"dp_replicate": 2, "ep": 2},
+        "parallelism.ep",
+        "dp_shard x ulysses = 1, got 2",
+    ),
+    "odd experts": (
+        QWEN,
+        {"num_local_experts": 5},
+        {"ep": 2},
+        "parallelism.ep",
+        "num_experts 5 cannot be divided over 2 ranks",
+    ),
+    "experts in two modules": (
+        "jetmoe",
+        {},
+        {"ep": 2},
+        "engine-fsdp with JetMoeParallelExperts",
+        "code of its own",
+    ),
+    "experts without weights": (
+        "longcat_flash",
+        {},
+        {"ep": 2},
+        "engine-fsdp with LongcatFlashExperts",
+        "code of its own",
+    ),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "sizes", "layout", "subject", "why"), REFUSED.values(), ids=REFUSED
+)
+def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
+    pools: Any,
+    folder: Folder,
+    name: str,
+    sizes: dict[str, int],
+    layout: dict[str, int],
+    subject: str,
+    why: str,
+) -> None:
+    found = pools(2).run("experts_ranks:refuse", path=folder(name, **sizes), layout=layout)
+    for kind, named, text in found:
+        is_setting = subject == "parallelism.ep"
+        assert kind == ("ConfigError" if is_setting else "UnsupportedCapability")
+        assert named == subject
+        assert why in text
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_compute_the_same(pools: Any, folder: Folder, recompute: str) -> None:
+    path = folder(QWEN)
+    ranks = pools(2).run(
+        "experts_ranks:step",
+        path=path,
+        layout={"ep": 2},
+        memory={"max_tokens": 24, "compile": True, "recompute": recompute},
+    )
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))

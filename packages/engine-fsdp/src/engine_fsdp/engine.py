@@ -119,12 +119,7 @@ class FSDPEngine(DTensorEngine):
         tower = tower_of(lm) if built.vision is not None else []
         if config.lora is not None:
             lora.inject(lm, config.lora, outside=tower)
-        ep_mesh = layout.ep_mesh
-        experts: list[nn.Module] = []
-        if ep_mesh is not None:
-            experts = spread_experts(
-                lm, ep_mesh, knows=self.classes.knows_experts, engine=self.classes.engine
-            )
+        experts = self._spread_experts(lm)
         self.module = PackedModel(
             lm,
             kind=self.kind,
@@ -179,6 +174,14 @@ class FSDPEngine(DTensorEngine):
                 "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 "
                 "is a kernel of its own: set memory.compile: true"
             )
+
+    def _spread_experts(self, lm: Any) -> list[nn.Module]:
+        """Spread the experts over the ranks of expert parallelism, and return their modules."""
+        mesh = self.layout.ep_mesh
+        if mesh is None:
+            return []
+        classes = self.classes
+        return spread_experts(lm, mesh, knows=classes.knows_experts, engine=classes.engine)
 
     def _verify_model(self) -> None:
         # In FP8 a difference of rounding would hide a wrong computation.
