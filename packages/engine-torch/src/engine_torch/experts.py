@@ -152,11 +152,13 @@ def _compute(compute: Any, local: _LocalExperts, rows: Tensor, counts: Tensor) -
     """
     numbers = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
     numbers = numbers.repeat_interleave(counts.flatten(), output_size=len(rows))
-    empty = 1 if not len(rows) else 0
-    rows = F.pad(rows, (0, 0, 0, empty))
-    numbers = F.pad(numbers, (0, empty)).unsqueeze(-1)
-    outputs: Tensor = compute(local, rows, numbers, torch.ones_like(numbers, dtype=rows.dtype))
-    return outputs[: len(outputs) - empty]
+    count = len(rows)
+    if not count:
+        rows = F.pad(rows, (0, 0, 0, 1))
+        numbers = F.pad(numbers, (0, 1))
+    weights = rows.new_ones(len(rows), 1)
+    outputs: Tensor = compute(local, rows, numbers.unsqueeze(-1), weights)
+    return outputs[:count]
 
 
 class _Exchange(torch.autograd.Function):
