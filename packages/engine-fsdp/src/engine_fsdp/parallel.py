@@ -76,11 +76,13 @@ def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def _flatten(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimensions of one copy of the weights as one, the same mesh at each call.
+    """Return the last two dimensions, of one copy of the weights, as one, the same at each call.
 
-    Flattening registers the dimension's name, so that HSDP can slice it together with "replicate".
+    Flattening registers the dimension's name, so that HSDP can slice it together with "replicate",
+    and a norm over both dimensions is one sum.
     """
-    return mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - no public name in torch 2.11
+    names = (mesh.mesh_dim_names or ())[1:]
+    return mesh[names]._flatten("shard")  # noqa: SLF001 - no public name in torch 2.11
 
 
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
@@ -132,7 +134,8 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     """Set the engine's timeout on the meshes' groups."""
     groups = [*layout.mesh.get_all_groups(), layout.shard_group, layout.ulysses_group]
-    groups += [] if layout.experts is None else layout.experts.get_all_groups()
+    if layout.experts is not None:
+        groups += [*layout.experts.get_all_groups(), _flatten(layout.experts).get_group()]
     set_timeouts(groups, device_type, timeout_s)
 
 

@@ -114,8 +114,6 @@ def _exchanging(module: nn.Module, count: int, group: Any) -> Callable[..., Tens
     local = _LocalExperts(module, count)
     ranks = dist.get_world_size(group)
 
-    # The number of rows that a rank gets is known in the middle of the pass.
-    @torch.compiler.disable
     def forward(hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sums ``[N, d]`` of the experts' outputs.
 
@@ -141,7 +139,9 @@ def _exchanging(module: nn.Module, count: int, group: Any) -> Callable[..., Tens
         weighted = pairs.unflatten(0, experts.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden.dtype)
 
-    return forward
+    # The number of rows that a rank gets is known in the middle of the pass.
+    uncompiled: Any = torch.compiler.disable(forward)
+    return uncompiled
 
 
 def _compute(compute: Any, local: _LocalExperts, rows: Tensor, counts: Tensor) -> Tensor:
