@@ -1,4 +1,7 @@
-"""Expert parallelism: each token and each weight against float64 on one process, by layout."""
+"""Expert parallelism: each token and each weight against float64 on one process, by layout.
+
+The tests with the mark ``gpu`` need two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ FOUR: dict[str, dict[str, int]] = {
     "ulysses and copies": {"dp_replicate": 2, "ulysses": 2, "ep": 2},
 }
 Folder = Callable[..., str]
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +116,20 @@ def assert_found(
     gradients: Mapping[str, Tensor],
     loss: float,
     scores: Sequence[Tensor],
+    near: float = 1e-5,
 ) -> None:
     seen: set[int] = set()
+    norm = math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
     for found in ranks:
         for number, got in found.log_probs.items():
             seen.add(number)
-            torch.testing.assert_close(got, scores[number], rtol=0, atol=1e-5)
-        assert_gradients(found.gradients, dict(gradients))
-        assert found.loss == pytest.approx(loss, rel=1e-5)
-        norm = math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
-        assert found.norm == pytest.approx(norm, rel=1e-5)
+            torch.testing.assert_close(got, scores[number], rtol=0, atol=near)
+        assert found.gradients.keys() == gradients.keys()
+        for name, exact in gradients.items():
+            worst = float((found.gradients[name] - exact).abs().max())
+            assert worst <= near * float(exact.abs().max()), f"{name}: {worst}"
+        assert found.loss == pytest.approx(loss, rel=near)
+        assert found.norm == pytest.approx(norm, rel=near)
     assert seen == set(range(len(DOCUMENTS)))
 
 
@@ -445,3 +453,89 @@ def test_compiled_blocks_compute_the_same(pools: Any, folder: Folder, recompute:
         memory={"max_tokens": 24, "compile": True, "recompute": recompute},
     )
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+# --- on two GPUs -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXPERTS_TEST_DEVICE", "cuda")
+        with RankPool(2, device="cuda", deadline=280.0) as pool:
+            yield pool
+
+
+@needs_two_gpus
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_gpus_compute_each_token_and_weight(gpus: RankPool, folder: Folder, name: str) -> None:
+    path = folder(name)
+    ranks = gpus.run("experts_ranks:step", path=path, layout={"ep": 2})
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path), near=1e-4)
+
+
+@needs_two_gpus
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layout": {"ulysses": 2, "ep": 2}},
+        {"layout": {"ep": 2}, "first_alone": True},
+        {"layout": {"ep": 2}, "memory": {"max_tokens": 24, "recompute": "full"}},
+        {"layout": {"ep": 2}, "memory": {"max_tokens": 24, "offload_params": True}},
+        {"layout": {"ep": 2}, "memory": {"compile": True}},
+    ],
+    ids=str,
+)
+def test_two_gpus_compute_the_same_in_every_setting(
+    gpus: RankPool, folder: Folder, config: dict[str, Any]
+) -> None:
+    path = folder(QWEN)
+    ranks = gpus.run("experts_ranks:step", path=path, **config)
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path), near=1e-4)
+
+
+@needs_two_gpus
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_gpu_whose_experts_serve_no_token_takes_part(
+    gpus: RankPool, folder: Folder, first: int
+) -> None:
+    path = folder(QWEN)
+    experts = replayed(first)
+    gradients, loss = exact_replay(path, experts)
+    for found in gpus.run(
+        "experts_ranks:step", path=path, layout={"ep": 2}, router_replay=True, experts=experts
+    ):
+        assert found.loss == pytest.approx(loss, rel=1e-4)
+        for name, exact in gradients.items():
+            worst = float((found.gradients[name] - exact).abs().max())
+            assert worst <= 1e-4 * float(exact.abs().max()), name
+
+
+@needs_two_gpus
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_gpus_round_to_bfloat16_as_without(gpus: RankPool, folder: Folder, name: str) -> None:
+    """The errors are no larger, where kernels may be others for other numbers of rows."""
+    path = folder(name)
+    config: dict[str, Any] = {"path": path, "precision": Precision(compute="bfloat16")}
+    want = gpus.run("experts_ranks:step", layout={}, **config)
+    ranks = gpus.run("experts_ranks:step", layout={"ep": 2}, **config)
+    gradients, _ = exact_gradients(path)
+    scores = exact_log_probs(path)
+    for found, plain in zip(ranks, want, strict=True):
+        errors, bounds = (
+            torch.cat([one.log_probs[i] - scores[i] for i in one.log_probs]).norm()
+            for one in (found, plain)
+        )
+        assert errors <= 1.5 * bounds + 1e-3
+        for weight, exact in gradients.items():
+            if exact.any():
+                error = (found.gradients[weight] - exact).norm()
+                assert error <= 1.5 * (plain.gradients[weight] - exact).norm() + 1e-4, weight
