@@ -14,7 +14,7 @@ import pytest
 import torch
 from balance_reference import DOCUMENTS, assert_gradients, expect, read, subtract
 from experts_ranks import Found
-from tiny_models import log_probs, oracle, tiny_model
+from tiny_models import log_probs, oracle, tiny_model, tiny_pictured_model
 from torch import Tensor
 
 from engine_api import LoraConfig, OptimizerConfig, Precision
@@ -34,7 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 QWEN = "qwen3_moe"
 LAYERS = 3
-TWO: dict[str, dict[str, int]] = {"ep 2": {"ep": 2}}
 FOUR: dict[str, dict[str, int]] = {
     "ep 2 of 4": {"ep": 2},
     "ep 4": {"ep": 4},
@@ -43,6 +42,19 @@ FOUR: dict[str, dict[str, int]] = {
     "ulysses within ep": {"ulysses": 2, "ep": 4},
     "ulysses and copies": {"dp_replicate": 2, "ulysses": 2, "ep": 2},
 }
+# Some of the layouts, where the others are for `nox -s nightly`.
+SOME = ("ep 2 of 4", "ulysses and copies")
+MOST_NIGHTLY = [
+    pytest.param(layout, id=name, marks=() if name in SOME else pytest.mark.nightly)
+    for name, layout in FOUR.items()
+]
+# Other types of models with experts that this engine takes.
+MORE = """
+afmoe aria_text axk1 axk2 cohere2_moe deepseek_v2 deepseek_v32 dots1 ernie4_5_moe exaone_moe
+flex_olmo glm4_moe_lite glm_moe_dsa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+hunyuan_v1_moe hy_v3 jamba laguna mellum mimo_v2_flash minimax minimax_m3_vl_text nemotron_h
+qwen3_5_moe_text qwen3_next solar_open zaya
+"""
 Folder = Callable[..., str]
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
@@ -145,12 +157,41 @@ def test_every_token_and_weight_of_a_family_is_right(pools: Any, folder: Folder,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
-@pytest.mark.parametrize("name", [QWEN, "gpt_oss", "deepseek_v3"])
-def test_every_layout_of_four_ranks_is_right(
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE.split())
+def test_experts_of_other_types_are_computed_as_without(
+    pools: Any, tmp_path: Path, name: str
+) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    config: dict[str, Any] = {"path": str(tmp_path)}
+    want = pools(2).run("experts_ranks:step", layout={}, **config)
+    ranks = pools(2).run("experts_ranks:step", layout={"ep": 2}, **config)
+    for found, plain in zip(ranks, want, strict=True):
+        assert found.kept
+        for number, scores in found.log_probs.items():
+            torch.testing.assert_close(scores, plain.log_probs[number], rtol=0, atol=1e-4)
+        for weight, exact in plain.gradients.items():
+            near = 1e-3 * float(exact.abs().max())
+            torch.testing.assert_close(found.gradients[weight], exact, rtol=0, atol=near)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", MOST_NIGHTLY)
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_four_ranks_compute_biases_and_groups(
     pools: Any, folder: Folder, name: str, layout: dict[str, int]
 ) -> None:
     path = folder(name)
+    ranks = pools(4).run("experts_ranks:step", path=path, layout=layout)
+    assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+def test_every_layout_of_four_ranks_is_right(
+    pools: Any, folder: Folder, layout: dict[str, int]
+) -> None:
+    path = folder(QWEN)
     ranks = pools(4).run(
         "experts_ranks:step",
         path=path,
@@ -287,7 +328,21 @@ def test_a_balance_loss_is_added_as_without(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_below_a_tower_are_spread(pools: Any, tmp_path: Path, name: str) -> None:
+    ids = {"image_token_id": 55, "video_token_id": 56, "vision_start_token_id": 57}
+    tiny_pictured_model(name, **ids).save_pretrained(tmp_path)
+    want, *_ = pools(2).run("experts_ranks:step", path=str(tmp_path), layout={})
+    for found in pools(2).run("experts_ranks:step", path=str(tmp_path), layout={"ep": 2}):
+        assert {shape[0] for shape in found.kept.values()} == {2}
+        assert found.norm == pytest.approx(want.norm, rel=1e-5)
+        for weight, exact in want.gradients.items():
+            near = 1e-4 * float(exact.abs().max())
+            torch.testing.assert_close(found.gradients[weight], exact, rtol=0, atol=near)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", MOST_NIGHTLY)
 def test_adapters_learn_as_without(pools: Any, folder: Folder, layout: dict[str, int]) -> None:
     """The experts are frozen, and gradients pass through them."""
     path = folder(QWEN)
@@ -320,7 +375,7 @@ def test_values_and_their_gradients_are_right(pools: Any, folder: Folder, name: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+@pytest.mark.parametrize("layout", MOST_NIGHTLY)
 def test_the_norm_that_clips_counts_each_weight_once(
     pools: Any, folder: Folder, layout: dict[str, int]
 ) -> None:
@@ -496,6 +551,31 @@ def test_two_gpus_compute_the_same_in_every_setting(
     path = folder(QWEN)
     ranks = gpus.run("experts_ranks:step", path=path, **config)
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path), near=1e-4)
+
+
+@needs_two_gpus
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.parametrize("stages", [[{"ep": 2}, {}], [{}, {"ep": 2}]], ids=str)
+def test_a_checkpoint_goes_from_layout_to_layout_on_two_gpus(
+    gpus: RankPool, folder: Folder, tmp_path: Path, stages: list[dict[str, int]]
+) -> None:
+    """The engine moves off its GPU and back between a step and its checkpoint."""
+    path = folder(QWEN)
+    plain = gpus.run(
+        "experts_ranks:journey", path=path, stages=[{}, {}], folder=str(tmp_path / "plain")
+    )
+    ranks = gpus.run(
+        "experts_ranks:journey",
+        path=path,
+        stages=stages,
+        folder=str(tmp_path / "spread"),
+        moves=True,
+    )
+    for (found, after), (losses, weights) in zip(ranks, plain, strict=True):
+        assert found == pytest.approx(losses, rel=1e-4)
+        for name, exact in weights.items():
+            torch.testing.assert_close(after[name], exact, rtol=0, atol=1e-3)
 
 
 @needs_two_gpus

@@ -123,10 +123,10 @@ def _exchanging(module: nn.Module, count: int, group: Any) -> Callable[..., Tens
                 is none.
             weights: their weights ``[N, k]``.
         """
-        number = experts.flatten()
         # By expert, which is also by rank; tokens of one expert keep their order.
-        order = number.argsort(stable=True)
-        sent = torch.bincount(number, minlength=ranks * count)[: ranks * count]
+        ordered, order = experts.flatten().sort(stable=True)
+        bounds = torch.arange(ranks * count + 1, dtype=ordered.dtype, device=ordered.device)
+        sent = torch.searchsorted(ordered, bounds).diff()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         by_rank = torch.stack([sent, received]).unflatten(1, (ranks, count)).sum(-1)
@@ -135,7 +135,7 @@ def _exchanging(module: nn.Module, count: int, group: Any) -> Callable[..., Tens
         rows = _exchange(hidden[order // experts.shape[1]], receives, sends, group)
         outputs = _compute(compute, local, rows, received.view(ranks, count))
         outputs = _exchange(outputs, sends, receives, group)
-        pairs = outputs.new_zeros(len(number), hidden.shape[1]).index_copy(0, order, outputs)
+        pairs = outputs.new_zeros(len(ordered), hidden.shape[1]).index_copy(0, order, outputs)
         weighted = pairs.unflatten(0, experts.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden.dtype)
 

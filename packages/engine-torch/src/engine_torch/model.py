@@ -314,8 +314,8 @@ class ModelClasses:
 
     def knows_experts(self, module: nn.Module) -> bool:
         """Return whether experts can be spread (see ``engine_torch.experts.spread_experts``)."""
-        # transformers sets this mark on experts that its own functions compute.
-        return hasattr(module, "_is_expert_parallel")
+        # transformers tells its functions of experts by this attribute how the weights lie.
+        return hasattr(module, "is_transposed")
 
     def list_pieces(
         self, lm: Any, kind: Kind, folder: SavedTensors | None = None
