@@ -15,10 +15,10 @@ does the same work as the other arguments say, and prints a table of the ratios 
 precision, where the word behind the colon is the engine's ``float8_recipe``, and prints a table of
 the ratios to the first one on standard error.
 
-MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L
-layers, H query heads, d head width, S document length; the attention term is the causal half;
-recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak. ``gpu_ms`` is the time
-of a step in which the GPU is busy, from a profile of three more steps.
+MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), of
+experts those of one token, L layers, H query heads, d head width, S document length; the attention
+term is the causal half; recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak.
+``gpu_ms`` is the time of a step in which the GPU is busy, from a profile of three more steps.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FAMILY = "qwen3-"
 SHAPES: dict[str, dict[str, Any]] = {
     name.removeprefix(FAMILY): shape
     for name, shape in shapes.SHAPES.items()
-    if shape["model_type"] == "qwen3"
+    if shape["model_type"] in ("qwen3", "qwen3_moe")
 }
 PEAK = 989.5e12
 
@@ -88,7 +88,12 @@ def flops_per_token(shape: dict[str, Any], document: int) -> float:
     hidden, layers, width = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
     heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
     attention = hidden * width * (2 * heads + 2 * kv)
-    block = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden + 2 * width
+    mlp = 3 * hidden * shape["intermediate_size"]
+    if "num_experts" in shape:
+        # The experts of a token, and the router.
+        inner = shape["moe_intermediate_size"] * shape["num_experts_per_tok"]
+        mlp = 3 * hidden * inner + hidden * shape["num_experts"]
+    block = attention + mlp + 2 * hidden + 2 * width
     parameters = layers * block + hidden * shape["vocab_size"] + hidden
     return 6.0 * parameters + 6.0 * layers * heads * width * document
 

@@ -83,6 +83,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _A3B,
     # Half the layers fit one GPU together with their export.
     "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},
+    # As many layers as two GPUs train.
+    "qwen3-30b-a3b-6": _A3B | {"num_hidden_layers": 6},
     "tiny": _COMMON
     | {
         "hidden_size": 256,

@@ -429,6 +429,12 @@ STEPS = {
         "full",
     ),
     **engines("mfu-8b-2", "8b", 300, *WORK, gpus=2),
+    # The same work with whole experts gathered, and with experts spread over both GPUs.
+    "mfu-moe-2": replace(
+        mfu("fsdp2,fsdp2:ep=2", "30b-a3b-6", 500, *WORK, "--no-compile", gpus=2),
+        gib=90,
+        smaller=("--recompute", "full"),
+    ),
     **{
         f"mfu-8b-2-torchtitan-float8-{recipe}": mfu(
             "torchtitan",

@@ -33,5 +33,5 @@ def test_another_layout_beside_a_living_engine_is_refused_on_every_rank(tmp_path
     for rank in range(RANKS):
         refusal = (out / f"rank-{rank}").read_text()
         assert refusal.startswith("parallelism: ")
-        assert "dp_shard 2, ulysses 1, got dp_replicate 1, dp_shard 1, ulysses 2" in refusal
+        assert "dp_shard 2, ulysses 1, ep 1, got dp_replicate 1, dp_shard 1, ulysses 2" in refusal
         assert "close the other one first" in refusal

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from served_model import CONFIG, checkpoint
 
 from engine_api.devices import SIMULATED_CUDA
+from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
 
 # The module of the library that an engine wraps, and its layouts of two ranks, by backend.
@@ -61,3 +62,24 @@ def test_every_engines_shards_are_served_as_its_whole_weights_quantized_by_the_s
     for layout in layouts:
         for rows in pool.run("engine_sync:serve", path=str(folder), backend=backend, layout=layout):
             assert rows == [(True, QUANTIZED, [])] * 2, layout
+
+
+# Layouts that spread experts over two ranks, by backend.
+SPREAD: dict[str, tuple[str, dict[str, int]]] = {
+    "fsdp2": ("engine_fsdp", {"ep": 2}),
+    "veomni": ("veomni", {"ep": 2}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", SPREAD)
+def test_experts_that_are_spread_over_ranks_are_quantized_where_they_are(
+    backend: str, tmp_path: Path, pool: RankPool
+) -> None:
+    library, layout = SPREAD[backend]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    path = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", num_experts=4))
+    found = pool.run("engine_sync:gather", path=str(path), backend=backend, layout=layout)
+    assert found == [[], []]

@@ -170,10 +170,10 @@ class Parallelism:
     """
 
     ep: int = 1
-    """Number of ranks that the experts of a mixture are spread over, which engine-megatron,
-    engine-torchtitan and engine-automodel have. 1 turns it off.
+    """Number of ranks that the experts of a mixture are spread over, which engine-fsdp,
+    engine-megatron, engine-torchtitan and engine-automodel have. 1 turns it off.
 
-    They are ranks that are data or context parallel for all other weights, so that ``ep`` adds no
+    They are ranks that are data or sequence parallel for all other weights, so that ``ep`` adds no
     ranks and divides their number.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine_api.balance import BALANCE_LOSS, Balance, check_balanced
@@ -26,6 +26,7 @@ from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_fsdp.plugin import PLUGIN
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
+from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
     GatherScales,
     check_float8,
@@ -118,6 +119,7 @@ class FSDPEngine(DTensorEngine):
         tower = tower_of(lm) if built.vision is not None else []
         if config.lora is not None:
             lora.inject(lm, config.lora, outside=tower)
+        experts = self._spread_experts(lm)
         self.module = PackedModel(
             lm,
             kind=self.kind,
@@ -147,6 +149,7 @@ class FSDPEngine(DTensorEngine):
                 layout,
                 self.options.prefetch_blocks,
                 tower=[block for block in every if block in inside],
+                experts=experts,
             )
         files = built.files
         self._materialize(lm, drawn=files is None)
@@ -171,6 +174,14 @@ class FSDPEngine(DTensorEngine):
                 "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 "
                 "is a kernel of its own: set memory.compile: true"
             )
+
+    def _spread_experts(self, lm: Any) -> list[nn.Module]:
+        """Spread the experts over the ranks of expert parallelism, and return their modules."""
+        mesh = self.layout.ep_mesh
+        if mesh is None:
+            return []
+        classes = self.classes
+        return spread_experts(lm, mesh, knows=classes.knows_experts, engine=classes.engine)
 
     def _verify_model(self) -> None:
         # In FP8 a difference of rounding would hide a wrong computation.

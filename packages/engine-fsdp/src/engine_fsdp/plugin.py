@@ -34,6 +34,7 @@ PLUGIN = EnginePlugin(
             Capability.DP,
             Capability.HSDP,
             Capability.ULYSSES,
+            Capability.EP,
             Capability.LORA,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,

@@ -39,9 +39,16 @@ FSDP = EnginePlugin(
     ),
     # torch.compile on an NPU needs a backend of torch_npu (torchair), which this package does not
     # use. Products of FP8 are CUDA's. The kernel of attention takes documents, and no tree of them.
-    # The simulated device has no convolution, so no test has run a vision tower.
+    # The simulated device has no convolution, so no test has run a vision tower. None has spread
+    # experts over several NPUs.
     capabilities=FSDP_ELSEWHERE.capabilities
-    - {Capability.COMPILE, Capability.FP8, Capability.SHARED_PREFIXES, Capability.VISION},
+    - {
+        Capability.COMPILE,
+        Capability.EP,
+        Capability.FP8,
+        Capability.SHARED_PREFIXES,
+        Capability.VISION,
+    },
     options="engine_fsdp.options:SharedOptions",
     variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,

@@ -312,6 +312,11 @@ class ModelClasses:
             trust_remote_code=trust_remote_code,
         )
 
+    def knows_experts(self, module: nn.Module) -> bool:
+        """Return whether experts can be spread (see ``engine_torch.experts.spread_experts``)."""
+        # transformers tells its functions of experts by this attribute how the weights lie.
+        return hasattr(module, "is_transposed")
+
     def list_pieces(
         self, lm: Any, kind: Kind, folder: SavedTensors | None = None
     ) -> dict[str, list[Piece]]:

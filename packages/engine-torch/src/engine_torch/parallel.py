@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -141,6 +142,7 @@ def shard_model(
     prefetch: int,
     *,
     parts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+    exact: Collection[nn.Module] = (),
     tower: Sequence[nn.Module] = (),
 ) -> None:
     """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
@@ -152,6 +154,7 @@ def shard_model(
         mesh: the ranks to shard over, ``(shard,)``, or ``(replicate, shard)`` for HSDP.
         prefetch: number of blocks whose weights are gathered ahead.
         parts: modules inside the blocks that are sharded over a mesh of their own, with the mesh.
+        exact: the parts that take their inputs as they are, such as routing weights in float32.
         tower: the blocks of a vision tower, which a forward pass without images leaves out. Their
             rotary positions stay float32.
     """
@@ -163,29 +166,40 @@ def shard_model(
     arguments: dict[str, Any] = {"offload_policy": _offload_policy(config, pins)}
     # The root's inputs are ids, and per-token values that must stay float32.
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    uncast = {*exact, *tower}
     own_meshes = {**parts, **dict.fromkeys([*blocks, *tower], mesh)}
     for module, own_mesh in own_meshes.items():
         fully_shard(
             module,
             mesh=own_mesh,
-            mp_policy=policy if module in tower else MixedPrecisionPolicy(**dtypes),
+            mp_policy=policy if module in uncast else MixedPrecisionPolicy(**dtypes),
             reshard_after_forward=config.memory.reshard_after_forward,
             **arguments,
         )
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **arguments)
     sum_gradients(root)
-    _prefetch(blocks, prefetch)
+    _prefetch(blocks, prefetch, parts)
     # A chain of its own, because text alone must not gather the tower's weights.
-    _prefetch(tower, prefetch)
+    _prefetch(tower, prefetch, parts)
 
 
 def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=pins) if config.memory.offload_params else OffloadPolicy()
 
 
-def _prefetch(blocks: Sequence[nn.Module], count: int) -> None:
-    """Let FSDP gather ``count`` blocks ahead, in forward and in backward."""
+def _prefetch(blocks: Sequence[nn.Module], count: int, parts: Collection[nn.Module]) -> None:
+    """Let FSDP gather ``count`` blocks ahead, in forward and in backward.
+
+    ``parts`` are the modules inside of blocks that are gathered on their own. Those of a block
+    itself are gathered ahead as well.
+    """
+    if not count:
+        return
+    own = [[one for one in block.modules() if one in parts] for block in blocks]
+    chains = [[block, *inside] for block, inside in zip(blocks, own, strict=True)]
     for index, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])  # type: ignore[arg-type]
+        later = chains[index + 1 : index + 1 + count]
+        earlier = chains[max(0, index - count) : index][::-1]
+        block.set_modules_to_forward_prefetch([*own[index], *chain.from_iterable(later)])  # type: ignore[list-item]
+        block.set_modules_to_backward_prefetch([*own[index], *chain.from_iterable(earlier)])  # type: ignore[list-item]

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
@@ -21,6 +22,9 @@ _HEADS: dict[Kind, str] = {
     "language_model": "ForCausalLM",
     "value_model": "ForTokenClassification",
 }
+# Classes of experts that are computed as transformers' own. No other family of VeOmni with experts
+# is served.
+_EXPERTS = ("Qwen3MoeExperts",)
 
 
 class VeOmniClasses(ModelClasses):
@@ -58,6 +62,10 @@ class VeOmniClasses(ModelClasses):
         return self.find(hf_config, kind)._from_config(  # noqa: SLF001
             hf_config, attn_implementation=attention.NAME, dtype=dtype
         )
+
+    def knows_experts(self, module: nn.Module) -> bool:
+        """Return whether experts can be spread (see ``ModelClasses.knows_experts``)."""
+        return type(module).__name__ in _EXPERTS
 
     def list_pieces(
         self, lm: Any, kind: Kind, folder: SavedTensors | None = None

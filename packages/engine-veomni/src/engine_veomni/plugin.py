@@ -65,6 +65,7 @@ NPU = replace(
     PLUGIN,
     name="engine-veomni-npu",
     rows=_rows(_NPU, "npu", "NPUVeOmni"),
-    # The kernel of attention takes documents, and no tree of them.
-    capabilities=PLUGIN.capabilities - {Capability.SHARED_PREFIXES},
+    # The kernel of attention takes documents, and no tree of them. No test has spread experts over
+    # several NPUs.
+    capabilities=PLUGIN.capabilities - {Capability.EP, Capability.SHARED_PREFIXES},
 )

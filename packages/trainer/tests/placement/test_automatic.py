@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, Memory, ModelSource, Precision
+from engine_api.config import EngineConfig, Memory, ModelSource, Parallelism, Precision
 from engine_api.errors import ConfigError
 from engine_api.plugin import CONTRACT, EnginePlugin
 from engine_trainer.config import (
@@ -702,6 +703,29 @@ def test_the_estimate_of_a_run_is_above_its_measured_peak_and_near_it(
     )
     need = 16 * parameters + decoder.gathered(built) + decoder.micro_batch(built, recompute=False)
     assert peak <= need / GIB <= 1.4 * peak
+
+
+def test_a_rank_gathers_no_experts_but_its_own() -> None:
+    sizes = {key: value for key, value in MIXTURE.items() if key != "model_type"}
+    config = AutoConfig.for_model("qwen3_moe", **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    experts = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
+    assert experts
+    decoder = Decoder.of(config)
+    assert decoder is not None
+    alone, spread = (
+        decoder.gathered(
+            EngineConfig(
+                model=ModelSource(path="none"),
+                precision=Precision(compute="bfloat16"),
+                parallelism=Parallelism(ep=ep),
+            )
+        )
+        for ep in (1, 4)
+    )
+    # Copies of two blocks in bfloat16, and a gradient of all blocks in float32.
+    assert alone - spread == pytest.approx(0.75 * experts * (2 * 2 / decoder.shape.layers + 4))
 
 
 def test_experts_count_whichever_key_a_family_has_for_their_number() -> None:

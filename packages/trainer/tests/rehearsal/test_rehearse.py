@@ -206,6 +206,27 @@ def test_a_rehearsal_keeps_references_and_pushes_nothing(
     assert (written.algorithm.prompts_per_step, written.rollout.n, written.run.steps) == (4, 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "ep"),
+    [
+        ("{ep: 8}", 2, 2),
+        ("{ep: 8}", 1, 1),
+        ("{ulysses: 4, ep: 8}", 2, 2),
+        ("{dp_replicate: 2, ep: 8}", 2, 1),
+    ],
+)
+def test_experts_are_spread_over_the_ranks_that_share_one_copy_of_the_weights(
+    sizes: str, ranks: int, ep: int, file: Path, tmp_path: Path
+) -> None:
+    overrides = ["engine.parallelism=null", f"engine.parallelism={sizes}"]
+    config = load_config(RLConfig, file, overrides)
+
+    plan = make_plan(config, "rl", file, overrides, tmp_path / "rehearsal", ranks=ranks)
+
+    assert plan.tree["engine"]["parallelism"]["ep"] == ep
+    assert ("engine.parallelism.ep of 8" in plan.missing) == (ep == 1)
+
+
 def test_weights_in_flight_are_not_demanded_of_the_rollout_of_a_rehearsal(
     file: Path, tmp_path: Path
 ) -> None:

@@ -109,17 +109,20 @@ class Decoder:
         """Return the bytes of weights and gradients that a rank has beyond its part of the state.
 
         They are copies of the embeddings and of two blocks in the dtype of the computation, and,
-        where gradients are reduced once a step, a gradient of all weights of the rank.
+        where gradients are reduced once a step, a gradient of all weights of the rank. Of experts
+        that are spread over ranks they are those of the rank's own.
         """
         sizes = config.parallelism
         shape = self.shape
+        experts = shape.layers * shape.experts * 3 * shape.hidden * shape.inner
+        parameters = shape.parameters - experts * (1 - 1 / sizes.ep)
         embeddings = shape.embedding * (1 if shape.tied else 2)
-        two_blocks = 2 * (shape.parameters - embeddings) / shape.layers
+        two_blocks = 2 * (parameters - embeddings) / shape.layers
         copies = (embeddings + two_blocks) * WIDTH[config.precision.compute]
         gradient = 0.0
         each = isinstance(config.options, dict) and config.options.get("reduce_each_micro_batch")
         if config.lora is None and not each:
-            gradient = shape.parameters * WIDTH[config.precision.reduce]
+            gradient = parameters * WIDTH[config.precision.reduce]
         return (copies + gradient) / (sizes.tp * sizes.pp)
 
 

@@ -232,7 +232,11 @@ def _place_engine(plan: Plan, config: Config, why: str) -> None:
         if size > 1 and sizes[name] == 1:
             plan.missing.append(f"engine.parallelism.{name} of {size}")
     if engine.parallelism.ep > 1:
-        plan.missing.append(f"engine.parallelism.ep of {engine.parallelism.ep}")
+        # Experts are spread over ranks that are data or sequence parallel for all other weights.
+        if left >= 2 or sizes["ulysses"] > 1 or sizes["cp"] > 1:
+            sizes["ep"] = 2
+        else:
+            plan.missing.append(f"engine.parallelism.ep of {engine.parallelism.ep}")
     _put(plan.tree, "engine.parallelism", sizes)
     for name in ("master", "compute", "reduce"):
         if getattr(engine.precision, name) == "float8":
