@@ -787,9 +787,9 @@ compares each family of `engine_api.hf_vision.FAMILIES` with transformers in the
 MTP = """\
 ## Heads that predict further tokens (MTP)
 
-Folders of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and others hold a head in addition to the model:
-layers beyond `num_hidden_layers` (`num_nextn_predict_layers`), or weights named `mtp.…`. A server can
-guess tokens with it and check them with the model. This holds for every engine here:
+Folders of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and others hold a head in addition to the
+model: layers beyond `num_hidden_layers` (`num_nextn_predict_layers`), or weights named `mtp.…`. A
+server can guess tokens with it and check them with the model. This holds for every engine here:
 
 - The head is not trained, and is on no GPU. Training makes its guesses worse, so that a server
   accepts fewer of them; what it generates stays the model's.
@@ -805,8 +805,8 @@ guess tokens with it and check them with the model. This holds for every engine 
   (`ConfigError`) before anything is replaced.
 - A model with another `num_hidden_layers` than its folder's (`model.config_overrides`), or with
   random weights (`model.init: random`), is saved without the head, and its config.json names none.
-- A weight sync brings no weight of a head. A server that was started on the folder and loaded a head
-  itself keeps it as it was, copies of the embedding too; no rollout here guesses with one.
+- A weight sync brings no weight of a head. A server that was started on the folder and loaded a
+  head itself keeps it as it was, copies of the embedding too; no rollout here guesses with one.
 """
 
 
