@@ -17,7 +17,7 @@ from engine_api.checkpoint import require_room
 from engine_api.comm import together
 from engine_api.contract import Adapter
 from engine_api.folders import real, replace_folder, restore
-from engine_api.hf_folder import WEIGHT_FILES, copy_companions, unwritable
+from engine_api.hf_folder import WEIGHT_FILES, WeightFiles, copy_companions, unwritable
 from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
@@ -144,6 +144,10 @@ class ExportEngine(CheckpointEngine):
                 else None
             ),
         )
+
+    def files(self) -> WeightFiles | None:
+        """Return the folder's weights, or None if they are made from the seed."""
+        return None if self.config.model.init == "random" else WeightFiles(self.config.model.path)
 
     def read_mtp_head(self) -> dict[str, Tensor]:
         """Return the weights of the model's folder that predict further tokens, as stored."""
