@@ -784,6 +784,31 @@ compares each family of `engine_api.hf_vision.FAMILIES` with transformers in the
 **{summary}.**
 """
 
+MTP = """\
+## Heads that predict further tokens (MTP)
+
+Folders of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and others hold a head in addition to the
+model: layers beyond `num_hidden_layers` (`num_nextn_predict_layers`), or weights named `mtp.…`. A
+server can guess tokens with it and check them with the model. This holds for every engine here:
+
+- The head is not trained, and is on no GPU. Training makes its guesses worse, so that a server
+  accepts fewer of them; what it generates stays the model's.
+- `save_hf` writes the head bit for bit and in its own dtype, with an adapter merged too, and
+  config.json names it as before. The log says `kept N weights of the MTP head, which are not
+  trained`.
+- DeepSeek-V3's head has the model's embedding and output head once more. Where a folder holds these
+  as copies (the same bits), `save_hf` writes the trained values for them. Where they differ, they
+  are kept as they are.
+- Weights of the head come from the model's folder (`model.path`) at each save, also after a resume:
+  checkpoints do not hold them. A folder whose index names a missing file of the head is refused at
+  the start, and a folder that has lost the head by the time of `save_hf` is an error
+  (`ConfigError`) before anything is replaced.
+- A model with another `num_hidden_layers` than its folder's (`model.config_overrides`), or with
+  random weights (`model.init: random`), is saved without the head, and its config.json names none.
+- A weight sync brings no weight of a head. A server that was started on the folder and loaded a
+  head itself keeps it as it was, copies of the embedding too; no rollout here guesses with one.
+"""
+
 
 def render(record: dict[str, Any]) -> str:
     """Return docs/models.md."""
@@ -795,7 +820,7 @@ def render(record: dict[str, Any]) -> str:
         summary=summary(types),
     )
     parts = [introduction, "## Mechanisms\n", _mechanisms(record), *_sections(types)]
-    return "\n".join([*parts, *_megatron(types), *_vllm(record), *_vllm_on_gpu(record)])
+    return "\n".join([*parts, MTP, *_megatron(types), *_vllm(record), *_vllm_on_gpu(record)])
 
 
 MEGATRON_INTRODUCTION = """\

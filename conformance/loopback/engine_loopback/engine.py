@@ -16,7 +16,6 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
 from engine_api.distillation import OutputHead, Teaching
 from engine_api.errors import ConfigError
-from engine_api.hf_folder import WeightFiles
 from engine_api.optimizers import TrainedWeight, set_rate
 from engine_api.process_groups import world_and_rank
 from engine_api.registry import Resolution
@@ -111,10 +110,6 @@ class LoopbackEngine(ExportEngine):
         self.optimizer = None
         if config.optimizer is not None:
             self.optimizer = build_optimizer(config.optimizer, self.describe_trained(), self.adamw)
-
-    def files(self) -> WeightFiles | None:
-        """Return the folder's weights, or None if they are made from the seed."""
-        return None if self.config.model.init == "random" else WeightFiles(self.config.model.path)
 
     def weight_table(self) -> dict[str, Weight]:
         """Return the model's weights in order, then the adapters, each with this rank's box."""

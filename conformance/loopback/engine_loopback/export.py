@@ -17,12 +17,12 @@ from engine_api.checkpoint import require_room
 from engine_api.comm import together
 from engine_api.contract import Adapter
 from engine_api.folders import real, replace_folder, restore
-from engine_api.hf_folder import WEIGHT_FILES, copy_companions, unwritable
+from engine_api.hf_folder import WEIGHT_FILES, WeightFiles, copy_companions, unwritable
 from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
 from engine_loopback.parallel import Layout
-from engine_loopback.weights import Weight
+from engine_loopback.weights import Weight, shapes_of
 
 
 class ExportEngine(CheckpointEngine):
@@ -137,8 +137,25 @@ class ExportEngine(CheckpointEngine):
             if self.layout.rank == 0:
                 tensors[name] = tensor.to("cpu", copy=True)
         together(
-            self.comm, lambda: self.write_folder(folder, tensors) if self.layout.rank == 0 else None
+            self.comm,
+            lambda: (
+                self.write_folder(folder, tensors | self.read_mtp_head())
+                if self.layout.rank == 0
+                else None
+            ),
         )
+
+    def files(self) -> WeightFiles | None:
+        """Return the folder's weights, or None if they are made from the seed."""
+        return None if self.config.model.init == "random" else WeightFiles(self.config.model.path)
+
+    def read_mtp_head(self) -> dict[str, Tensor]:
+        """Return the weights of the model's folder that predict further tokens, as stored."""
+        files = self.files()
+        if files is None:
+            return {}
+        files.check(shapes_of(self.weights))
+        return {name: files.handles[name].get_tensor(name) for name in files.mtp.names}
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write a partial folder next to ``directory`` and rename it once it is complete.

@@ -160,6 +160,11 @@ class Partition:
         return sum(self.holds(name, place) for place in self.layout.places[: self.layout.rank])
 
 
+def shapes_of(weights: Mapping[str, Weight]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's own weights by name."""
+    return {weight.name: weight.shape for weight in weights.values() if not weight.adapter}
+
+
 def fill(weights: Mapping[str, Weight], files: WeightFiles | None, seed: int, std: float) -> None:
     """Fill this rank's boxes from ``files``, or from the seed.
 
@@ -167,9 +172,7 @@ def fill(weights: Mapping[str, Weight], files: WeightFiles | None, seed: int, st
     left as they are.
     """
     if files is not None:
-        files.check(
-            {weight.name: weight.shape for weight in weights.values() if not weight.adapter}
-        )
+        files.check(shapes_of(weights))
     for weight in weights.values():
         if weight.param is None or weight.adapter:
             continue

@@ -419,6 +419,23 @@ class TokenizerCopiedAsText(LoopbackEngine):
             file.write_text(file.read_text())
 
 
+@mutant("export.save_hf_mtp", group="save-hf")
+class FolderWithoutMtpHead(LoopbackEngine):
+    """``save_hf`` writes the weights that the engine computes with and no others."""
+
+    def read_mtp_head(self) -> dict[str, Tensor]:
+        return {}
+
+
+@mutant("export.save_hf_mtp", group="save-hf")
+class MtpHeadCast(LoopbackEngine):
+    """``save_hf`` casts a head that predicts further tokens to the dtype of the model's file."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        dtype = tensors[_EMBEDDING].dtype
+        super().write_folder(directory, {name: one.to(dtype) for name, one in tensors.items()})
+
+
 @mutant("faults.save_hf", group="save-hf")
 class FolderWrittenInPlace(LoopbackEngine):
     """The weights of save_hf are written under their final name, over those that are there."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from engine_api import folders, hf_folder
 from engine_api.comm import SingleComm
@@ -148,7 +148,9 @@ class Config:
 def save(folder: Path, value: float) -> None:
     export = ((name, torch.full((3,), value)) for name in ("a", "b"))
     source = str(folder.parent.parent / "source")
-    hf_folder.save_hf(export, folder, comm=SingleComm(), source=source, hf_config=Config())
+    hf_folder.save_hf(
+        export, folder, comm=SingleComm(), source=source, hf_config=Config(), mtp=None
+    )
 
 
 def test_a_killed_save_hf_leaves_the_former_model_or_the_new_one(tmp_path):
@@ -180,35 +182,6 @@ def test_a_killed_save_hf_leaves_the_former_model_or_the_new_one(tmp_path):
     assert values[0] == {1.0}
     assert values[-1] == {2.0}
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["hf"]
-
-
-@pytest.mark.parametrize(("layers", "kept"), [(2, True), (1, False)])
-def test_layers_that_predict_further_tokens_are_kept_as_they_are(tmp_path, layers, kept):
-    source = tmp_path / "source"
-    source.mkdir()
-    keys = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    (source / "config.json").write_text(json.dumps(keys))
-    names = ["model.layers.1.w", "model.layers.2.w", "model.layers.3.w", "model.layers.2.bias"]
-    stored = {name: torch.randn(3) for name in names}
-    stored["model.layers.2.w"] = stored["model.layers.2.w"].bfloat16()
-    save_file(stored, source / "model.safetensors")
-    config = Config()
-    config.num_hidden_layers = layers
-    trained = {"model.layers.0.w": torch.zeros(3), "model.layers.1.w": torch.ones(3)}
-    hf_folder.save_hf(
-        iter(trained.items()),
-        tmp_path / "hf",
-        comm=SingleComm(),
-        source=str(source),
-        hf_config=config,
-    )
-    saved = load_file(tmp_path / "hf/model.safetensors")
-    further = {name: stored[name] for name in names if ".2." in name} if kept else {}
-    assert set(saved) == {*trained, *further}
-    for name, tensor in (trained | further).items():
-        assert saved[name].dtype == tensor.dtype
-        assert torch.equal(saved[name], tensor)
-    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "float32"
 
 
 def index(folder: Path, weight_map: object) -> Path:

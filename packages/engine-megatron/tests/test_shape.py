@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from damaged_folders import whole_folder
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net
+from tiny_models import tiny_config
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
@@ -105,3 +113,39 @@ def test_indexed_attention_is_refused_under_its_names_of_all_releases(kind: str)
     with pytest.raises(UnsupportedCapability) as caught:
         refuse(config, MECHANISMS)
     assert caught.value.capability == "sparse_attention"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_gated_delta_rule_is_refused_with_what_megatron_lacks(
+    tmp_path: Path, family: str
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedCapability) as caught:
+        refuse_other_models(read_hf_config(ModelSource(path=str(tmp_path)), str(tmp_path)))
+    assert caught.value.capability == "linear_attention"
+    version = importlib.metadata.version("megatron-core")
+    for part in (f"megatron-core {version}", "packed documents", "flash-linear-attention"):
+        assert part in caught.value.why
+
+
+@pytest.mark.parametrize("kind", ["mamba", "conv"])
+def test_other_layers_with_a_state_are_refused_without_a_word_on_that_rule(kind: str) -> None:
+    with pytest.raises(UnsupportedCapability, match="no such layers") as caught:
+        refuse(SimpleNamespace(model_type="any", layer_types=[kind]), MECHANISMS)
+    assert caught.value.capability == "linear_attention"
+
+
+def test_megatron_still_lacks_what_the_refusal_says() -> None:
+    """A release that has it is to be served instead."""
+    layer: Any = SimpleNamespace(sp_size=1)
+    with pytest.raises(NotImplementedError, match="does not support packed sequence"):
+        gated_delta_net.GatedDeltaNet.forward(
+            layer, torch.zeros(4, 1, 8), None, packed_seq_params=PackedSeqParams(qkv_format="thd")
+        )
+    assert not hasattr(gated_delta_net, "GatedDeltaNetContextParallel")
+    if not gated_delta_net.HAVE_FLA:
+        with pytest.raises(ImportError, match="FLA is not installed"):
+            gated_delta_net.GatedDeltaNet(layer, gated_delta_net.GatedDeltaNetSubmodules())
+    settings = SimpleNamespace(transformer_impl="local")
+    with pytest.raises(AssertionError, match="only supports transformer engine"):
+        get_transformer_block_with_experimental_attention_variant_spec(settings)

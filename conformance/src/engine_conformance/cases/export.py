@@ -637,6 +637,47 @@ def save_hf_tokenizer(target: Target) -> None:
         assert_bitwise(written_weights(folder), stored, name=f"weights of the folder {folder.name}")
 
 
+def write_folders(setup: Setup, folder: Path) -> None:
+    """Write the Hugging Face folder in float32 and bfloat16, without a step."""
+    with opened(setup) as engine:
+        engine.save_hf(folder / "float32")
+        engine.save_hf(folder / "bfloat16", dtype=torch.bfloat16)
+
+
+@case(id="export.save_hf_mtp", since="1.4", requires=(Capability.SAVE_HF,), world=(1, 2))
+def save_hf_mtp(target: Target) -> None:
+    """A head that predicts further tokens MUST be in the folder of ``save_hf``, bit for bit.
+
+    The model's folder has it in a file of its own, in two dtypes. It is kept in these when the
+    model is written in another dtype. As in Qwen3-Next's folders, config.json says nothing of it.
+
+    If this fails: the weights that the engine computes with are all that is written, so that a
+    server can no longer guess tokens with the head; or all weights are cast on the way.
+    """
+    scratch = target.scratch()
+    source = scratch / "model"
+    shutil.copytree(target.model(shards=2), source)
+    model = read_safetensors(source)
+    generator = torch.Generator().manual_seed(43)
+    head = {
+        "mtp.fc.weight": torch.randn(8, 16, generator=generator).bfloat16(),
+        "mtp.layers.0.mlp.up_proj.weight": torch.randn(16, 8, generator=generator),
+        "mtp.norm.weight": torch.ones(8).bfloat16(),
+    }
+    save_file(head, source / "mtp.safetensors", metadata={"format": "pt"})
+    file = source / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] |= dict.fromkeys(head, "mtp.safetensors")
+    file.write_text(json.dumps(index))
+
+    target.run(write_folders, target.config(source), folder=scratch)
+
+    wanted = {"float32": model | head, "bfloat16": _bfloat16(model) | head}
+    for name, tensors in wanted.items():
+        assert_bitwise(written_weights(scratch / name), tensors, name=f"{name} save_hf")
+        _says_the_same(source, scratch / name, {})
+
+
 def _holds(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = folder / name

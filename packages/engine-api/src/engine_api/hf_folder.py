@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from engine_api.comm import Comm, together
 from engine_api.config import ModelSource
 from engine_api.errors import CheckpointWriteError, ConfigError
 from engine_api.folders import give_common_mode, real, replace_folder, restore
+from engine_api.hf_mtp import MtpHead, drop_counts, find_mtp_head
 from engine_api.manifest import is_inside
 from engine_api.weights import WeightExport
 
@@ -139,13 +141,16 @@ class WeightFiles:
         self.folder = Path(folder)
         self.handles: dict[str, Any] = {}
         """The open file of each weight."""
-        # Files that the index names and the folder lacks. They matter only to an engine that needs
-        # their weights.
-        self._absent: list[Path] = []
+        self.mtp = MtpHead(folder=self.folder, names=())
+        """The head that predicts further tokens, which ``check`` finds."""
+        # Weights whose files the index names and the folder lacks, with the files. They matter
+        # only to an engine that needs them.
+        self._absent: dict[str, Path] = {}
         index = read_index(self.folder)
         for path in _weight_files(self.folder, index):
             if index is not None and not path.exists():
-                self._absent.append(path)
+                names = [name for name, file in index.items() if self.folder / file == path]
+                self._absent |= dict.fromkeys(names, path)
                 continue
             handle = _open(path)
             self.handles |= dict.fromkeys(handle.keys(), handle)
@@ -160,14 +165,17 @@ class WeightFiles:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold the weights of ``shapes``, without reading any.
 
-        A value head may be missing. A warning names weights that are not in ``shapes``.
+        A value head may be missing. A warning names weights that are neither in ``shapes`` nor of
+        a head that predicts further tokens.
 
         Raises:
-            ConfigError: a weight is missing, or is stored in another shape or quantized.
+            ConfigError: a weight is missing, or is stored in another shape or quantized, or a file
+                of such a head is missing.
         """
         missing = [name for name in shapes if name not in self and not name.startswith(_VALUE_HEAD)]
         if missing and self._absent:
-            raise _unreadable(self._absent[0], "the index names it, and it is not there")
+            path = next(iter(self._absent.values()))
+            raise _unreadable(path, "the index names it, and it is not there")
         if missing:
             raise ConfigError(
                 "model.path",
@@ -177,7 +185,17 @@ class WeightFiles:
         for name, shape in shapes.items():
             if name in self:
                 self._check_one(name, shape)
-        if unused := sorted(set(self.handles) - set(shapes)):
+        stored = [*self.handles, *self._absent]
+        self.mtp = find_mtp_head(self.folder, _read_config(self.folder), stored, shapes)
+        if lost := [name for name in self.mtp.names if name not in self]:
+            raise ConfigError(
+                "model.path",
+                f"{self._absent[lost[0]]} cannot be read",
+                why=f"the index says that it holds {len(lost)} weights of the MTP head, which "
+                "save_hf writes as they are; it is not there",
+                remedy="fetch the file again, or take its weights out of the index",
+            )
+        if unused := sorted(set(self.handles) - set(shapes) - set(self.mtp.names)):
             log.warning(
                 "%s: %d tensors are not used: %s", self.folder, len(unused), _first_of(unused, 4)
             )
@@ -204,6 +222,13 @@ class WeightFiles:
         """Return a box of a weight that ``check`` has accepted, in the stored dtype."""
         result: torch.Tensor = self.handles[name].get_slice(name)[box]
         return result
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json, or nothing where there is none."""
+    file = folder / "config.json"
+    content: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return content
 
 
 def _first_of(names: list[str], count: int) -> str:
@@ -243,15 +268,22 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 
 def save_hf(
-    export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any
+    export: WeightExport,
+    directory: Path,
+    *,
+    comm: Comm,
+    source: str,
+    hf_config: Any,
+    mtp: MtpHead | None,
 ) -> None:
     """Write the model on rank 0 while all ranks exhaust ``export``.
 
     Files have at most 4 GiB (or one tensor). They are written under ``.partial``, and are on the
     disk before that folder takes the final name: a kill leaves the former model or the new one,
     complete. Files of the former folder that are not weights, and are not written again, are kept.
-    Layers that predict further tokens (MTP), which no engine computes, are copied from ``source``
-    as they are (`read_predictors`).
+
+    A head that predicts further tokens is written bit for bit as its folder has it. Only an
+    embedding or output head in it that is a copy of the model's there gets the model's new values.
 
     Args:
         export: the export of all ranks together, from ``Engine.get_per_tensor_param``.
@@ -259,56 +291,70 @@ def save_hf(
         comm: all ranks that iterate ``export``.
         source: the folder that the model came from; its tokenizer's files are copied.
         hf_config: transformers' configuration of the model.
+        mtp: the head that predicts further tokens (``WeightFiles.mtp``), or None for a model whose
+            weights come from no file.
 
     Raises:
         CheckpointWriteError: on rank 0 (``RankFailure`` on the other ranks) if the model could not
             be written; ``directory`` is as it was.
-        ConfigError: the same for files of ``source`` that cannot be read.
+        ConfigError: the same for a head whose folder no longer has it.
     """
-    from safetensors import SafetensorError
-
     place = real(directory)
-    writer = _Writer(place.with_name(place.name + ".partial")) if comm.rank == 0 else None
+    writer = _Writer(place.with_name(place.name + ".partial"), mtp) if comm.rank == 0 else None
+    if writer is not None:
+        writer.attempt(writer.open_head)
     for name, tensor in export:
-        if writer is not None and writer.failure is None:
-            # The other ranks wait in the next gather, so a full disk is reported after the last
-            # gather.
-            try:
-                writer.add(name, tensor)
-            except (OSError, SafetensorError) as error:
-                writer.failure = error
-    if writer is not None and writer.failure is None:
-        try:
-            for name, tensor in read_predictors(source, hf_config):
-                writer.keep(name, tensor)
-        except (OSError, SafetensorError, ConfigError) as error:
-            writer.failure = error
+        if writer is not None:
+            writer.attempt(partial(writer.add, name, tensor))
+    if writer is not None:
+        writer.attempt(writer.add_head)
     together(
         comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None
     )
 
 
-def read_predictors(source: str, hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the layers of a folder that predict further tokens than the next.
+class _Head:
+    """A head that predicts further tokens, open in its folder for a save."""
 
-    These are the folder's layers beyond ``num_hidden_layers`` (DeepSeek-V3, arXiv:2412.19437,
-    section 2.2; GLM-4.5), whose number is ``num_nextn_predict_layers`` in its config.json. There
-    are none where ``hf_config`` has a different ``num_hidden_layers``. Raises ``ConfigError`` for
-    files that cannot be read.
-    """
-    file = Path(source) / "config.json"
-    keys: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    count = keys.get("num_nextn_predict_layers")
-    first: Any = keys.get("num_hidden_layers")
-    if not count or first != getattr(hf_config, "num_hidden_layers", None):
-        return
-    files = read_saved_tensors(source)
-    if files is None:
-        return
-    prefixes = tuple(f"model.layers.{number}." for number in range(first, first + count))
-    for name, handle in sorted(files.handles.items()):
-        if name.startswith(prefixes):
-            yield name, handle.get_tensor(name)
+    def __init__(self, mtp: MtpHead) -> None:
+        self._files = files = WeightFiles(str(mtp.folder))
+        if lost := [name for name in mtp.names if name not in files]:
+            raise ConfigError(
+                "model.path", f"{_first_of(lost, 3)} not there", remedy="put the folder back"
+            )
+        self.copies: dict[str, list[str]] = {}
+        """Names in the head of the copies of each weight of the model."""
+        for name, originals in mtp.originals.items():
+            same = [one for one in originals if _is_copy(files, name, one)]
+            if same:
+                self.copies.setdefault(same[0], []).append(name)
+        self.count = len(mtp.names)
+        followers = {name for names in self.copies.values() for name in names}
+        self._own = [name for name in mtp.names if name not in followers]
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the weights that are no copies, as they are stored."""
+        for name in self._own:
+            yield name, self._files.handles[name].get_tensor(name)
+
+    def describe(self) -> str:
+        """Return what the log says."""
+        copies = self.count - len(self._own)
+        follow = f"; {copies} of them are copies of the model's weights and follow these"
+        return f"kept {self.count} weights of the MTP head, which are not trained" + (
+            follow if copies else ""
+        )
+
+
+def _is_copy(files: WeightFiles, name: str, original: str) -> bool:
+    """Return whether two stored weights are the same, bit for bit."""
+    import torch
+
+    if original not in files or files.shape_of(name) != files.shape_of(original):
+        return False
+    left, right = (files.handles[one].get_tensor(one) for one in (name, original))
+    same = torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return left.dtype == right.dtype and same
 
 
 class _Writer:
@@ -316,18 +362,59 @@ class _Writer:
 
     failure: Exception | None = None
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mtp: MtpHead | None) -> None:
         self.directory = directory
         self.files: list[list[str]] = []
         self.pending: dict[str, torch.Tensor] = {}
         self.size = 0
         self.total = 0
         self.dtype = "float32"
+        self.head: _Head | None = None
+        self._mtp = mtp
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do a part of the work, unless an earlier part failed, and keep its error for the end.
+
+        The other ranks wait in the next gather until then.
+        """
+        from safetensors import SafetensorError
+
+        if self.failure is None:
+            try:
+                work()
+            except (OSError, SafetensorError, ConfigError) as error:
+                self.failure = error
+
+    def open_head(self) -> None:
+        """Open the head that predicts further tokens, if the model's folder has one.
+
+        Raises ``ConfigError`` if the folder no longer has it.
+        """
+        if self._mtp is not None and self._mtp.names:
+            try:
+                self.head = _Head(self._mtp)
+            except ConfigError as error:
+                raise ConfigError(
+                    "model.path",
+                    f"{self._mtp.folder} no longer holds all {len(self._mtp.names)} weights of "
+                    "the MTP head, which save_hf writes as they are",
+                    why=str(error).splitlines()[0],
+                    remedy="put the folder back and save again; a checkpoint needs no such folder",
+                ) from error
+
+    def add_head(self) -> None:
+        """Keep the weights of the head that ``add`` has not kept, and say so in the log."""
+        if self.head is not None:
+            for name, tensor in self.head.read():
+                self.keep(name, tensor)
+            log.info("%s", self.head.describe())
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a CPU copy of a tensor, whose dtype is the model's."""
-        self.keep(name, tensor)
+        """Keep a CPU copy of a tensor, whose dtype is the model's, for its copies as well."""
         self.dtype = str(tensor.dtype).removeprefix("torch.")
+        copies = [] if self.head is None else self.head.copies.get(name, [])
+        for one in (name, *copies):
+            self.keep(one, tensor)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a CPU copy of a tensor, and write a file when it is full."""
@@ -403,6 +490,9 @@ def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> 
     # Keys that begin with _ belong to this process. An engine's attention function, for example, is
     # unknown to a process that loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
+    if writer.head is None:
+        # transformers writes a number of layers that the folder would have to have.
+        drop_counts(content)
     (writer.directory / "config.json").write_text(
         json.dumps(content, indent=2, sort_keys=True, default=str)
     )

@@ -114,6 +114,7 @@ class FSDPEngine(DTensorEngine):
         (built,) = models
         lm = built.lm
         self.folder = built.folder
+        self.mtp = None if built.files is None else built.files.mtp
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
         self._limit_documents(lm.config)
         tower = tower_of(lm) if built.vision is not None else []

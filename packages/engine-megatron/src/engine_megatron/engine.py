@@ -148,6 +148,7 @@ class MegatronEngine(BaseEngine):
         files = None if config.model.init == "random" else WeightFiles(self.folder)
         if files is not None:
             files.check({weight.name: weight.shape for weight in self.table if not weight.adapter})
+        self.mtp = None if files is None else files.mtp
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
         settings = transformer_config(
             self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
@@ -396,6 +397,7 @@ class MegatronEngine(BaseEngine):
             comm=self.comm,
             source=self.folder,
             hf_config=self.hf_config,
+            mtp=self.mtp,
         )
 
     # --- state ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ engine-torch's table has too mean the same there.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,9 @@ class Mechanism:
     families: Collection[str] = ()
     """Families whose configurations are looked at, or none for those of every family."""
 
+    explain: Callable[[Any], str] = lambda _: "this engine would compute it wrongly"
+    """Function of the configuration, which returns in words why the engine does not serve it."""
+
 
 def rope_parameters(config: Any) -> Mapping[str, Any]:
     """Return RoPE's keys of a configuration."""
@@ -92,6 +96,19 @@ def _layers(name: str) -> Callable[[Any], str]:
         return f"layers of type {', '.join(sorted(kinds))}" if kinds else ""
 
     return find
+
+
+def _explain_linear(config: Any) -> str:
+    """Return what Megatron lacks for layers with a state from token to token."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return "this engine has no such layers"
+    # Qwen3-Next's and Qwen3.5's gated delta rule (arXiv:2412.06464).
+    version = importlib.metadata.version("megatron-core")
+    return (
+        f"the GatedDeltaNet of megatron-core {version} takes neither packed documents nor context "
+        "parallelism, and its states would go on from one document into the next; it needs the "
+        "CUDA kernels of flash-linear-attention and Transformer Engine's layers"
+    )
 
 
 def _other_layers(config: Any) -> str:
@@ -206,7 +223,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
     ),
     Mechanism(name="softcap", find=lambda config: _set(config, _CAPS)),
     Mechanism(name="logit_scale", find=_logit_scale),
-    *(Mechanism(name=name, find=_layers(name)) for name in dict.fromkeys(_OTHER_LAYERS.values())),
+    Mechanism(name="linear_attention", find=_layers("linear_attention"), explain=_explain_linear),
+    *(
+        Mechanism(name=name, find=_layers(name))
+        for name in dict.fromkeys(_OTHER_LAYERS.values())
+        if name != "linear_attention"
+    ),
     Mechanism(name="other_layers", find=_other_layers),
     Mechanism(name="rope", find=_rope_kind),
     Mechanism(name="partial_rope", find=_partial_rope),
@@ -242,7 +264,7 @@ def refuse(config: Any, mechanisms: Collection[Mechanism]) -> None:
             raise UnsupportedCapability(
                 one.name,
                 where=f"engine-megatron with {family}",
-                why=f"the model has {found}; this engine would compute it wrongly",
+                why=f"the model has {found}; {one.explain(config)}",
                 remedy="use another backend for this model",
             )
 

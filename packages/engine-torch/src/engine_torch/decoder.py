@@ -160,6 +160,7 @@ class DecoderEngine(DTensorEngine):
         together(self.comm, lambda: models.append(self._build_decoder()))
         (built,) = models
         self.folder = built.folder
+        self.mtp = None if built.files is None else built.files.mtp
         self._built_config = built.hf_config
         self.vocab_size = int(built.hf_config.vocab_size)
         self.module = self._pack(built.lm).eval()

@@ -26,6 +26,7 @@ from engine_api.devices import device_of
 from engine_api.distillation import OutputHead, Teaching
 from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import save_hf
+from engine_api.hf_mtp import MtpHead
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer, group_weights, set_rate, state_fields
 from engine_api.registry import Resolution
@@ -74,6 +75,12 @@ class DTensorEngine(BaseEngine):
     folder: str
     """Folder of the model's files, set by ``_build_model``."""
 
+    mtp: MtpHead | None
+    """The folder's head that predicts further tokens, set by ``_build_model``.
+
+    It is None for a model whose weights come from no file.
+    """
+
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options: Any = build_options(config.options, self.options_class)
@@ -87,7 +94,7 @@ class DTensorEngine(BaseEngine):
 
     @abstractmethod
     def _build_model(self) -> None:
-        """Build, shard and fill the model, and set ``module``, ``table`` and ``folder``."""
+        """Build, shard and fill the model, and set the attributes that are named above."""
 
     @abstractmethod
     def pack(self, batch: Batch, **given: Any) -> PackedInputs:
@@ -318,6 +325,7 @@ class DTensorEngine(BaseEngine):
             comm=self.comm,
             source=self.folder,
             hf_config=self._hf_config,
+            mtp=self.mtp,
         )
 
     # --- state ---------------------------------------------------------------------------------
