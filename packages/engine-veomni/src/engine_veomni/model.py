@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from engine_api.capabilities import Capability
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_names import Piece, SavedTensors
-from engine_torch import attention
-from engine_torch.model import Kind, ModelClasses
+from engine_api.hf_vision import has_vision
+from engine_torch.model import Kind, ModelClasses, choose_attention
 from engine_veomni import library
 
 __all__ = ["VeOmniClasses"]
@@ -21,6 +22,7 @@ _HEADS: dict[Kind, str] = {
     "language_model": "ForCausalLM",
     "value_model": "ForTokenClassification",
 }
+_WITH_TOWER = "ForConditionalGeneration"
 
 
 class VeOmniClasses(ModelClasses):
@@ -30,10 +32,19 @@ class VeOmniClasses(ModelClasses):
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return VeOmni's class of a model (see ``ModelClasses.find``)."""
-        return library.find_class(hf_config.model_type, _HEADS[kind])
+        head = _WITH_TOWER if has_vision(hf_config) else _HEADS[kind]
+        return library.find_class(hf_config.model_type, head)
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
-        """Raise ``ConfigError`` for a model without a class (see ``ModelClasses.check``)."""
+        """Raise an error for a model without a class that is right (see ``ModelClasses.check``)."""
+        if hf_config.model_type.startswith("qwen3_5"):
+            raise UnsupportedCapability(
+                Capability.LINEAR_ATTENTION,
+                where=f"{self.engine} with a {hf_config.model_type}",
+                why="VeOmni's layers have no computation in plain PyTorch, and without fla's "
+                "kernels, which no test has compared, they fail",
+                remedy="use backend fsdp2 for this model",
+            )
         if self.find(hf_config, kind) is None:
             raise ConfigError(
                 "model.path",
@@ -55,9 +66,12 @@ class VeOmniClasses(ModelClasses):
         """Make a model with random weights (see ``ModelClasses.make``)."""
         # Only this name makes a model from a configuration without one of transformers' own
         # automatic classes.
-        return self.find(hf_config, kind)._from_config(  # noqa: SLF001
-            hf_config, attn_implementation=attention.NAME, dtype=dtype
+        lm = self.find(hf_config, kind)._from_config(  # noqa: SLF001
+            hf_config, attn_implementation=choose_attention(hf_config), dtype=dtype
         )
+        for fit in _FITS.get(hf_config.model_type, ()):
+            fit(lm.base_model)
+        return lm
 
     def list_pieces(
         self, lm: Any, kind: Kind, folder: SavedTensors | None = None
@@ -68,7 +82,9 @@ class VeOmniClasses(ModelClasses):
 
         Raises:
             UnsupportedCapability: VeOmni's class has other parameters than transformers'.
+            ConfigError: it computes with another number than ``config.json`` says.
         """
+        self._refuse_ignored(lm)
         with torch.device("meta"):
             twin = super().make(
                 copy.deepcopy(lm.config), kind, dtype=lm.dtype, trust_remote_code=False
@@ -83,6 +99,58 @@ class VeOmniClasses(ModelClasses):
                 remedy="use backend fsdp2 for this model family",
             )
         return super().list_pieces(twin, kind, folder)
+
+    def _refuse_ignored(self, lm: Any) -> None:
+        """Raise ``ConfigError`` for a number in config.json that VeOmni's class does not read."""
+        for key, number in _FIXED.get(lm.config.model_type, {}).items():
+            got = getattr(lm.config, key, number)
+            if got != number:
+                raise ConfigError(
+                    "model.path",
+                    f"expected {key} {number} in config.json, got {got}",
+                    why=f"VeOmni's {type(lm).__name__} computes with {number} in any case",
+                    remedy="use backend fsdp2 for this model",
+                )
+
+
+_FIXED = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
+"""Keys of a configuration that VeOmni's class does not read, and the numbers in their place."""
+
+
+def _mark_images(model: Any) -> None:
+    """Let Qwen2-VL and Qwen2.5-VL take the arguments of transformers' classes.
+
+    VeOmni's want the places of image tokens, or gather the ids of its own group to find them.
+    """
+
+    def complete(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        options["image_mask"] = options["input_ids"] == model.config.image_token_id
+        positions = options.get("position_ids")
+        # Qwen2-VL would take three tokens for three dimensions.
+        if positions is not None and positions.ndim == 2:
+            options["position_ids"] = positions.expand(4, *positions.shape)
+        return args, options
+
+    model.register_forward_pre_hook(complete, with_kwargs=True)
+
+
+def _find_windows(model: Any) -> None:
+    """Let the tower of Qwen2.5-VL find its windows without a warning that its function is old."""
+    from transformers.vision_utils import get_vision_window_index
+
+    tower = model.visual
+
+    def find(grid: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        index, bounds = get_vision_window_index(
+            grid, tower.spatial_merge_size, tower.window_size, tower.patch_size
+        )
+        return index, bounds.tolist()
+
+    tower.get_window_index = find
+
+
+_FITS = {"qwen2_vl": (_mark_images,), "qwen2_5_vl": (_mark_images, _find_windows)}
+"""What makes the base model of a VeOmni class fit for the arguments that it receives here."""
 
 
 def _list_shapes(lm: Any) -> dict[str, tuple[int, ...]]:
