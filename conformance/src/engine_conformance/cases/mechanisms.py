@@ -91,7 +91,7 @@ def _families(capability: Capability) -> tuple[str, ...]:
     return tuple(one[capability]["family"] for one in (MODELS, OTHERS) if capability in one)
 
 
-def _model_of(target: Target, capability: Capability) -> Mapping[str, Any]:
+def model_of(target: Target, capability: Capability) -> Mapping[str, Any]:
     """Return the model of a mechanism whose family the engine builds."""
     usual = MODELS[capability]
     return usual if target.builds(usual["family"]) else OTHERS.get(capability, usual)
@@ -99,7 +99,7 @@ def _model_of(target: Target, capability: Capability) -> Mapping[str, Any]:
 
 def _holds(target: Target, capability: Capability, **keys: Any) -> float:
     """Compare outputs, a step and the weights after it with the oracle's, saved buffers too."""
-    arguments = dict(_model_of(target, capability))
+    arguments = dict(model_of(target, capability))
     arguments["keys"] = {**arguments.get("keys", {}), **keys}
     model = target.model(**arguments)
     return _compare(target, model, documents(42), trained_on(target, oracle_of(str(model)), 41))
@@ -128,7 +128,7 @@ def _long_documents(seed: int) -> PackedDocuments:
 
 def _holds_at_length(target: Target, capability: Capability) -> float:
     """Compare with the oracle on short documents, and on a long one among short ones."""
-    model = target.model(**_model_of(target, capability))
+    model = target.model(**model_of(target, capability))
     long = _compare(target, model, _long_documents(44), _long_documents(43))
     return max(_holds(target, capability), long)
 
