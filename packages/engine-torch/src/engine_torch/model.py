@@ -299,10 +299,15 @@ class ModelClasses:
     def make(
         self, hf_config: Any, kind: Kind, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> Any:
-        """Make a model with random weights on torch's default device."""
+        """Make a model with random weights on torch's default device.
+
+        Its attention is ``attention.NAME``, or ``attention.MASKED`` where layers select tokens.
+        """
+        name = attention.MASKED if selects_tokens(hf_config.get_text_config()) else attention.NAME
+        by_part = {"text_config": name, "vision_config": _TOWER_ATTENTION}
         return auto_class(kind, hf_config).from_config(
             hf_config,
-            attn_implementation=choose_attention(hf_config),
+            attn_implementation=by_part if has_vision(hf_config) else name,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
@@ -316,16 +321,6 @@ class ModelClasses:
         """
         del kind
         return pieces_of(lm, folder)
-
-
-def choose_attention(hf_config: Any) -> Any:
-    """Return a new model's attention by its name, or by part of a model with a tower.
-
-    It is ``attention.NAME``, or ``attention.MASKED`` where layers select tokens.
-    """
-    name = attention.MASKED if selects_tokens(hf_config.get_text_config()) else attention.NAME
-    by_part = {"text_config": name, "vision_config": _TOWER_ATTENTION}
-    return by_part if has_vision(hf_config) else name
 
 
 def build_model(

@@ -12,7 +12,8 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_names import Piece, SavedTensors
 from engine_api.hf_vision import has_vision
-from engine_torch.model import Kind, ModelClasses, choose_attention
+from engine_torch import attention
+from engine_torch.model import Kind, ModelClasses
 from engine_veomni import library
 
 __all__ = ["VeOmniClasses"]
@@ -64,10 +65,14 @@ class VeOmniClasses(ModelClasses):
         self, hf_config: Any, kind: Kind, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> Any:
         """Make a model with random weights (see ``ModelClasses.make``)."""
+        # A tower has another one as soon as its model is packed.
+        by_part = {"text_config": attention.NAME, "vision_config": "sdpa"}
         # Only this name makes a model from a configuration without one of transformers' own
         # automatic classes.
         lm = self.find(hf_config, kind)._from_config(  # noqa: SLF001
-            hf_config, attn_implementation=choose_attention(hf_config), dtype=dtype
+            hf_config,
+            attn_implementation=by_part if has_vision(hf_config) else attention.NAME,
+            dtype=dtype,
         )
         for fit in _FITS.get(hf_config.model_type, ()):
             fit(lm.base_model)
