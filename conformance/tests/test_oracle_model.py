@@ -137,11 +137,15 @@ def test_models_of_the_cases_equal_transformers(
     torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
 
 
-@pytest.mark.parametrize("capability", mechanisms.MODELS)
+@pytest.mark.parametrize(
+    "arguments",
+    [*mechanisms.MODELS.values(), *mechanisms.OTHERS.values()],
+    ids=lambda one: one["family"],
+)
 def test_models_of_mechanisms_equal_transformers(
-    checkpoint: Any, ids: Tensor, capability: str
+    checkpoint: Any, ids: Tensor, arguments: dict[str, Any]
 ) -> None:
-    folder = checkpoint(**mechanisms.MODELS[capability])
+    folder = checkpoint(**arguments)
     torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
 
 

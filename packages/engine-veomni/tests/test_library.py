@@ -167,6 +167,19 @@ def test_a_kernel_for_a_family_without_a_choice_is_refused() -> None:
         library.bind_kernels(cls, {"rms_norm": "liger_kernel"})
 
 
+def test_an_operator_without_an_option_is_computed_in_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another user of VeOmni in this process may have chosen a kernel for it."""
+    cls = library.find_class("qwen3_moe", "ForCausalLM")
+    slot = library._find_slots(sys.modules[cls.__module__])["moe_experts"]
+    monkeypatch.setattr(slot, "_kernel", print)
+    assert slot.use_non_eager_impl
+    library.bind_kernels(cls, {})
+    assert not slot.use_non_eager_impl
+    assert slot.use_eager_impl
+
+
 def test_a_family_whose_classes_need_another_package_names_it() -> None:
     # VeOmni's classes of this family have the kernel in them.
     with pytest.raises(ConfigError, match="seed_oss cannot be imported") as caught:

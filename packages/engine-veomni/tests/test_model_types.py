@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import documents, log_probs, models_of, oracle, tiny_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
 from engine_api.errors import ConfigError, EngineError
-from engine_veomni import library
+from engine_torch.model import ModelClasses
+from engine_veomni import library, plugin
+from engine_veomni.model import VeOmniClasses
 
-# Largest difference in nats, for float32 sums in two orders.
+# Differences of float32 from float64: of log-probs in nats, and of a gradient from its norm.
 NEAR = 1e-4
+NEAR_GRADIENT = 1e-3
 
 TAKEN = models_of("veomni", "cpu_veomni")
 REFUSED = {
-    "deepseek_v3": "e_score_correction_bias",
     "deepseek_v4": "compressed_sparse_attention",
     "glm_moe_dsa": "indexed_attention",
-    "gpt_oss": "sinks",
     "mistral": "VeOmni has no language_model of type 'mistral'",
     "qwen3_5_moe_text": "linear_attention",
     "qwen3_5_text": "linear_attention",
@@ -38,12 +44,13 @@ def create(folder: Path, **model: Any) -> Any:
 
 @pytest.mark.parametrize("model_type", sorted(TAKEN))
 def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
+    """Each token's log-prob, the gradient of every weight, and the names that are saved."""
     tiny_model(model_type).save_pretrained(tmp_path)
+    model = oracle(str(tmp_path))
     engine = create(tmp_path)
     engine.initialize()
 
     assert type(engine.module.lm).__module__.startswith("veomni.")
-    model = oracle(str(tmp_path))
     want = torch.cat([log_probs(model, ids) for ids in documents()])
     batch = Batch.pack(
         [
@@ -53,10 +60,26 @@ def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: s
     )
     assert float((engine.infer_batch(batch).log_probs.double() - want).abs().max()) < NEAR
     # model.train() must not change a log-prob.
-    trained_tokens = len(want) - len(documents())
-    loss = engine.train_batch(batch, sft_loss).loss
-    assert loss == pytest.approx(-float(want.sum()) / trained_tokens, abs=NEAR)
+    loss = -want.sum() / (len(want) - len(documents()))
+    assert engine.forward_backward(batch, sft_loss).loss == pytest.approx(float(loss), abs=NEAR)
+
+    for ids in documents():
+        scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        picked = scores.gather(-1, ids[1:, None])
+        (-picked.sum() / (len(want) - len(documents()))).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    whole = torch.stack([one.norm() for one in gradients.values()]).norm()
+    found = {e.name: e.param.grad for e in engine.table if e.param.grad is not None}
+    assert found.keys() == gradients.keys()
+    for name, true in gradients.items():
+        apart = (found[name].double() - true).norm() / max(true.norm(), 1e-3 * whole)
+        assert apart < NEAR_GRADIENT, (name, float(apart))
+    engine.save_hf(tmp_path / "saved")
     engine.close()
+    saved, given = (load_file(one / "model.safetensors") for one in (tmp_path / "saved", tmp_path))
+    assert saved.keys() == given.keys()
+    # The learning rate is 0.
+    assert all(torch.equal(saved[name], one) for name, one in given.items())
 
 
 @pytest.mark.parametrize(("model_type", "named"), REFUSED.items())
@@ -70,11 +93,10 @@ def test_a_family_that_it_would_compute_wrongly_is_refused_by_name(
 
 
 def test_every_family_of_language_models_is_taken_or_refused_here() -> None:
-    """VeOmni's other families are of images, video and speech."""
+    """Those of images are in test_vision, and the others are of video and speech."""
     others = {
-        *("flux", "movqgan"),
-        *("qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe"),
-        *("qwen3_5", "qwen3_5_moe"),
+        *("flux", "movqgan", "qwen2_5_omni", "qwen3_omni_moe"),
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         # Its classes need liger-kernel.
         "seed_oss",
     }
@@ -105,3 +127,37 @@ def test_a_class_with_other_parameters_than_transformers_is_refused(
     monkeypatch.setattr(library, "find_class", lambda *_: Changed)
     with pytest.raises(EngineError, match=r"model\.layers\.0\.added"):
         create(tmp_path).initialize()
+
+
+_KEY = re.compile(r"config(?:\.(?:text|vision)_config)?\.([a-z]\w*)|config, \"([a-z]\w*)\"")
+# Read by transformers' class alone, of which gpt-oss' are refused and the other one is the output
+# of the logits of routers, which no engine asks for.
+_UNREAD = {"swiglu_alpha", "swiglu_limit", "output_router_logits"}
+
+
+def test_its_classes_read_each_key_of_the_configuration_that_transformers_reads() -> None:
+    """VeOmni made them of an older transformers, which knew fewer keys."""
+
+    def read(cls: Any) -> set[str]:
+        text = inspect.getsource(sys.modules[cls.__module__])
+        return {one or other for one, other in _KEY.findall(text)}
+
+    unread = set[str]()
+    classes = VeOmniClasses()
+    for model_type in sorted({*plugin.PLUGIN.families, *TAKEN}):
+        config = CONFIG_MAPPING[model_type]()
+        theirs = ModelClasses.find(classes, config, "language_model")
+        keys = read(classes.find(config, "language_model"))
+        assert {"hidden_size", "num_attention_heads"} <= keys
+        unread |= read(theirs) - keys
+    assert unread == _UNREAD
+
+
+@pytest.mark.parametrize(("key", "number"), [("swiglu_alpha", 1.5), ("swiglu_limit", 6.0)])
+def test_a_number_that_its_class_does_not_read_is_refused(
+    tmp_path: Path, key: str, number: float
+) -> None:
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"expected {key} .*, got {number}") as caught:
+        create(tmp_path, config_overrides={key: number}).initialize()
+    assert caught.value.remedy == "use backend fsdp2 for this model"

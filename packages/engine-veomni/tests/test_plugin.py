@@ -67,16 +67,17 @@ def test_without_engine_npu_an_npu_is_refused_with_the_package_to_install(
 
 
 def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> None:
-    untested = {Capability.COMPILE, Capability.ROUTER_REPLAY, Capability.VISION}
-    lacks = untested | MECHANISMS
+    untested = {Capability.COMPILE, Capability.ROUTER_REPLAY}
+    lacks = untested | MECHANISMS - {Capability.SAVED_BUFFERS, Capability.SINKS}
     assert lacks == FSDP.capabilities - plugin.PLUGIN.capabilities
     assert plugin.PLUGIN.capabilities < FSDP.capabilities
     assert plugin.PLUGIN.one_layout
 
 
-def test_on_an_npu_prefixes_are_not_shared_and_not_declared() -> None:
-    """The attention of engine-npu takes no tree of documents."""
-    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == {Capability.SHARED_PREFIXES}
+def test_on_an_npu_neither_shared_prefixes_nor_images_are_declared() -> None:
+    """The attention of engine-npu takes no tree of documents, and no test has run a tower."""
+    lacks = {Capability.SHARED_PREFIXES, Capability.VISION}
+    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == lacks
     served = {device for row in plugin.PLUGIN.rows for device in row.devices}
     assert served == {"cuda", "cpu"}
     assert {device for row in plugin.NPU.rows for device in row.devices} == {"npu"}

@@ -75,17 +75,31 @@ MODELS: Mapping[Capability, Mapping[str, Any]] = MappingProxyType(
 )
 """Arguments of `TinyModel`, for the model of each mechanism."""
 
+OTHERS: Mapping[Capability, Mapping[str, Any]] = MappingProxyType(
+    {
+        Capability.SAVED_BUFFERS: {"family": "deepseek_v3", "tied": False},
+        Capability.SINKS: {"family": "gpt_oss", "tied": False, "max_position": 1024},
+    }
+)
+"""The same of other families, for engines that declare these and not the former."""
+
 # A document of more tokens than kernels in blocks take at once (128 to 512), and one behind it.
 _LONG = (5, 3, 530, 7)
 
 
 def _families(capability: Capability) -> tuple[str, ...]:
-    return (MODELS[capability]["family"],)
+    return tuple(one[capability]["family"] for one in (MODELS, OTHERS) if capability in one)
+
+
+def model_of(target: Target, capability: Capability) -> Mapping[str, Any]:
+    """Return the model of a mechanism whose family the engine builds."""
+    usual = MODELS[capability]
+    return usual if target.builds(usual["family"]) else OTHERS.get(capability, usual)
 
 
 def _holds(target: Target, capability: Capability, **keys: Any) -> float:
     """Compare outputs, a step and the weights after it with the oracle's, saved buffers too."""
-    arguments = dict(MODELS[capability])
+    arguments = dict(model_of(target, capability))
     arguments["keys"] = {**arguments.get("keys", {}), **keys}
     model = target.model(**arguments)
     return _compare(target, model, documents(42), trained_on(target, oracle_of(str(model)), 41))
@@ -114,7 +128,7 @@ def _long_documents(seed: int) -> PackedDocuments:
 
 def _holds_at_length(target: Target, capability: Capability) -> float:
     """Compare with the oracle on short documents, and on a long one among short ones."""
-    model = target.model(**MODELS[capability])
+    model = target.model(**model_of(target, capability))
     long = _compare(target, model, _long_documents(44), _long_documents(43))
     return max(_holds(target, capability), long)
 
@@ -234,8 +248,8 @@ def _sums_over_chunks(target: Target) -> float:
 def saved_buffers(target: Target) -> float:
     """Tensors that a model saves and does not train MUST be read, used, kept and exported.
 
-    The model is dots1, whose routers add a saved bias to select experts (as DeepSeek-V3's), and
-    whose experts' weights are without it.
+    The model is dots1, or DeepSeek-V3 for an engine that declares this family alone. Its routers
+    add a saved bias to select experts, whose weights are without it.
 
     If this fails: the bias is zero because no file was read into it, it enters the experts'
     weights, is rounded to the dtype of the computation, is updated, or is not in the export.
@@ -253,8 +267,8 @@ def saved_buffers(target: Target) -> float:
 def sinks(target: Target) -> float:
     """Attention sinks MUST take their part of each head's softmax, and be trained.
 
-    The model is Granite with windows: a layer with a window and one without. One document is longer
-    than a block of 512 tokens.
+    The model is Granite with windows, or gpt-oss for an engine that declares this family alone: a
+    layer with a window and one without. One document is longer than a block of 512 tokens.
 
     If this fails: the sinks are left out, are one for all heads, take part of a token's value, have
     no gradient, or are added once for each block of a long document.

@@ -49,7 +49,7 @@ from engine_conformance.cases._ranks import (
 )
 from engine_conformance.cases._rows import Rows
 from engine_conformance.cases._target import EPS, Setup, Target
-from engine_conformance.cases.mechanisms import MODELS
+from engine_conformance.cases.mechanisms import MODELS, model_of
 from engine_conformance.compare import (
     assert_scalar_close,
     assert_weights_close,
@@ -152,7 +152,7 @@ def _shared_by(target: Target, mechanism: Capability) -> float:
     left out, as are families that the engine does not build.
     """
     decided = mechanism in (Capability.SAVED_BUFFERS, Capability.SPARSE_ATTENTION)
-    arguments = MODELS[mechanism]
+    arguments = model_of(target, mechanism)
     if not target.builds(arguments["family"]) or (decided and target.dtype != "float32"):
         return 0.0
     config = target.config(target.model(**arguments), memory=Memory(share_prefixes=True))

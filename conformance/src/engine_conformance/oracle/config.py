@@ -32,7 +32,10 @@ It is true where the row's token does not attend to the column's."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2")
 # Families of which a mechanism's case alone makes a model.
-MECHANISM_FAMILIES = ("granite", "granite_swa", "phi", "dots1", "lfm2", "deepseek_v32")
+MECHANISM_FAMILIES = (
+    *("granite", "granite_swa", "phi", "dots1", "lfm2"),
+    *("deepseek_v3", "deepseek_v32", "gpt_oss"),
+)
 # The names in config.json of the activations that the oracle computes.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 # transformers' head_dim where a config.json leaves it out, of families that do not derive it.
@@ -73,11 +76,18 @@ class MoEConfig:
     """Factor of the experts' weights."""
     shared_size: int = 0
     """Width of the expert that serves every token, 0 for none."""
+    clamped: bool = False
+    """Experts have biases, bounds and a gate of their own (gpt-oss)."""
+
+    @property
+    def router(self) -> str:
+        """Name of the router in a checkpoint."""
+        return "router" if self.clamped else "gate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IndexedAttention:
-    """Latent attention to the tokens that an index selects (DeepSeek-V3.2, arXiv:2512.02556)."""
+class LatentAttention:
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434), to all tokens or to those of an index."""
 
     query_rank: int
     key_rank: int
@@ -85,10 +95,10 @@ class IndexedAttention:
     """Width of a head's part without rotary positions."""
     rotary_dim: int
     value_dim: int
-    index_heads: int
-    index_dim: int
-    selected: int
-    """Number of tokens that a token attends to."""
+    index_heads: int = 0
+    index_dim: int = 0
+    selected: int | None = None
+    """Number of tokens that a token attends to by an index (DeepSeek-V3.2), None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +158,7 @@ class ModelConfig:
         parallel: true if attention and MLP have the same input and one norm.
         mixers: layers that mix tokens by a short convolution in place of attention.
         mixer_width: number of tokens of that convolution.
-        indexed: the attention of a model whose layers select tokens; None for any other.
+        latent: the attention of DeepSeek's models; None for any other.
         names: the names of a layer's parts.
         mask: the pairs of tokens that do not see one another.
     """
@@ -186,7 +196,7 @@ class ModelConfig:
     parallel: bool = False
     mixers: frozenset[int] = frozenset()
     mixer_width: int = 0
-    indexed: IndexedAttention | None = None
+    latent: LatentAttention | None = None
     names: Names = Names()
     mask: Mask = hide_later
 
@@ -287,22 +297,49 @@ def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": convolves, "mixer_width": raw["conv_L_cache"]}
 
 
+def _deepseek_v3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention and the mixture of DeepSeek-V3 (arXiv:2412.19437, section 2.1)."""
+    return _latent(raw) | _dots1(raw)
+
+
 def _deepseek_v32(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attention of DeepSeek-V3.2, of which the oracle computes dense layers only."""
     if raw["first_k_dense_replace"] < raw["num_hidden_layers"]:
         raise UnsupportedModel("experts: the oracle computes deepseek_v32 without them")
-    indexed = IndexedAttention(
+    return _latent(
+        raw,
+        index_heads=raw["index_n_heads"],
+        index_dim=raw["index_head_dim"],
+        selected=raw["index_topk"],
+    )
+
+
+def _latent(raw: Mapping[str, Any], **index: int) -> dict[str, Any]:
+    """Return latent attention, with the fields of its index if it has one."""
+    latent = LatentAttention(
         query_rank=raw["q_lora_rank"],
         key_rank=raw["kv_lora_rank"],
         plain_dim=raw["qk_nope_head_dim"],
         rotary_dim=raw["qk_rope_head_dim"],
         value_dim=raw["v_head_dim"],
-        index_heads=raw["index_n_heads"],
-        index_dim=raw["index_head_dim"],
-        selected=raw["index_topk"],
+        **index,
     )
-    width = indexed.plain_dim + indexed.rotary_dim
-    return {"indexed": indexed, "attention_scale": width**-0.5 * scores_scale(_given_rope(raw))}
+    width = latent.plain_dim + latent.rotary_dim
+    return {"latent": latent, "attention_scale": width**-0.5 * scores_scale(_given_rope(raw))}
+
+
+def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sinks and the experts of gpt-oss."""
+    moe = MoEConfig(
+        num_experts=raw["num_local_experts"],
+        top_k=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        # A softmax over the scores of the chosen experts is one over all, renormalised.
+        norm_topk_prob=True,
+        sparse_layers=frozenset(range(raw["num_hidden_layers"])),
+        clamped=True,
+    )
+    return {"sinks": True, "moe": moe}
 
 
 def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,7 +362,9 @@ _OWN: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "phi": _phi,
     "dots1": _dots1,
     "lfm2": _lfm2,
+    "deepseek_v3": _deepseek_v3,
     "deepseek_v32": _deepseek_v32,
+    "gpt_oss": _gpt_oss,
 }
 
 
@@ -383,7 +422,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers = range(raw["num_hidden_layers"])
     switched = family in ("mistral", "gemma2") or raw.get("use_sliding_window", False)
     window = raw.get("sliding_window", 4096) if switched and family != "llama" else None
-    if family == "granite_swa":
+    if family in ("granite_swa", "gpt_oss"):
         kinds = raw["layer_types"]
         return tuple(raw["sliding_window"] if k == "sliding_attention" else None for k in kinds)
     if family in ("llama", "mistral", "qwen3_moe", *MECHANISM_FAMILIES):

@@ -80,10 +80,10 @@ def attention_block(
     if index in config.mixers:
         return x + convolution(params, config, f"{prefix}conv.", normed)
     name = f"{prefix}self_attn."
-    if config.indexed is None:
+    if config.latent is None:
         attended = attention(params, config, index, name, normed, kept)
     else:
-        attended = indexed_attention(params, config, index, name, normed)
+        attended = latent_attention(params, config, index, name, normed)
     mixed = config.residual_scale * attended
     if config.parallel:
         return x + mixed + mlp(params, config, f"{prefix}mlp.", normed)
@@ -123,7 +123,7 @@ def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> T
         return torch.full(x.shape[:1], math.inf, dtype=torch.float64)
     normed = feed_forward_input(params, config, index, x)
     k = config.moe.top_k
-    router = f"model.layers.{index}.mlp.gate"
+    router = f"model.layers.{index}.mlp.{config.moe.router}"
     logits = linear(params, router, normed)
     if config.moe.sigmoid:
         # A sigmoid rises by at most a quarter of what its logit does.
@@ -170,7 +170,7 @@ def mixture(
     Sigmoids take the place of the softmax where the model says so, and a bias is then added to
     select. ``replayed [L, k]`` are experts in place of the top k, with their own weights, or -1.
     """
-    logits = linear(params, f"{prefix}gate", x)
+    logits = linear(params, f"{prefix}{moe.router}", x)
     probs = logits.sigmoid() if moe.sigmoid else logits.softmax(dim=-1)  # [L, E]
     bias = params[f"{prefix}gate.e_score_correction_bias"] if moe.sigmoid else 0.0
     chosen = (probs + bias).topk(moe.top_k, dim=-1).indices  # [L, k]
@@ -183,13 +183,35 @@ def mixture(
     # [L, E], zero for experts that are not chosen.
     mixed = torch.zeros_like(probs).scatter(-1, chosen, weights)
     # Every expert sees every token: that is costly, but leaves no dispatch that could be wrong.
-    outputs = [
-        mlp(params, config, f"{prefix}experts.{expert}.", x) for expert in range(moe.num_experts)
-    ]
+    if moe.clamped:
+        outputs = _clamped_experts(params, f"{prefix}experts.", x)
+    else:
+        each = range(moe.num_experts)
+        outputs = [mlp(params, config, f"{prefix}experts.{expert}.", x) for expert in each]
     routed = (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
     if not moe.shared_size:
         return routed
     return routed + mlp(params, config, f"{prefix}shared_experts.", x)
+
+
+def _clamped_experts(params: Params, prefix: str, x: Tensor) -> list[Tensor]:
+    """Return what each expert of gpt-oss makes of ``x [L, C]``, as OpenAI's own model computes it.
+
+    Gate and other half are interleaved and bounded, and 1 is added to the latter.
+    """
+    found: list[Tensor] = []
+    for up, up_bias, down, down_bias in zip(
+        params[f"{prefix}gate_up_proj"],
+        params[f"{prefix}gate_up_proj_bias"],
+        params[f"{prefix}down_proj"],
+        params[f"{prefix}down_proj_bias"],
+        strict=True,
+    ):
+        both = x @ up + up_bias
+        gate = both[:, 0::2].clamp(max=7.0)
+        made = (both[:, 1::2].clamp(-7.0, 7.0) + 1) * gate * (1.702 * gate).sigmoid()
+        found.append(made @ down + down_bias)
+    return found
 
 
 def convolution(params: Params, config: ModelConfig, prefix: str, x: Tensor) -> Tensor:
@@ -262,15 +284,15 @@ def _rotate_part(x: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat((rotate(x[..., :turned], config.rope), x[..., turned:]), dim=-1)
 
 
-def indexed_attention(
+def latent_attention(
     params: Params, config: ModelConfig, index: int, prefix: str, x: Tensor
 ) -> Tensor:
-    """Compute latent attention to the tokens that an index selects, of one document.
+    """Compute latent attention of one document, to the tokens that an index selects if any does.
 
     DeepSeek-V2, arXiv:2405.04434, section 2.1, and DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
     Rotary positions of attention pair dimension 2i with 2i + 1, those of the index i with i + H/2.
     """
-    own = config.indexed
+    own = config.latent
     assert own is not None
     latent = norm(params, config, f"{prefix}q_a_layernorm", linear(params, f"{prefix}q_a_proj", x))
     q = _heads(linear(params, f"{prefix}q_b_proj", latent), config.num_heads)
@@ -283,7 +305,8 @@ def indexed_attention(
     k = torch.cat((k, shared.expand(config.num_heads, -1, -1)), dim=-1)
     scores = q @ k.transpose(-1, -2) * config.attention_scale
     unseen = config.mask(len(x), config.windows[index])
-    unseen = unseen | _unselected(params, config, f"{prefix}indexer.", x, latent, unseen)
+    if own.selected is not None:
+        unseen = unseen | _unselected(params, config, f"{prefix}indexer.", x, latent, unseen)
     mixed = scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ v
     return linear(params, f"{prefix}o_proj", mixed.transpose(0, 1).flatten(1))
 
@@ -301,8 +324,9 @@ def _unselected(
 
     The index has no gradient.
     """
-    own = config.indexed
+    own = config.latent
     assert own is not None
+    assert own.selected is not None
     q = _rotate_part(_heads(linear(params, f"{prefix}wq_b", latent), own.index_heads), config)
     k = norm(params, config, f"{prefix}k_norm", linear(params, f"{prefix}wk", x))[None]
     k = _rotate_part(k, config)

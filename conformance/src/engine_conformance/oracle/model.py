@@ -122,7 +122,7 @@ class OracleModel:
             ValueError: if a layer keeps something other than keys and values.
         """
         params, config = self.effective_params(), self.config
-        if config.mixers or config.indexed is not None:
+        if config.mixers or config.latent is not None:
             raise ValueError("logits_over() needs a model whose layers all keep keys and values")
         seen = old.layers(_ids(ids)[:kept])
         x = config.embedding_scale * params["model.embed_tokens.weight"][_ids(ids)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_conformance.oracle.config import IndexedAttention, ModelConfig, MoEConfig
+from engine_conformance.oracle.config import LatentAttention, ModelConfig, MoEConfig
 
 __all__ = ["expected_shapes"]
 
@@ -40,8 +40,8 @@ def _layer(config: ModelConfig, index: int) -> Iterator[NamedShape]:
     yield from _norm(config, f"{prefix}{names.attention_norm}", config.hidden_size)
     if index in config.mixers:
         yield from _convolution(config, f"{prefix}conv.")
-    elif config.indexed is not None:
-        yield from _indexed(config, config.indexed, f"{prefix}self_attn.")
+    elif config.latent is not None:
+        yield from _latent(config, config.latent, f"{prefix}self_attn.")
     else:
         yield from _attention(config, f"{prefix}self_attn.")
     if not config.parallel:
@@ -63,7 +63,7 @@ def _convolution(config: ModelConfig, prefix: str) -> Iterator[NamedShape]:
     yield f"{prefix}out_proj.weight", (hidden, hidden)
 
 
-def _indexed(config: ModelConfig, own: IndexedAttention, prefix: str) -> Iterator[NamedShape]:
+def _latent(config: ModelConfig, own: LatentAttention, prefix: str) -> Iterator[NamedShape]:
     hidden, heads = config.hidden_size, config.num_heads
     yield f"{prefix}q_a_proj.weight", (own.query_rank, hidden)
     yield f"{prefix}q_a_layernorm.weight", (own.query_rank,)
@@ -73,6 +73,8 @@ def _indexed(config: ModelConfig, own: IndexedAttention, prefix: str) -> Iterato
     yield f"{prefix}kv_a_layernorm.weight", (own.key_rank,)
     yield f"{prefix}kv_b_proj.weight", (heads * (own.plain_dim + own.value_dim), own.key_rank)
     yield f"{prefix}o_proj.weight", (hidden, heads * own.value_dim)
+    if own.selected is None:
+        return
     yield f"{prefix}indexer.wq_b.weight", (own.index_heads * own.index_dim, own.query_rank)
     yield f"{prefix}indexer.wk.weight", (own.index_dim, hidden)
     yield f"{prefix}indexer.k_norm.weight", (own.index_dim,)
@@ -110,11 +112,18 @@ def _mlp(config: ModelConfig, prefix: str, width: int, *, bias: bool) -> Iterato
 
 
 def _moe(config: ModelConfig, moe: MoEConfig, prefix: str) -> Iterator[NamedShape]:
-    yield f"{prefix}gate.weight", (moe.num_experts, config.hidden_size)
+    experts, hidden, width = moe.num_experts, config.hidden_size, moe.intermediate_size
+    yield from _linear(f"{prefix}{moe.router}", experts, hidden, bias=moe.clamped)
+    if moe.clamped:
+        yield f"{prefix}experts.gate_up_proj", (experts, hidden, 2 * width)
+        yield f"{prefix}experts.gate_up_proj_bias", (experts, 2 * width)
+        yield f"{prefix}experts.down_proj", (experts, width, hidden)
+        yield f"{prefix}experts.down_proj_bias", (experts, hidden)
+        return
     if moe.sigmoid:
-        yield f"{prefix}gate.e_score_correction_bias", (moe.num_experts,)
-    for expert in range(moe.num_experts):
-        yield from _mlp(config, f"{prefix}experts.{expert}.", moe.intermediate_size, bias=False)
+        yield f"{prefix}gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from _mlp(config, f"{prefix}experts.{expert}.", width, bias=False)
     if moe.shared_size:
         yield from _mlp(config, f"{prefix}shared_experts.", moe.shared_size, bias=False)
 

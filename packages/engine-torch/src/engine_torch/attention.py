@@ -391,6 +391,7 @@ _HARMLESS = frozenset(
         "is_causal",
         "cache_position",
         "output_attentions",
+        "output_hidden_states",
         "past_key_values",
         "return_dict",
         "output_router_logits",

@@ -29,6 +29,8 @@ log = logging.getLogger("engine_veomni")
 
 _LOGGER = "veomni"
 _VERBOSITY = "VEOMNI_VERBOSITY"
+# The function by which a module of models asks for the parallel state.
+_STATE = "get_parallel_state"
 # transformers has methods of these names, which VeOmni replaces.
 _LOGGER_METHODS = ("debug_once", "info_once", "warning_once")
 
@@ -130,11 +132,14 @@ def _find_slots(module: Any) -> dict[str, Any]:
 def bind_kernels(cls: Any, kernels: Mapping[str, str]) -> None:
     """Choose the kernels of a class's module, for all models of this process that have them.
 
+    An operator that ``kernels`` does not name is computed in plain PyTorch, which some classes want
+    to be told (gpt-oss).
+
     Raises:
         ConfigError: VeOmni has no such kernel for the family, or it cannot run here.
     """
     slots = _find_slots(sys.modules[cls.__module__])
-    for operator, kernel in kernels.items():
+    for operator, kernel in {**dict.fromkeys(slots, EAGER), **kernels}.items():
         slot = slots.get(operator)
         if slot is None:
             _refuse_without_slot(cls, operator, kernel)
@@ -163,6 +168,20 @@ def _refuse_without_slot(cls: Any, operator: str, kernel: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """VeOmni's parallel state as its models see it: each computes what its rank gives it.
+
+    VeOmni's own function refuses to answer in a process group that it has not set up. Some of its
+    models ask it whether to divide tokens over ranks, and whether to run the tower where a rank has
+    no images. Here engine-torch does both.
+    """
+
+    async_enabled: bool = False
+    fsdp_enabled: bool = False
+    sp_enabled: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
     """The settings that all engines of a process have in common."""
@@ -185,6 +204,7 @@ class Hold:
     _settings: _Settings | None = None
     _count = 0
     _bound: dict[str, Any] = {}  # noqa: RUF012 - shared by all, as VeOmni's variables are
+    _states: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, sizes: Mapping[str, int], kernels: Mapping[str, str]) -> None:
         wanted = _Settings(sizes=dict(sizes), kernels=dict(kernels))
@@ -209,8 +229,12 @@ class Hold:
         self._open = True
 
     def bind(self, cls: Any) -> None:
-        """Choose the kernels for a class's module (see ``bind_kernels``)."""
+        """Choose the kernels and the parallel state of a class's module (see ``bind_kernels``)."""
+        module = sys.modules[cls.__module__]
         Hold._bound[cls.__module__] = cls
+        if hasattr(module, _STATE):
+            Hold._states.setdefault(cls.__module__, getattr(module, _STATE))
+            setattr(module, _STATE, _Alone)
         bind_kernels(cls, self._kernels)
 
     def release(self) -> None:
@@ -227,6 +251,9 @@ class Hold:
             for cls in Hold._bound.values():
                 bind_kernels(cls, dict.fromkeys(self._kernels, EAGER))
             Hold._bound.clear()
+            for name, function in Hold._states.items():
+                setattr(sys.modules[name], _STATE, function)
+            Hold._states.clear()
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:
