@@ -41,7 +41,13 @@ FSDP = EnginePlugin(
     # use. Products of FP8 are CUDA's. The kernel of attention takes documents, and no tree of them.
     # The simulated device has no convolution, so no test has run a vision tower.
     capabilities=FSDP_ELSEWHERE.capabilities
-    - {Capability.COMPILE, Capability.FP8, Capability.SHARED_PREFIXES, Capability.VISION},
+    - {
+        Capability.COMPILE,
+        Capability.FP8,
+        Capability.SHARED_PREFIXES,
+        Capability.VISION,
+        Capability.VIDEO,
+    },
     options="engine_fsdp.options:SharedOptions",
     variants=FSDP_ELSEWHERE.variants,
     probe=probe_fsdp,

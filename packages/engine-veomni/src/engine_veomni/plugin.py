@@ -52,7 +52,13 @@ PLUGIN = EnginePlugin(
     # bfloat16. VeOmni has code of its own for routers, for vision towers and for the families with
     # mechanisms, which none has compared.
     capabilities=FSDP.capabilities
-    - {Capability.COMPILE, Capability.FP8, Capability.ROUTER_REPLAY, Capability.VISION}
+    - {
+        Capability.COMPILE,
+        Capability.FP8,
+        Capability.ROUTER_REPLAY,
+        Capability.VISION,
+        Capability.VIDEO,
+    }
     - MECHANISMS,
     options="engine_veomni.options:VeOmniOptions",
     # VeOmni keeps its kernels and its parallel state in global variables.
