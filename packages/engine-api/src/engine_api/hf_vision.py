@@ -30,6 +30,7 @@ __all__ = [
     "Run",
     "Vision",
     "build_arguments",
+    "build_media_arguments",
     "draw_image",
     "find_auto_class",
     "find_runs",
@@ -412,42 +413,54 @@ def build_arguments(
         ids: ``[n]`` ids of the document.
         media: its images, or None.
     """
-    import torch
-
     arguments = {"input_ids": ids[None]}
     if media is None:
         return arguments
-    pixels = media.pixels.to(ids.device)
     if vision.bidirectional:
         arguments["token_type_ids"] = (ids == vision.image_token).int()[None]
-    if not vision.has_grid:
-        return arguments | {"pixel_values": pixels}
-    grid = media.grid.to(ids.device)
-    arguments |= _divide(vision, ids, grid, media.seconds)
-    by_image: Sequence[torch.Tensor] = pixels.split(list(media.rows))  # pyright: ignore[reportUnknownVariableType]
-    for name, video in (("pixel_values", False), ("pixel_values_videos", True)):
-        own = [rows for rows, kind in zip(by_image, media.are_videos, strict=True) if kind == video]
-        if own:
-            arguments[name] = torch.cat(own)
+    shown = media.to(ids.device)
+    arguments |= build_media_arguments(vision, shown)
+    if vision.has_grid:
+        arguments |= _place(vision, ids, shown.grid, shown.seconds)
     return arguments
 
 
-def _divide(
+def build_media_arguments(vision: Vision, media: Media) -> dict[str, torch.Tensor]:
+    """Return the pixels and the grids of images and of videos by transformers' names."""
+    import torch
+
+    if not any(media.are_videos):
+        found = {"pixel_values": media.pixels}
+        return found | {"image_grid_thw": media.grid} if vision.has_grid else found
+    by_image: list[torch.Tensor] = list(media.pixels.split(list(media.rows)))  # pyright: ignore[reportUnknownArgumentType]
+    found: dict[str, torch.Tensor] = {}
+    for pixels, grid, kind in (
+        ("pixel_values", "image_grid_thw", False),
+        ("pixel_values_videos", "video_grid_thw", True),
+    ):
+        own = [image for image, is_video in enumerate(media.are_videos) if is_video == kind]
+        if own:
+            found[pixels] = torch.cat([by_image[image] for image in own])
+            found[grid] = media.grid[own]
+    return found
+
+
+def _place(
     vision: Vision, ids: torch.Tensor, grid: torch.Tensor, seconds: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments of transformers that tell a document's images from its videos."""
+    """Return the arguments of transformers that tell a document's positions."""
     types = (ids == vision.image_token).int()
     if seconds is None or vision.video_token is None:
         return {"mm_token_type_ids": types[None], "image_grid_thw": grid}
     types += 2 * (ids == vision.video_token).int()
-    are_videos = (seconds > 0).to(grid.device)
+    are_videos = seconds > 0
     found = {"mm_token_type_ids": types[None]}
     if not bool(are_videos.all()):
         found["image_grid_thw"] = grid[~are_videos]
     if bool(are_videos.any()):
         found["video_grid_thw"] = grid[are_videos]
         # Families that write the time as text take no notice of it.
-        found["second_per_grid_ts"] = seconds.to(grid.device)[are_videos]
+        found["second_per_grid_ts"] = seconds[are_videos]
     return found
 
 
@@ -460,7 +473,7 @@ def position_tokens(lm: Any, vision: Vision | None) -> Positions | None:
     def positions(
         ids: torch.Tensor, grid: torch.Tensor, seconds: torch.Tensor | None
     ) -> torch.Tensor:
-        found: torch.Tensor = of_model(ids[None], **_divide(vision, ids, grid, seconds))[0]
+        found: torch.Tensor = of_model(ids[None], **_place(vision, ids, grid, seconds))[0]
         return found[:, 0]
 
     return positions
