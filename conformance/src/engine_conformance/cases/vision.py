@@ -267,7 +267,7 @@ def moving_documents(*, by_frame: bool) -> list[PictureDocument]:
 @case(
     id="vision.video",
     since=SINCE,
-    requires=(Capability.VISION, Capability.VIDEO),
+    requires=(Capability.VIDEO, Capability.VISION),
     world=(1, 2),
     families=FAMILIES,
 )
