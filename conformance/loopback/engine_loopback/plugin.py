@@ -8,7 +8,7 @@ from engine_api.plugin import EnginePlugin, Row, Variant
 
 _DEVICES = ("cpu", "cuda")
 
-_ABSENT = MECHANISMS | {Capability.FP16, Capability.FP8, Capability.VISION}
+_ABSENT = MECHANISMS | {Capability.FP16, Capability.FP8, Capability.VISION, Capability.VIDEO}
 CAPABILITIES = frozenset(Capability) - _ABSENT
 
 PLUGIN = EnginePlugin(

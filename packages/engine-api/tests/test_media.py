@@ -27,6 +27,7 @@ from engine_api.rollout import PromptImages
 
 IMAGE = 90
 VISION = Vision(image_token=IMAGE, video_token=91, row_shape=(3,), merge=2)
+MOVING = replace(VISION, takes_videos=True)
 
 
 def document(*parts, first=0.0):
@@ -114,6 +115,87 @@ def test_fields_alone_are_left_out():
     with pytest.raises(BatchError, match="missing field") as caught:
         batch().keep_fields("absent")
     assert caught.value.field == "absent"
+
+
+def moving_batch():
+    """Return a batch of a video between two images, a document without any, and a video."""
+    first = document(1, (2, 2), 1, (2, 4), 1, (2, 2))
+    first["media"]["seconds"] = torch.tensor([0.0, 0.5, 0.0])
+    first["input_ids"][3:5] = [91, 91]
+    last = document(2, (2, 2), first=100.0)
+    last["media"] = {
+        "pixels": last["media"]["pixels"].repeat(2, 1),
+        "grid": torch.tensor([[2, 2, 2]]),
+        "seconds": torch.tensor([2.0]),
+    }
+    last["input_ids"][2:] = [91, 91]
+    last["loss_weight"] += [1.0]
+    return Batch.pack([first, document(2), last])
+
+
+def test_videos_keep_their_seconds_in_every_way():
+    moving = moving_batch()
+    MOVING.check(moving)
+    assert moving.media.are_videos == (False, True, False, True)
+    assert moving.media.seconds.tolist() == [0.0, 0.5, 0.0, 2.0]
+    assert moving.media.rows == (4, 8, 4, 8)
+    assert moving.select([2, 0]).media.seconds.tolist() == [2.0, 0.0, 0.5, 0.0]
+    assert moving.select([1]).media.are_videos == ()
+    joined = Batch.concat([batch(), moving, Batch.pack([document(2)])])
+    assert joined.media.seconds.tolist() == [0.0] * 3 + [0.0, 0.5, 0.0, 2.0]
+    MOVING.check(joined)
+    for travelled in (
+        pickle.loads(pickle.dumps(moving)),
+        decode(encode(moving)),
+        moving.to("cpu"),
+        moving.with_fields(extra=torch.zeros(moving.num_tokens)),
+    ):
+        assert torch.equal(travelled.media.seconds, moving.media.seconds)
+        assert travelled.media.are_videos == moving.media.are_videos
+        assert set(travelled.media.tensors) == {"pixels", "grid", "cu_images", "seconds"}
+    assert batch().to("cpu").media.seconds is None
+
+
+def test_patches_of_videos_fill_a_micro_batch():
+    moving = moving_batch()
+    budget = PixelBudget(rows=moving.media.rows_by_document, most=16)
+    assert least_bins(moving.lengths, 100, budget) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (torch.zeros(2), r"expected a float32 tensor \[3\]"),
+        (torch.zeros(3, dtype=torch.float64), "float32"),
+        (torch.tensor([0.0, -1.0, 0.0]), "got -1.0 for image 1"),
+        (torch.tensor([0.0, 1.0, float("nan")]), "got nan for image 2"),
+    ],
+)
+def test_seconds_that_fit_no_images_are_refused(seconds, message):
+    media = batch().media
+    with pytest.raises(BatchError, match=message) as caught:
+        replace(media, seconds=seconds)
+    assert caught.value.field == "media.seconds"
+
+
+def test_a_video_by_frame_has_a_run_for_each_row_in_time():
+    framed = replace(MOVING, by_frame=True)
+    ids = [5, 91, 91, 5, 91, 91]
+    shown = {"pixels": torch.zeros(16, 3), "grid": torch.tensor([[2, 2, 4]])}
+    shown["seconds"] = torch.tensor([1.0])
+    framed.check(Batch.pack([{"input_ids": ids, "media": shown}]))
+    with pytest.raises(BatchError, match="in 2 runs"):
+        MOVING.check(Batch.pack([{"input_ids": ids, "media": shown}]))
+    ids[3] = 91
+    with pytest.raises(BatchError, match="expected 2, one for each row in time"):
+        framed.check(Batch.pack([{"input_ids": ids, "media": shown}]))
+
+
+def test_a_video_is_refused_by_name_where_images_alone_are_taken():
+    with pytest.raises(UnsupportedCapability) as caught:
+        VISION.check(moving_batch())
+    assert caught.value.capability == "video"
+    assert caught.value.remedy
 
 
 def bad(**changes):

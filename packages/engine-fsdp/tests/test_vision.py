@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import IMAGE, PICTURED_TYPES, tiny_model, tiny_pictured_model
+from tiny_models import IMAGE, PICTURED_TYPES, VIDEO, tiny_model, tiny_pictured_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
@@ -25,7 +26,7 @@ from engine_api import (
 )
 from engine_api.distillation import Teaching
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
-from engine_api.hf_vision import FAMILIES, Vision
+from engine_api.hf_vision import FAMILIES, VIDEO_FAMILIES, Vision
 from engine_api.results import LossOutput, TokenOutputs
 from engine_fsdp.engine import FSDPEngine
 from engine_fsdp.plugin import PLUGIN
@@ -48,26 +49,44 @@ def make(folder: Path, model: dict[str, Any] | None = None, **config: Any) -> An
     return engine
 
 
-def document(vision: Vision, seed: int, *parts: int | tuple[int, int]) -> dict[str, Any]:
-    """Return a random document of numbers of text tokens, and images of patches in two sizes."""
+def document(
+    vision: Vision, seed: int, *parts: int | tuple[int, int] | tuple[int, int, int]
+) -> dict[str, Any]:
+    """Return a random document of numbers of text tokens, images of patches, and videos.
+
+    An image has its height and width, and a video its rows in time before them.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids: list[torch.Tensor] = []
     pixels: list[torch.Tensor] = []
     grids: list[list[int]] = []
+    seconds: list[float] = []
     for part in parts:
         if isinstance(part, int):
             ids.append(torch.randint(3, IMAGE, (part,), generator=generator))
             continue
-        grids.append([1, *part] if vision.has_grid else [1, 1, 1])
-        rows = grids[-1][1] * grids[-1][2]
+        is_video = len(part) == 3
+        grids.append([1, *part][-3:] if vision.has_grid else [1, 1, 1])
+        # At three frames a second, of which two are one row in time.
+        seconds.append(2 / 3 if is_video else 0.0)
+        rows = math.prod(grids[-1])
         pixels.append(torch.randn(rows, *vision.row_shape, generator=generator))
-        ids.append(torch.full((vision.count_features(grids[-1]),), IMAGE))
+        features = vision.count_features(grids[-1])
+        if not is_video:
+            ids.append(torch.full((features,), IMAGE))
+            continue
+        frames = grids[-1][0] if vision.by_frame else 1
+        for _ in range(frames):
+            ids.append(torch.randint(3, IMAGE, (2,), generator=generator))
+            ids.append(torch.full((features // frames,), VIDEO))
     tokens = torch.cat(ids)
     weight = torch.ones(len(tokens))
     weight[0] = 0.0
     found: dict[str, Any] = {"input_ids": tokens, "loss_weight": weight}
     if pixels:
         found["media"] = {"pixels": torch.cat(pixels), "grid": torch.tensor(grids)}
+        if any(seconds):
+            found["media"]["seconds"] = torch.tensor(seconds)
     return found
 
 
@@ -81,6 +100,16 @@ def documents(vision: Vision) -> list[dict[str, Any]]:
     ]
 
 
+def documents_with_videos(vision: Vision) -> list[dict[str, Any]]:
+    """Return documents with a video, with videos and images in either order, and with none."""
+    return [
+        document(vision, 11, 3, (3, 2, 4), 4),
+        document(vision, 12, 2, (4, 2), 3, (2, 2, 2), 2, (2, 4, 2)),
+        document(vision, 13, 7),
+        document(vision, 14, 1, (1, 4, 2), 2, (2, 2), 3),
+    ]
+
+
 def load_exact(folder: Path) -> Any:
     """Return transformers' own model in float64."""
     plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -91,9 +120,22 @@ def load_exact(folder: Path) -> Any:
 def distributions(model: Any, one: dict[str, Any], vision: Vision) -> torch.Tensor:
     """Return the log-probs ``[n - 1, V]`` from which a document's tokens are drawn."""
     ids = one["input_ids"]
-    types = (ids == IMAGE).int()[None]
+    types = ((ids == IMAGE) + 2 * (ids == VIDEO)).int()[None]
     arguments: dict[str, Any] = {}
-    if "media" in one:
+    if "media" in one and "seconds" in one["media"]:
+        media = one["media"]
+        is_video = media["seconds"] > 0
+        of_video = is_video.repeat_interleave(media["grid"].prod(-1))
+        arguments = {
+            "mm_token_type_ids": types,
+            "pixel_values_videos": media["pixels"][of_video].double(),
+            "video_grid_thw": media["grid"][is_video],
+            "second_per_grid_ts": media["seconds"][is_video],
+        }
+        if not is_video.all():
+            arguments["pixel_values"] = media["pixels"][~of_video].double()
+            arguments["image_grid_thw"] = media["grid"][~is_video]
+    elif "media" in one:
         arguments["pixel_values"] = one["media"]["pixels"].double()
         if vision.has_grid:
             arguments["image_grid_thw"] = one["media"]["grid"]
@@ -157,6 +199,88 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(tmp_path: Path, model_t
     assert set(load_file(folder / "model.safetensors")) == set(
         load_file(tmp_path / "saved" / "model.safetensors")
     )
+
+
+@pytest.mark.parametrize("model_type", VIDEO_FAMILIES)
+def test_videos_are_computed_as_each_document_alone(tmp_path: Path, model_type: str) -> None:
+    """Log-probs and the gradient of every weight, with images and text in the same pack."""
+    tiny_pictured_model(model_type).save_pretrained(tmp_path)
+    engine = make(tmp_path)
+    given = [*documents_with_videos(engine.vision), document(engine.vision, 1, 3, (4, 6), 5)]
+    want, gradients = expect(tmp_path, given, engine.vision)
+    batch = Batch.pack(given)
+    got = engine.infer_batch(batch).log_probs
+    torch.testing.assert_close(got.double(), want, atol=NEAR, rtol=0)
+    result = engine.forward_backward(batch, sft_loss)
+    assert result.num_micro_batches > 1
+    check_gradients(engine, gradients)
+    engine.close()
+
+
+@pytest.mark.parametrize("model_type", VIDEO_FAMILIES)
+def test_a_frozen_tower_shows_videos(tmp_path: Path, model_type: str) -> None:
+    tiny_pictured_model(model_type).save_pretrained(tmp_path)
+    engine = make(tmp_path, {"freeze": ["vision"]}, memory=Memory(max_tokens=1000))
+    given = documents_with_videos(engine.vision)
+    _, gradients = expect(tmp_path, given, engine.vision)
+    engine.forward_backward(Batch.pack(given), sft_loss)
+    tower = {name for name in gradients if ".visual." in name}
+    assert tower
+    check_gradients(engine, {n: one for n, one in gradients.items() if n not in tower})
+    engine.close()
+
+
+def test_the_time_between_frames_moves_the_positions_of_qwen2_5(tmp_path: Path) -> None:
+    """Two frames in 2/3 of a second lie 2 positions apart, and in 3 seconds 12."""
+    tiny_pictured_model("qwen2_5_vl").save_pretrained(tmp_path)
+    engine = make(tmp_path)
+    given = document(engine.vision, 11, 3, (3, 2, 4), 4)
+    fast = engine.infer_batch(Batch.pack([given])).log_probs
+    given["media"]["seconds"] = torch.tensor([3.0])
+    slow = engine.infer_batch(Batch.pack([given])).log_probs
+    want, _ = expect(tmp_path, [given], engine.vision)
+    torch.testing.assert_close(slow.double(), want, atol=NEAR, rtol=0)
+    assert float((slow - fast).abs().max()) > 100 * NEAR
+    engine.close()
+
+
+def test_videos_that_are_not_those_of_their_tokens_are_refused(folder: Path) -> None:
+    engine = make(folder)
+    good = document(engine.vision, 12, 2, (4, 2), 3, (2, 2, 2), 2)
+
+    def changed(**parts: Any) -> Batch:
+        return Batch.pack([good | {"media": good["media"] | parts}])
+
+    seconds = good["media"]["seconds"]
+    with pytest.raises(BatchError, match="has 2 images of 4 features, and 2 image tokens"):
+        engine.infer_batch(changed(seconds=torch.zeros(2)))
+    turned = {"pixels": good["media"]["pixels"].roll(8, 0), "grid": good["media"]["grid"][[1, 0]]}
+    with pytest.raises(BatchError, match="next comes a video"):
+        engine.infer_batch(changed(seconds=seconds[[1, 0]], **turned))
+    alone = {"input_ids": torch.tensor([1, VIDEO, 2]), "loss_weight": torch.ones(3)}
+    alone["loss_weight"][0] = 0
+    with pytest.raises(BatchError, match="document 0 has 0 videos of 0 features, and 1 video tok"):
+        engine.infer_batch(Batch.pack([alone]))
+    joined = torch.cat([torch.tensor([1]), torch.full((2,), VIDEO), torch.tensor([2])])
+    own = {name: good["media"][name][1:] for name in ("grid", "seconds")}
+    own["pixels"] = good["media"]["pixels"][8:]
+    one_run = {"input_ids": joined, "loss_weight": torch.tensor([0.0, 1, 1, 1]), "media": own}
+    with pytest.raises(BatchError, match="in 1 runs, expected 2, one for each row in time"):
+        engine.infer_batch(Batch.pack([one_run]))
+    engine.close()
+
+
+def test_an_engine_without_videos_refuses_them_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FSDPEngine, "capabilities", PLUGIN.capabilities - {"video"})
+    engine = make(folder)
+    given = documents_with_videos(engine.vision)
+    with pytest.raises(UnsupportedCapability) as caught:
+        engine.infer_batch(Batch.pack(given))
+    assert caught.value.capability == "video"
+    assert caught.value.remedy
+    engine.close()
 
 
 @pytest.mark.parametrize("model_type", PICTURED_TYPES)
@@ -324,8 +448,8 @@ def test_the_check_at_the_start_sees_an_image(
     """Features of the next token, as a wrong offset would give, are found before training."""
     take = vision_module._take
 
-    def shifted(features: Any, own: slice) -> Any:
-        taken = take(features, own)
+    def shifted(features: Any, own: slice, places: torch.Tensor | None) -> Any:
+        taken = take(features, own, places)
         if isinstance(taken, tuple):
             return tuple(part.roll(1, 0) for part in taken)
         return taken.roll(1, -2)

@@ -32,6 +32,7 @@ __all__ = [
     "apart_by_images",
     "ask_for",
     "mixed_prompts",
+    "moving_prompts",
     "picture_oracle",
     "pictured_model",
     "pictured_served",
@@ -75,6 +76,23 @@ def mixed_prompts() -> tuple[PicturedPrompt, ...]:
     )
 
 
+def moving_prompts() -> tuple[PicturedPrompt, ...]:
+    """Return prompts with a video, with videos and images, with an image, and with text alone.
+
+    The first two differ in the frames of their videos alone. The last but two ends in a video,
+    and another one in few tokens behind it.
+    """
+    return (
+        draw_prompt(11, 4, (3, 2, 4), 3),
+        draw_prompt(11, 4, (3, 2, 4), 3, pictures=21),
+        draw_prompt(12, 2, (2, 4), 2, (4, 2, 2), 1),
+        draw_prompt(13, 3, (2, 2, 2), 2, (4, 2), 2, (1, 4, 2), 4),
+        draw_prompt(14, 3, (4, 2, 4)),
+        draw_prompt(15, 4, (2, 4), 3),
+        draw_prompt(16, 6),
+    )
+
+
 def text_prompts() -> tuple[PicturedPrompt, ...]:
     """Return prompts without images."""
     return draw_prompt(6, 5), draw_prompt(7, 1), draw_prompt(8, 9)
@@ -113,9 +131,8 @@ def _scores(
     ids = torch.tensor([*prompt, *c.tokens])
     media = None if images is None else images.media
     with torch.no_grad():
-        logits = oracle.logits(
-            ids, None if media is None else media.pixels, None if media is None else media.grid
-        )[len(prompt) - 1 : -1]
+        shown = () if media is None else (media.pixels, media.grid, media.seconds)
+        logits = oracle.logits(ids, *(shown or (None, None)))[len(prompt) - 1 : -1]
     return (logits / (ask.sampling.temperature or 1.0)).log_softmax(-1)
 
 

@@ -34,11 +34,15 @@ from engine_conformance.cases._target import Setup, Target
 from engine_conformance.cases.mechanisms import MODELS
 from engine_conformance.cases.portable import GOLD
 from engine_conformance.cases.vision import FAMILIES as VISION_FAMILIES
-from engine_conformance.cases.vision import write_model
+from engine_conformance.cases.vision import moving_documents, write_model
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.environment import devices_of
 from engine_conformance.fixtures import PackedDocuments, packed_documents
-from engine_conformance.fixtures.pictures import write_losing_model
+from engine_conformance.fixtures.pictures import (
+    PictureDocument,
+    picture_batch,
+    write_losing_model,
+)
 
 BOTH = (LM, VALUE)
 _VOCABULARY = 64  # of the smallest fixture that is asked here
@@ -376,9 +380,32 @@ def probe_vision(target: Target) -> float:
     return _usable(target)
 
 
+def show(setup: Setup, documents: Sequence[PictureDocument]) -> dict[str, RefusalReply]:
+    """Return the reply to inference on documents with videos."""
+    with opened(setup) as engine:
+        batch = picture_batch(documents, setup.device)
+        return {"a batch with a video": reply_to(lambda: engine.infer_batch(batch))}
+
+
+def probe_video(target: Target) -> float:
+    """Require that a video is refused by name, or the model that would see it.
+
+    If this fails: the frames are seen as images, or an error comes from the model's own code.
+    """
+    model = write_model(target)
+    if Capability.VISION not in target.capabilities:
+        _require_model_refused(target, Capability.VISION, model, VISION_FAMILIES[0])
+    else:
+        documents = moving_documents(by_frame=True)
+        replies = target.run(show, target.config(model), documents=documents)[0]
+        _require_refusals(Capability.VIDEO, replies)
+    return _usable(target)
+
+
 _OWN: dict[Capability, Callable[[Target], float | None]] = {
     **{one: partial(probe_mechanism, capability=one) for one in MODELS},
     Capability.VISION: probe_vision,
+    Capability.VIDEO: probe_video,
     Capability.MOE: probe_moe,
     Capability.DP: probe_dp,
     Capability.VALUE_HEAD: probe_value_head,
@@ -387,6 +414,7 @@ _OWN: dict[Capability, Callable[[Target], float | None]] = {
 _OTHER_WAYS = {
     **{one: f"a model that asks for it ({model['family']})" for one, model in MODELS.items()},
     Capability.VISION: f"a model that asks for it ({VISION_FAMILIES[0]}), and model.freeze",
+    Capability.VIDEO: "a batch with a video, or the model that takes one,",
     Capability.MOE: "a qwen3_moe model",
     Capability.DP: "a world of two ranks",
     Capability.VALUE_HEAD: "a value model",
@@ -399,6 +427,7 @@ _SINCE_1_4 = MECHANISMS | {
     Capability.SHARED_PREFIXES,
     Capability.DISTILLATION,
     Capability.VISION,
+    Capability.VIDEO,
     Capability.PARAMETER_GROUPS,
 }
 
@@ -430,11 +459,12 @@ def _probe(capability: Capability) -> None:
     families = ("qwen3",) if capability is Capability.PORTABLE_CHECKPOINT else ()
     if capability in MODELS:
         families = (MODELS[capability]["family"],)
-    if capability is Capability.VISION:
+    pictured = capability in (Capability.VISION, Capability.VIDEO)
+    if pictured:
         families = VISION_FAMILIES
     name = f"refusal.{capability}"
     since = "1.4" if capability in _SINCE_1_4 else "1.0"
-    kinds = (LM,) if capability in MODELS or capability is Capability.VISION else BOTH
+    kinds = (LM,) if capability in MODELS or pictured else BOTH
     case(id=name, since=since, probes=capability, world=(1,), model_types=kinds, families=families)(
         probe
     )

@@ -24,6 +24,7 @@ from engine_conformance.cases._pictured import (
     apart_by_images,
     ask_for,
     mixed_prompts,
+    moving_prompts,
     picture_oracle,
     pictured_model,
     pictured_served,
@@ -121,6 +122,40 @@ def images(target: Target) -> float:
         f"the fixture's images matter too little: {differ}"
     )
     return max(margins)
+
+
+@case(
+    id="rollout.videos",
+    since=SINCE,
+    requires=(Capability.VIDEO, Capability.VISION),
+    world=(1,),
+    profile="rollout",
+)
+def videos(target: Target) -> float:
+    """Completions MUST be of each prompt's own videos, and go on at the positions of its text.
+
+    Prompts with videos, images and text stand in one call, and come again one at a time. Some end
+    in a video, or in few tokens behind it: the video's last position, which counts its seconds, is
+    then above that of the next token.
+
+    If this fails: frames are left out or taken for images, their seconds are not counted, or a
+    completion goes on behind the largest position of its prompt (as transformers' `generate` and
+    vLLM count it), where the engine that is trained on it does not.
+    """
+    model = pictured_model(target)
+    prompts = moving_prompts()
+    asks = {
+        "a mixture": ask_for(prompts, sampled(n=2)),
+        "greedy": ask_for(prompts, GREEDY),
+        "another order": ask_for(prompts[::-1], sampled(temperature=0.7)),
+        **{f"prompt {i} alone": ask_for([one], sampled()) for i, one in enumerate(prompts[:5])},
+    }
+    got = replies(target, model, [Sync(folder=model, version=1), *asks.values()])
+    worked(got[0], model.name)
+    return max(
+        pictured_served(target, reply, model, where, version=1)
+        for where, reply in zip(asks, got[1:], strict=True)
+    )
 
 
 @case(id="rollout.image_tokens", since=SINCE, requires=_VISION, world=(1,), profile="rollout")

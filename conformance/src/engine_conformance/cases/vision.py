@@ -1,8 +1,8 @@
 """Vision-language models: images of packed documents, their positions, and their tower's gradients.
 
-The model is a tiny Qwen3-VL, and once InternVL, which transformers writes, and computes in float64
-one document at a time. An engine that does not declare `vision` refuses it by that name
-(`refusal.vision`).
+The model is a tiny Qwen3-VL, and once InternVL or Qwen2.5-VL, which transformers writes, and
+computes in float64 one document at a time. An engine that does not declare `vision` refuses it by
+that name (`refusal.vision`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ from engine_conformance.fixtures.pictures import (
     IMAGE,
     LAYERS,
     VIDEO,
+    Part,
     PictureDocument,
     PictureOracle,
     draw_document,
     draw_whole_document,
     picture_batch,
+    write_moving_model,
     write_picture_model,
     write_whole_model,
 )
@@ -249,6 +251,53 @@ def mixed(target: Target) -> float:
         _holds(target, ending_documents(), Memory()),
     ]
     return max(margins)
+
+
+def moving_documents(*, by_frame: bool) -> list[PictureDocument]:
+    """Return documents with a video, with videos around an image, with an image, and with text."""
+    drawn: list[tuple[Part, ...]] = [
+        (3, (3, 2, 4), 4),
+        (2, (2, 2, 2), 2, (2, 4), 2, (1, 4, 2), 3),
+        (2, (4, 2), 3),
+        (7,),
+    ]
+    return [draw_document(40 + i, *parts, by_frame=by_frame) for i, parts in enumerate(drawn)]
+
+
+@case(
+    id="vision.video",
+    since=SINCE,
+    requires=(Capability.VIDEO, Capability.VISION),
+    world=(1, 2),
+    families=FAMILIES,
+)
+def video(target: Target) -> float:
+    """Log-probs and gradients MUST be those of each document alone, with its videos and images.
+
+    Videos, an image between two of them, and text are packed together. Qwen3-VL has text before
+    each row in time of a video. Qwen2.5-VL has none, and positions that count the seconds of a
+    video, unless the engine refuses that family.
+
+    If this fails: the features of a video reach the tokens of an image, the frames of a video are
+    taken for images, or their places in time are counted and not their seconds.
+    """
+    margin = _holds(target, moving_documents(by_frame=True), _TOGETHER)
+    if not target.builds("qwen2_5_vl"):
+        return margin
+    model = write_model(target, write_moving_model)
+    config = _configure(target, model, _TOGETHER)
+    errors: list[EngineError | None] = target.run(build, config)
+    if any(errors):
+        raised_everywhere("Qwen2.5-VL", errors, UnsupportedCapability)
+        return margin
+    documents = moving_documents(by_frame=False)
+    ranks: list[Seen] = target.run(see, config, documents=documents)
+    oracle = picture_oracle(str(model))
+    return max(
+        margin,
+        _log_probs_match(target, oracle, documents, ranks),
+        _gradients_match(target, oracle, documents, ranks),
+    )
 
 
 @case(id="vision.some_ranks", since=SINCE, requires=_VISION, world=(2, 4), families=FAMILIES)
@@ -481,7 +530,7 @@ def bad_documents() -> dict[str, PictureDocument]:
         "an image without tokens": replace(
             draw_document(12, 9), pixels=good.pixels, grid=good.grid
         ),
-        "a token of a video": _with_ids(good, _replaced(1, VIDEO)),
+        "a token of a video without one": _with_ids(good, _replaced(1, VIDEO)),
         "a grid that does not merge": replace(
             good, pixels=good.pixels[:12], grid=torch.tensor([[1, 3, 4]])
         ),

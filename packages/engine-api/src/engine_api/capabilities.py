@@ -50,6 +50,7 @@ class Capability(StrEnum):
     LINEAR_ATTENTION = "linear_attention"
     SPARSE_ATTENTION = "sparse_attention"
     VISION = "vision"
+    VIDEO = "video"
     PARAMETER_GROUPS = "parameter_groups"
 
 

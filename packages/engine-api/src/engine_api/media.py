@@ -1,7 +1,8 @@
-"""Images of packed documents, ragged by document.
+"""Images and videos of packed documents, ragged by document.
 
 An image is a number of rows. A row is a patch, or a whole image (a tile, a crop) of the tower's own
 size, as the model takes them. ``grid`` says how many rows an image has in time, height and width.
+A video counts as an image with a duration: ``seconds`` says how far apart its rows in time are.
 """
 
 # torch's own annotations are partial.
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["MEDIA", "Media"]
 
 MEDIA = "media"
-_PARTS = ("pixels", "grid")
-_REMEDY = "give what the model's processor returns: pixels and, for patches, the grid of each image"
+_PARTS = ("pixels", "grid", "seconds")
+_REMEDY = (
+    "give what the model's processor returns: pixels, for patches the grid of each image, and with "
+    "videos the seconds between their rows in time"
+)
 
 
 @register
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
-    """The images of a batch's documents, in the order of the documents and of their tokens.
+    """The images and videos of a batch, in the order of the documents and of their tokens.
 
     Attributes:
         pixels: ``[R, …]`` floating, the rows of all images one after another.
@@ -40,6 +44,8 @@ class Media:
             has the product. ``(1, 1, 1)`` is an image of one row.
         cu_images: ``[D+1]`` int64, numbers of the first image of each document,
             ``0 = c0 ≤ c1 ≤ … ≤ cD = N``.
+        seconds: ``[N]`` float32, for a video the seconds between two of its rows in time, and 0 for
+            an image; None without videos.
 
     Raises:
         BatchError: when the parts do not fit each other; it names the part and the index in it.
@@ -48,6 +54,7 @@ class Media:
     pixels: torch.Tensor
     grid: torch.Tensor
     cu_images: torch.Tensor
+    seconds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.tensors.items():
@@ -55,6 +62,7 @@ class Media:
         _check_pixels(self.pixels)
         _check_grid(self.grid)
         _check_images(self.cu_images, len(self.grid))
+        _check_seconds(self.seconds, len(self.grid))
         rows = sum(self.rows)
         if rows != len(self.pixels):
             raise BatchError(
@@ -86,12 +94,21 @@ class Media:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name."""
-        return {"pixels": self.pixels, "grid": self.grid, "cu_images": self.cu_images}
+        found = {"pixels": self.pixels, "grid": self.grid, "cu_images": self.cu_images}
+        return found if self.seconds is None else found | {"seconds": self.seconds}
 
     @property
     def num_images(self) -> int:
-        """The number of images N."""
+        """The number of images and videos N."""
         return int(self.grid.shape[0])
+
+    @cached_property
+    def are_videos(self) -> tuple[bool, ...]:
+        """Whether each image is a video."""
+        if self.seconds is None:
+            return (False,) * self.num_images
+        found: list[bool] = (self.seconds > 0).tolist()  # pyright: ignore[reportUnknownVariableType]
+        return tuple(found)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -124,10 +141,12 @@ class Media:
             parts = self.pixels.split(list(self.rows))  # pyright: ignore[reportUnknownVariableType]
         counts = [len(self.images_of(document)) for document in documents]
         device = self.pixels.device
+        index = torch.tensor(images, dtype=torch.int64, device=device)
         return Media(
             pixels=torch.cat([parts[i] for i in images]) if images else self.pixels[:0],
-            grid=self.grid[torch.tensor(images, dtype=torch.int64, device=device)],
+            grid=self.grid[index],
             cu_images=torch.tensor([0, *counts], device=device).cumsum(0),
+            seconds=None if self.seconds is None else self.seconds[index],
         )
 
     def to(self, device: Any) -> Media:
@@ -136,6 +155,9 @@ class Media:
         copy = object.__new__(Media)
         for name, value in self.tensors.items():
             object.__setattr__(copy, name, value.to(device, non_blocking=True))
+        if self.seconds is None:
+            object.__setattr__(copy, "seconds", None)
+        copy.__dict__["are_videos"] = self.are_videos
         copy.__dict__["rows"] = self.rows
         copy.__dict__["bounds"] = self.bounds
         return copy
@@ -164,10 +186,16 @@ class Media:
             return Media.none(documents, parts[0].pixels.device if parts else "cpu")
         counts = [b - a for part in parts for a, b in pairwise(part.bounds)]
         device = given[0].pixels.device
+        seconds = None
+        if any(part.seconds is not None for part in given):
+            still = [part.grid.new_zeros(part.num_images, dtype=torch.float32) for part in given]
+            pairs = zip(given, still, strict=True)
+            seconds = torch.cat([none if p.seconds is None else p.seconds for p, none in pairs])
         return Media(
             pixels=torch.cat([part.pixels for part in given]),
             grid=torch.cat([part.grid for part in given]),
             cu_images=torch.tensor([0, *counts], device=device).cumsum(0),
+            seconds=seconds,
         )
 
     @staticmethod
@@ -175,8 +203,8 @@ class Media:
         """Pack the images of documents, or return None where no document has any.
 
         Args:
-            documents: by document None, or ``pixels`` ``[R, …]`` and ``grid`` ``[N, 3]``. Without
-                ``grid`` each row of ``pixels`` is an image.
+            documents: by document None, or ``pixels`` ``[R, …]``, ``grid`` ``[N, 3]`` and with
+                videos ``seconds`` ``[N]``. Without ``grid`` each row of ``pixels`` is an image.
 
         Raises:
             BatchError: the images of a document cannot be used; ``index`` is the document's.
@@ -200,7 +228,8 @@ def _of_document(index: int, given: object) -> Media:
         got = kind if values is None else f"the keys {sorted(map(str, values))}"
         raise BatchError(
             MEDIA,
-            f"expected None, or a mapping with pixels and, for patches, grid, got {got}",
+            "expected None, or a mapping with pixels, for patches grid, and with videos seconds, "
+            f"got {got}",
             index=index,
             remedy=_REMEDY,
         )
@@ -223,7 +252,13 @@ def _of_document(index: int, given: object) -> Media:
         grid = torch.ones(len(pixels) if pixels.dim() else 0, 3, dtype=torch.int64)
     try:
         ends = torch.tensor([0, len(grid) if grid.dim() else 0], device=grid.device)
-        return Media(pixels=pixels, grid=grid.to(pixels.device), cu_images=ends.to(pixels.device))
+        seconds = tensors.get("seconds")
+        return Media(
+            pixels=pixels,
+            grid=grid.to(pixels.device),
+            cu_images=ends.to(pixels.device),
+            seconds=None if seconds is None else seconds.to(pixels.device),
+        )
     except BatchError as error:
         raise BatchError(
             error.field, f"document {index}: {error.what}", index=index, remedy=error.remedy
@@ -276,6 +311,30 @@ def _check_images(value: torch.Tensor, images: int) -> None:
             "media.cu_images",
             f"expected int64 numbers that rise from 0 to {images}, the number of images, got {got}",
             remedy="give the number of images before each document, and that of all at the end",
+        )
+
+
+def _check_seconds(value: torch.Tensor | None, images: int) -> None:
+    """Raise ``BatchError`` unless ``value`` has a number of at least 0 for each image."""
+    import torch
+
+    if value is None:
+        return
+    if value.dtype != torch.float32 or tuple(value.shape) != (images,):
+        raise BatchError(
+            "media.seconds",
+            f"expected a float32 tensor [{images}], one number for each image or video, "
+            f"got {_describe(value)}",
+            remedy=_REMEDY,
+        )
+    bad = (~(value.isfinite() & (value >= 0))).nonzero()
+    if bad.numel():
+        at = int(bad[0])
+        raise BatchError(
+            "media.seconds",
+            f"expected 0 for an image and more for a video, got {float(value[at])} for image {at}",
+            index=at,
+            remedy=_REMEDY,
         )
 
 

@@ -51,6 +51,7 @@ PLUGIN = EnginePlugin(
             Capability.DISTILLATION,
             Capability.PARAMETER_GROUPS,
             Capability.VISION,
+            Capability.VIDEO,
             *MECHANISMS,
             *([Capability.FP8] if has_torchao() else []),
         }

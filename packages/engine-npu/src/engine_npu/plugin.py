@@ -48,6 +48,7 @@ FSDP = EnginePlugin(
         Capability.FP8,
         Capability.SHARED_PREFIXES,
         Capability.VISION,
+        Capability.VIDEO,
     },
     options="engine_fsdp.options:SharedOptions",
     variants=FSDP_ELSEWHERE.variants,

@@ -175,12 +175,15 @@ def _position_images(batch: Batch, positions: Tensor, positions_of: Positions) -
         return whole
     ids = batch.input_ids.cpu()
     grid = media.grid.cpu()
+    seconds = None if media.seconds is None else media.seconds.cpu()
     for document, (start, end) in enumerate(
         zip(batch.boundaries, batch.boundaries[1:], strict=False)
     ):
         own = media.images_of(document)
         if own:
-            whole[1:, start:end] = positions_of(ids[start:end], grid[own.start : own.stop])
+            shown = slice(own.start, own.stop)
+            times = None if seconds is None else seconds[shown]
+            whole[1:, start:end] = positions_of(ids[start:end], grid[shown], times)
     return whole
 
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
@@ -197,7 +198,7 @@ class PackedModel(nn.Module):
         trained = any(p.requires_grad for part in tower_of(self.lm) for p in part.parameters())
         features = compute_features(self.lm, self.vision, inputs.images, trained=trained)
         with replace_tower(self.lm, features):
-            yield {"pixel_values": inputs.images.pixels}
+            yield inputs.images.arguments
 
     def outputs(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float
@@ -355,7 +356,7 @@ def build_model(
     """
     folder = fetch(config.model)
     hf_config = read_config(folder, config, kind, classes, served)
-    vision = read_vision(hf_config, classes.engine)
+    vision = read_vision(hf_config, classes.engine, videos=Capability.VIDEO in served)
     _refuse_tower(config, vision)
     _refuse_shared(config, vision)
     cls = classes.find(hf_config, kind)

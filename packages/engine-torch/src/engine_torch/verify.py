@@ -98,7 +98,7 @@ def _draw_documents(engine: Any, lengths: list[int], shared: int) -> list[dict[s
     vision = engine.vision
     if vision is None:
         return [{"input_ids": ids} for ids in documents]
-    special = [t for t in (vision.image_token, vision.video_token) if t is not None]
+    special = vision.tokens
     plain = next(i for i in range(engine.vocab_size) if i not in special)
     for ids in documents:
         ids[torch.isin(ids, torch.tensor(special))] = plain

@@ -12,7 +12,8 @@ whose features is used. All ranks then gather the tower's weights and reduce its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -45,6 +46,9 @@ __all__ = [
 _BY_IMAGE = "engine_torch_flash_by_image"
 
 _TEXT = "language_model"
+# The methods by which a family's forward pass asks for features.
+_IMAGES = "get_image_features"
+_VIDEOS = "get_video_features"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,12 +58,21 @@ class PackedImages:
     Attributes:
         pixels: ``[R, …]`` in the dtype of the computation.
         grid: ``[N, 3]`` int64, rows of each image in time, height and width.
-        own: the features that stand for image tokens of this rank.
+        own: the features that stand for image tokens or video tokens of this rank.
+        are_videos: of these features whether each stands for a video token, on the host; None
+            where the micro-batch has no video.
     """
 
     pixels: Tensor
     grid: Tensor
     own: slice
+    are_videos: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """The arguments by which the model's forward pass asks for features."""
+        found = {"pixel_values": self.pixels}
+        return found if self.are_videos is None else found | {"pixel_values_videos": self.pixels}
 
 
 def tower_of(lm: Any) -> list[nn.Module]:
@@ -82,15 +95,18 @@ def pack_images(
     media = batch.media
     if media is None:
         return None
-    at = (batch.input_ids == vision.image_token).cpu().nonzero()[:, 0]
+    ids = batch.input_ids.cpu()
+    at = torch.isin(ids, torch.tensor(vision.tokens)).nonzero()[:, 0]
     before = int((at < mine[0]).sum())
-    own = int(((at >= mine[0]) & (at <= mine[-1])).sum())
+    own = slice(before, before + int(((at >= mine[0]) & (at <= mine[-1])).sum()))
+    are_videos = ids[at[own]] == vision.video_token if any(media.are_videos) else None
     if not media.num_images:
         media = _blank(vision)
     return PackedImages(
         pixels=media.pixels.to(device, dtype, non_blocking=True),
         grid=media.grid.to(device, non_blocking=True),
-        own=slice(before, before + own),
+        own=own,
+        are_videos=are_videos,
     )
 
 
@@ -230,10 +246,13 @@ def _embed_patches(self: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Tensor:
     return functional.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
-def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: bool) -> Any:
-    """Return the output of the tower, with the features of this rank's tokens.
+def compute_features(
+    lm: Any, vision: Vision, images: PackedImages, *, trained: bool
+) -> dict[str, Any]:
+    """Return the output of the tower for images and for videos, with this rank's features.
 
-    The family's forward pass takes it inside ``replace_tower``.
+    The tower computes both at once, and takes no notice of which is which. The family's forward
+    pass takes the outputs, by the name of the method that it asks, inside ``replace_tower``.
 
     Args:
         lm: the vision-language model.
@@ -246,28 +265,46 @@ def compute_features(lm: Any, vision: Vision, images: PackedImages, *, trained: 
         arguments["image_grid_thw"] = images.grid
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         output = lm.base_model.get_image_features(**arguments, return_dict=True)
-    output.pooler_output = _take(output.pooler_output, images.own)
+    if images.are_videos is None:
+        return {_IMAGES: _select(output, images.own, None)}
+    places = images.are_videos
+    return {
+        name: _select(output, images.own, chosen.nonzero()[:, 0].to(images.pixels.device))
+        for name, chosen in ((_IMAGES, ~places), (_VIDEOS, places))
+    }
+
+
+def _select(output: Any, own: slice, places: Tensor | None) -> Any:
+    """Return a tower's output with some of this rank's features, or with all of them (None)."""
+    found = copy.copy(output)
+    found.pooler_output = _take(output.pooler_output, own, places)
     layers = getattr(output, "deepstack_features", None)
     if layers is not None:
-        output.deepstack_features = [_take(layer, images.own) for layer in layers]
-    return output
+        found.deepstack_features = [_take(layer, own, places) for layer in layers]
+    return found
 
 
 @contextmanager
-def replace_tower(lm: Any, features: Any) -> Iterator[None]:
+def replace_tower(lm: Any, features: Mapping[str, Any]) -> Iterator[None]:
     """Let the model's forward pass take features that were computed, wherever it asks its tower.
 
     The argument of transformers for it (``mm_encoder_outputs``) came with 5.18.
     """
     model = lm.base_model
-    model.get_image_features = lambda *_args, **_options: features
+    for name, output in features.items():
+        setattr(model, name, _answer(output))
     try:
         yield
     finally:
-        del model.get_image_features
+        for name in features:
+            delattr(model, name)
 
 
-def _take(features: Any, own: slice) -> Any:
+def _answer(output: Any) -> Callable[..., Any]:
+    return lambda *_args, **_options: output
+
+
+def _take(features: Any, own: slice, places: Tensor | None) -> Any:
     """Return some of the features of all images, in the form in which they came.
 
     They are one tensor ``[n, d]`` for each image, one ``[N, n, d]`` of images of one size, or one
@@ -275,4 +312,5 @@ def _take(features: Any, own: slice) -> Any:
     """
     if isinstance(features, Tensor):
         return features[own] if features.ndim == 2 else features.flatten(0, 1)[own][None]
-    return (torch.cat(list(features))[own],)
+    taken = torch.cat(list(features))[own]
+    return (taken if places is None else taken[places],)

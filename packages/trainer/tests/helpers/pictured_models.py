@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from tiny_models import tiny_pictured_model
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 """Text that Qwen's template writes for an image."""
+VIDEO_PLACE = "<|vision_start|><|video_pad|><|vision_end|>"
+"""Text that Qwen's template writes for a video."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class _Family:
     settings: Mapping[str, Any]
     also: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Content of processor_config.json."""
+    video_processor: str = ""
+    """Class of the processor of videos, which has the same settings."""
 
 
 _QWEN = _Family(
@@ -61,13 +65,16 @@ _QWEN = _Family(
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 64, "longest_edge": 1024},
     },
+    video_processor="Qwen2VLVideoProcessor",
 )
+# Its processor of videos counts the pixels of all frames together.
+_QWEN3 = replace(_QWEN, video_processor="Qwen3VLVideoProcessor")
 _TILE = {"size": {"height": 16, "width": 16}}
 _FAMILIES = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "gemma3": _Family(
         tokens={"boi_token": "<soi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
         ids={
@@ -117,7 +124,7 @@ def save_pictured_model(
 
     family = _FAMILIES[model_type]
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens.values())})
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", family.place)
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", family.place).replace("VIDEO", VIDEO_PLACE)
     number = tokenizer.convert_tokens_to_ids
     tiny_pictured_model(
         model_type,
@@ -131,6 +138,10 @@ def save_pictured_model(
     names = {"extra_special_tokens": family.tokens, "model_specific_special_tokens": family.tokens}
     file.write_text(json.dumps(json.loads(file.read_text()) | names))
     getattr(transformers, family.processor)(**family.settings).save_pretrained(folder)
+    if family.video_processor:
+        # Written without its class, which needs torchvision.
+        of_videos = {"video_processor_type": family.video_processor, **family.settings}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     if family.also:
         (folder / "processor_config.json").write_text(json.dumps(dict(family.also)))
     return folder

@@ -232,6 +232,29 @@ class PositionsOfText(_ChangesInputs):
         return replace(made, positions=flat, deltas=None)
 
 
+class GoesOnBehindTheVideo(_ChangesInputs):
+    """A completion goes on behind the largest position of its prompt, as transformers counts it."""
+
+    def _changed(self, made: Prefill) -> Prefill:
+        assert made.positions is not None
+        assert made.deltas is not None
+        above = made.positions.amax((0, 2)) - made.positions[0, :, -1]
+        return replace(made, deltas=made.deltas + above)
+
+
+class ForgetsSeconds(_Changes):
+    """The rows in time of a video lie one position apart."""
+
+    def _change(self, prompts: Prompts, images: Images) -> tuple[Prompts, Images]:
+        return prompts, [one if one is None else self._counted(one) for one in images]
+
+    def _counted(self, images: PromptImages) -> PromptImages:
+        seconds = images.media.seconds
+        if seconds is None:
+            return images
+        return replace(images, media=replace(images.media, seconds=seconds.sign() / 4))
+
+
 class _Bans(LocalRollout):
     """A rollout that leaves out other tokens than those of images and videos."""
 

@@ -13,7 +13,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.hf_folder import read_saved_tensors
 from engine_api.hf_names import pieces_of, saved_buffers
-from engine_api.hf_vision import build_arguments, read_vision
+from engine_api.hf_vision import VIDEO_FAMILIES, build_arguments, read_vision
 from engine_api.media import Media
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import PromptImages, SamplingParams, VisionRollout
@@ -52,20 +52,31 @@ class Served:
             for piece in pieces:
                 yield piece.name, piece.view(memory[name].data).float().clone()
 
+    def draw_videos(self):
+        """Return prompts with a video, with an image and two videos, and with none."""
+        shapes = [(3, 2, 2)], [(2, 2, 4), (2, 2), (1, 2, 2)], []
+        return [self.draw(seed, some) for seed, some in enumerate(shapes, start=5)]
+
     def draw(self, seed, shapes):
-        """Return a prompt with images of these heights and widths in patches."""
+        """Return a prompt with images of these heights and widths in patches.
+
+        A video has its rows in time before them.
+        """
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, 50, (3 + seed,), generator=generator).tolist()
-        grids = [[1, *shape] if self.vision.has_grid else [1, 1, 1] for shape in shapes]
+        grids = [[1, *shape][-3:] if self.vision.has_grid else [1, 1, 1] for shape in shapes]
         rows = sum(a * b * c for a, b, c in grids)
-        for grid in grids:
-            ids += [IMAGE] * self.vision.count_features(grid) + [7 + seed, 9]
+        seconds = [2 / 3 if len(shape) == 3 else 0.0 for shape in shapes]
+        for grid, time in zip(grids, seconds, strict=True):
+            for run in self.vision.list_runs(grid, video=time > 0):
+                ids += [VIDEO if time else IMAGE] * run + [7 + seed, 9]
         if not shapes:
             return ids, None
         media = Media(
             pixels=torch.rand(rows, *self.vision.row_shape, generator=generator) * 2 - 1,
             grid=torch.tensor(grids),
             cu_images=torch.tensor([0, len(grids)]),
+            seconds=torch.tensor(seconds) if any(seconds) else None,
         )
         return ids, PromptImages(media=media, placeholders=ids, pictures=())
 
@@ -164,6 +175,27 @@ def test_completions_do_not_depend_on_the_batch(qwen):
     assert as_rows(together) == apart
 
 
+@pytest.mark.parametrize("served", [f for f in FAMILIES if f in VIDEO_FAMILIES], indirect=True)
+def test_videos_are_generated_behind(served):
+    """Log-probs of videos, images and text in one padded batch are those of a full forward."""
+    drawn = served.draw_videos()
+    prompts, images = (
+        [*own, *more]
+        for own, more in (
+            (served.prompts, [prompt for prompt, _ in drawn]),
+            (served.images, [one for _, one in drawn]),
+        )
+    )
+    completions = served.rollout.generate(prompts, params(n=2), images=images)
+    for one in completions:
+        index = one.prompt_index
+        want = served.score(prompts[index], images[index], one.tokens)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs, dtype=torch.float64), want, atol=1e-4, rtol=0
+        )
+        assert not {IMAGE, VIDEO} & set(one.tokens)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -175,7 +207,7 @@ def test_completions_do_not_depend_on_the_batch(qwen):
         ),
         (
             lambda prompts, images: ([prompts[0], [VIDEO, 5], *prompts[2:]], images),
-            "prompt 1 has a token of a video",
+            "prompt 1 has 0 videos of 0 features, and 1 video tokens",
         ),
     ],
 )

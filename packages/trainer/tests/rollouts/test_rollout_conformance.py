@@ -55,6 +55,8 @@ OF_IMAGES = {
     "TakesImagesWithoutTower": ("rollout.bad_images", f"without a tower: {_NOT_REFUSED}"),
     "CountsPlaceholders": ("rollout.bad_images", f"too long: {_NOT_REFUSED}"),
     "RaisesOwnErrors": ("rollout.bad_images", "RolloutError expected, got:"),
+    "GoesOnBehindTheVideo": ("rollout.videos", "log_probs (a mixture"),
+    "ForgetsSeconds": ("rollout.videos", "log_probs (a mixture"),
 }
 # Those of the same file that do not declare it.
 UNDECLARED = {
@@ -78,7 +80,7 @@ def plugin(name, module, classes, *capabilities):
 
 PICTURED = "pictured_rollouts_with_defects"
 OF_TEXT = plugin("of-text", "rollouts_with_defects", {list(OF_TEXT)})
-OF_IMAGES = plugin("of-images", PICTURED, {list(OF_IMAGES)}, Capability.VISION)
+OF_IMAGES = plugin("of-images", PICTURED, {list(OF_IMAGES)}, Capability.VISION, Capability.VIDEO)
 UNDECLARED = plugin("undeclared", PICTURED, {[*UNDECLARED, RIGHT]})
 """
 CASES = [one for one in load_cases().values() if one.profile == "rollout"]

@@ -280,7 +280,7 @@ def _wrong_rows(config: KTOConfig) -> Iterator[Refusal]:
         config.data,
         "labelled rows",
         "prompt, completion and label in data.source",
-        ("answer", "images"),
+        ("answer", "images", "videos"),
     )
 
 
@@ -297,7 +297,7 @@ def _wrong_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> Iter
         config.data,
         "pairs",
         "chosen and rejected in data.source",
-        ("messages", "response", "answer", "images"),
+        ("messages", "response", "answer", "images", "videos"),
         remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the "
         "first",
     )
@@ -357,7 +357,13 @@ def _wrong_data(
             f"nothing reads it for {noun}",
             remedy,
         )
-    for name, default in (("on_bad_image", "error"), ("processor_kwargs", {})):
+    unused = {
+        "on_bad_image": "error",
+        "processor_kwargs": {},
+        "video_fps": 2.0,
+        "video_processor_kwargs": {},
+    }
+    for name, default in unused.items():
         value = getattr(data, name)
         yield (
             value != default,

@@ -368,6 +368,14 @@ class ColumnsSection:
     ``data:image/…;base64,…``, bytes, or a mapping ``{bytes, path}``.
     """
 
+    videos: str | None = None
+    """Column with the videos of a row, read by ``sft`` and ``rl``. Null is ``videos`` or ``video``,
+    where the rows have it.
+
+    It has one video or a list of them. A video is a list of its frames, each as an image is
+    written, ``{"frames": […], "fps": 2.0}``, or an animated GIF, PNG or WebP, written as an image.
+    """
+
     def __post_init__(self) -> None:
         both = self.messages is not None and (self.prompt is not None or self.response is not None)
         refuse(
@@ -476,6 +484,17 @@ class DataSection:
     saved with the model. Read only for rows with images.
     """
 
+    video_fps: float = 2.0
+    """Frames in a second of a video whose row gives no ``fps``, above 0.
+
+    All frames of a list are shown, so far apart. Of an animated file as many are taken.
+    """
+
+    video_processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the model's video processor in place of its own, such as ``size``, which are
+    saved with the model. Read only for rows with videos.
+    """
+
     shuffle: bool = True
     """True shuffles the rows, in a new order for each pass over them. False keeps their order."""
 
@@ -483,7 +502,7 @@ class DataSection:
     """Seed of the order of the rows. Null is ``run.seed``."""
 
     def __post_init__(self) -> None:
-        require("data", self, {"max_length": AT_LEAST_1})
+        require("data", self, {"max_length": AT_LEAST_1, "video_fps": FINITE_ABOVE_0})
         refuse("data", _wrong_data(self))
 
 

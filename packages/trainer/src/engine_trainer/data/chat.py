@@ -7,6 +7,7 @@ border between prompt and response.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from engine_api.hf_config import check_counts
 from engine_api.hf_vision import has_vision
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.images import ImageProcessor, PlannedImage
-from engine_trainer.data.layouts import IMAGE_MARK, Example, Messages, text_of
+from engine_trainer.data.layouts import IMAGE_MARK, VIDEO_MARK, Example, Messages, text_of
 from engine_trainer.data.templates import TemplateError, renderer
 from engine_trainer.errors import ImageError
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, require_source
@@ -117,7 +118,12 @@ class ChatTokenizer:
         assert self._model is not None, "rows have images only where the model is known"
         section = self.section
         return ImageProcessor.load(
-            self._model, self.tokenizer, section.processor_kwargs, section.tokenizer
+            self._model,
+            self.tokenizer,
+            section.processor_kwargs,
+            section.tokenizer,
+            video_kwargs=section.video_processor_kwargs,
+            video_fps=section.video_fps,
         )
 
     @property
@@ -148,33 +154,44 @@ class ChatTokenizer:
             self.image_processor.save(folder)
 
     def plan_images(self, example: Example) -> list[PlannedImage]:
-        """Return the example's images with the numbers of their tokens.
+        """Return the example's images, and behind them its videos, with their tokens.
 
         Raises ``ImageError`` for an image that cannot be used.
         """
-        return [self.image_processor.plan(source) for source in example.images]
+        return [self.image_processor.plan(one) for one in (*example.images, *example.videos)]
 
     def expand_images(
         self, example: Example, segments: Sequence[Segment], images: Sequence[PlannedImage]
-    ) -> list[Segment]:
+    ) -> tuple[list[Segment], list[PlannedImage]]:
         """Return the segments with the placeholders replaced by the tokens of the images.
+
+        The images and videos come back in the order of their tokens.
 
         Raises ``ImageError`` if there are more images than placeholders, or fewer.
         """
         if not images:
-            return list(segments)
+            return list(segments), []
         processor = self.image_processor
-        placed = sum(segment.text.count(processor.placeholder) for segment in segments)
-        if placed != len(images):
-            raise _misplaced(
-                example,
-                placed,
-                f"placeholders {processor.placeholder!r} in the rendered conversation",
-                "set a data.chat_template that writes each part of type image, take the "
-                "placeholder's text out of the row, or put the images before the last response",
-            )
-        left = iter(images)
-        return [replace(one, text=processor.expand(one.text, left)) for one in segments]
+        by_kind = {kind: [one for one in images if one.is_video == kind] for kind in (False, True)}
+        for kind, own in by_kind.items():
+            placed = sum(processor.count_places(one.text, videos=kind) for one in segments)
+            if placed != len(own):
+                noun = "video" if kind else "image"
+                mark = processor.video_placeholder if kind else processor.placeholder
+                raise _misplaced(
+                    example,
+                    noun,
+                    len(own),
+                    placed,
+                    f"placeholders {mark!r} in the rendered conversation",
+                    f"set a data.chat_template that writes each part of type {noun}, take the "
+                    f"placeholder's text out of the row, or put the {noun}s before the last "
+                    "response",
+                )
+        left = {kind: iter(own) for kind, own in by_kind.items()}
+        found = [processor.expand(one.text, left[False], left[True]) for one in segments]
+        texts = [replace(one, text=text) for one, (text, _) in zip(segments, found, strict=True)]
+        return texts, [image for _, own in found for image in own]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
@@ -390,16 +407,24 @@ class ChatTokenizer:
         asked = [t for t in turns if t["role"] == "user"]
         if asked:
             asked[-1]["content"] = _fill(self.section.prompt_template, asked[-1]["content"])
-        marked = self.image_token is not None and IMAGE_MARK in self.section.prompt_template
         parted = any(isinstance(turn.get("content"), list) for turn in turns)
-        if example.marks_images or parted or marked:
-            _place_images(turns, example)
+        around = self.section.prompt_template
+        marked = {
+            IMAGE_MARK: example.marks_images
+            or (self.image_token is not None and IMAGE_MARK in around),
+            VIDEO_MARK: example.marks_videos
+            or (self.video_token is not None and VIDEO_MARK in around),
+        }
+        marks = [mark for mark, is_place in marked.items() if is_place]
+        if parted or marks:
+            _place_images(turns, example, marks)
         if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self.section.system_prompt})
         return turns
 
     def _require_plain(self, turns: Messages, example: Example) -> None:
-        for name, given in (("tools", example.tools), ("images", example.images)):
+        whole = {"tools": example.tools, "images": example.images, "videos": example.videos}
+        for name, given in whole.items():
             if given:
                 raise example.error(
                     f"{name}, but the tokenizer has no chat template",
@@ -591,43 +616,60 @@ def _fill(template: str, content: str | list[dict[str, Any]]) -> str | list[dict
     return found
 
 
-def _place_images(turns: Messages, example: Example) -> None:
-    """Put a part of type image into the turns for each image of the example.
+def _place_images(turns: Messages, example: Example, marks: Sequence[str]) -> None:
+    """Put a part of type image or video into the turns for each image or video of the example.
 
-    Turns that have such parts are left as they are. In others ``<image>`` marks the places, but for
-    those of the assistant, which writes no images.
+    Turns that have such parts are left as they are. In others ``marks`` (``<image>``, ``<video>``)
+    are the places, but for those of the assistant, which writes no images.
 
     Raises ``ImageError`` if there are more images than places, or fewer.
     """
-    if not any(isinstance(turn.get("content"), list) for turn in turns):
+    if marks and not any(isinstance(turn.get("content"), list) for turn in turns):
         for turn in turns:
-            if turn["role"] != "assistant" and IMAGE_MARK in text_of(turn.get("content")):
-                head, *rest = turn["content"].split(IMAGE_MARK)
-                parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in rest]
-                found = [{"type": "text", "text": head}, *(part for pair in parts for part in pair)]
-                turn["content"] = [part for part in found if part.get("text") != ""]
-    placed = sum(
-        part["type"] == "image"
+            text = text_of(turn.get("content"))
+            if turn["role"] != "assistant" and any(mark in text for mark in marks):
+                turn["content"] = _divide_at_marks(text, marks)
+    kinds = [
+        part["type"]
         for turn in turns
         if isinstance(turn.get("content"), list)
         for part in turn["content"]
-    )
-    if placed != len(example.images):
-        raise _misplaced(
-            example,
-            placed,
-            f"places for them: {IMAGE_MARK} in the texts before the response, or parts of type "
-            "image",
-            f"write {IMAGE_MARK} where each image belongs, in the row or in data.prompt_template",
-        )
+    ]
+    places = (("image", IMAGE_MARK, example.images), ("video", VIDEO_MARK, example.videos))
+    for kind, mark, given in places:
+        placed = kinds.count(kind)
+        if placed != len(given):
+            raise _misplaced(
+                example,
+                kind,
+                len(given),
+                placed,
+                f"places for them: {mark} in the texts before the response, or parts of type "
+                f"{kind}",
+                f"write {mark} where each {kind} belongs, in the row or in data.prompt_template",
+            )
 
 
-def _misplaced(example: Example, placed: int, places: str, remedy: str) -> ImageError:
+def _divide_at_marks(text: str, marks: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a text as parts, with one of type image or video in the place of each mark."""
+    types = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+    divided = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    return [
+        {"type": types[one]} if at % 2 else {"type": "text", "text": one}
+        for at, one in enumerate(divided)
+        if one
+    ]
+
+
+def _misplaced(
+    example: Example, kind: str, given: int, placed: int, places: str, remedy: str
+) -> ImageError:
     return ImageError(
-        f"the row has {len(example.images)} images and {placed} {places}",
+        f"the row has {given} {kind}s and {placed} {places}",
         file=example.file,
         row=example.number or None,
-        why="the features of an image replace the tokens of its placeholder",
+        why=f"the features of {'an image' if kind == 'image' else 'a video'} replace the tokens of "
+        "its placeholder",
         remedy=f"{remedy}, or set data.on_bad_image=drop",
     )
 

@@ -59,7 +59,7 @@ class Document:
         shorter = replace(
             self, input_ids=self.input_ids[:length], loss_weight=self.loss_weight[:length]
         )
-        if self.images is not None and self.images.token in self.input_ids[length:]:
+        if self.images is not None and self.images.is_in(self.input_ids[length:]):
             return None
         return shorter if shorter.loss_weight.any() else None
 
@@ -96,10 +96,14 @@ class DocumentImages:
         """
         return self.processor.make_media(self.planned)
 
+    def is_in(self, ids: Sequence[int] | NDArray[np.int64]) -> bool:
+        """Return whether ids have a token that stands for an image or a video."""
+        return bool(np.isin(ids, self.processor.vision.tokens).any())
+
     @property
-    def token(self) -> int:
-        """Id of the tokens that stand for images."""
-        return self.processor.vision.image_token
+    def has_videos(self) -> bool:
+        """True where there is a video."""
+        return any(one.is_video for one in self.planned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +161,7 @@ class Prompt:
         beginning of its first image, and None is returned.
         """
         lost = len(self.tokens) - length
-        if self.images is not None and self.images.token in self.tokens[:lost]:
+        if self.images is not None and self.images.is_in(self.tokens[:lost]):
             return None
         return replace(self, tokens=self.tokens[-length:], placeholders=self.placeholders[lost:])
 
@@ -469,12 +473,13 @@ def tokenize_documents(examples: Sequence[Example], tokenizer: ChatTokenizer) ->
     """
     segments = [tokenizer.document(e) for e in examples]
     images = [tokenizer.plan_images(e) for e in examples]
-    encoded = tokenizer.encode_documents(
-        [tokenizer.expand_images(*parts) for parts in zip(examples, segments, images, strict=True)]
-    )
+    expanded = [
+        tokenizer.expand_images(*parts) for parts in zip(examples, segments, images, strict=True)
+    ]
+    encoded = tokenizer.encode_documents([texts for texts, _ in expanded])
     return [
-        _add_images(e, _document(e, *tokens), planned, tokenizer)
-        for e, tokens, planned in zip(examples, encoded, images, strict=True)
+        _add_images(e, _document(e, *tokens), placed, tokenizer)
+        for e, tokens, (_, placed) in zip(examples, encoded, expanded, strict=True)
     ]
 
 
@@ -483,8 +488,7 @@ def _add_images(
 ) -> Document:
     """Return the document with its images.
 
-    Raises ``ImageError`` if its image tokens are not as many as the images have features, and for
-    tokens of a video.
+    Raises ``ImageError`` if its image tokens are not as many as the images have features.
     """
     _check_media_tokens(example, document.input_ids.tolist(), planned, tokenizer)
     if not planned:
@@ -497,33 +501,24 @@ def _add_images(
 def _check_media_tokens(
     example: Example, ids: list[int], planned: Sequence[PlannedImage], tokenizer: ChatTokenizer
 ) -> None:
-    """Raise ``ImageError`` if image tokens are not as many as the images have features.
-
-    Tokens of a video are refused, too.
-    """
-    if tokenizer.video_token is not None and tokenizer.video_token in ids:
-        raise ImageError(
-            f"the row has tokens of a video (id {tokenizer.video_token})",
-            file=example.file,
-            row=example.number or None,
-            why="no engine takes videos",
-            remedy="take the placeholder's text out of the row, and give frames of the video as "
-            "images; or set data.on_bad_image=drop",
-        )
-    if tokenizer.image_token is None:
-        return
-    expected = tokenizer.image_processor.count_features(planned) if planned else 0
-    tokens = ids.count(tokenizer.image_token)
-    if tokens != expected:
-        raise ImageError(
-            f"the row has {tokens} image tokens (id {tokenizer.image_token}), and {len(planned)} "
-            f"images of {expected} features",
-            file=example.file,
-            row=example.number or None,
-            why="the features of an image replace the tokens of its placeholder",
-            remedy="take the placeholder's text out of the row, or give its images in a column "
-            "images; or set data.on_bad_image=drop",
-        )
+    """Raise ``ImageError`` if tokens of images or videos are not as many as their features."""
+    for kind, token in (("image", tokenizer.image_token), ("video", tokenizer.video_token)):
+        if token is None:
+            continue
+        videos = kind == "video"
+        own = [one for one in planned if one.is_video == videos]
+        expected = tokenizer.image_processor.count_features(own, videos=videos) if own else 0
+        tokens = ids.count(token)
+        if tokens != expected:
+            raise ImageError(
+                f"the row has {tokens} {kind} tokens (id {token}), and {len(own)} {kind}s of "
+                f"{expected} features",
+                file=example.file,
+                row=example.number or None,
+                why=f"the features of each {kind} replace the tokens of its placeholder",
+                remedy=f"take the placeholder's text out of the row, or give its {kind}s in a "
+                f"column {kind}s; or set data.on_bad_image=drop",
+            )
 
 
 def refuse_media_tokens(example: Example, ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
@@ -634,13 +629,13 @@ def _expand_images(example: Example, prompt: Prompt, tokenizer: ChatTokenizer) -
         _check_media_tokens(example, prompt.tokens, planned, tokenizer)
         return prompt
     shown = Segment(text=prompt.rendered, learned=False)
-    (expanded,) = tokenizer.expand_images(example, [shown], planned)
+    (expanded,), placed = tokenizer.expand_images(example, [shown], planned)
     ids = tokenizer.encode_text(expanded.text)
-    _check_media_tokens(example, ids, planned, tokenizer)
+    _check_media_tokens(example, ids, placed, tokenizer)
     return replace(
         prompt,
         tokens=ids,
-        images=DocumentImages(planned=planned, processor=tokenizer.image_processor),
+        images=DocumentImages(planned=placed, processor=tokenizer.image_processor),
         placeholders=prompt.tokens,
     )
 
@@ -652,7 +647,7 @@ def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
 
 def _identify(row: Example | Prompt) -> str:
     if isinstance(row, Example):
-        return "\n".join([_question(row), *(source.key for source in row.images)])
+        return "\n".join([_question(row), *(one.key for one in (*row.images, *row.videos))])
     images = () if row.images is None else row.images.planned
     return "\n".join([row.text, *(one.source.key for one in images)])
 

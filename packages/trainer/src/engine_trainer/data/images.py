@@ -1,311 +1,112 @@
-"""Images of rows: their places, their defects, and the model's own processor.
+"""The model's own processor of images and videos.
 
-An image is opened twice. Where its row is tokenized, its header alone is read, which tells the
-number of its tokens. Where its document goes into a batch, its pixels are decoded.
-
-Pillow reads images, and transformers' processor of the model makes pixel values and expands the
-placeholders, so that training sees what transformers and vLLM would serve.
+transformers' processor of the model makes pixel values and expands the placeholders, so that
+training sees what transformers and vLLM would serve.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
-import errno
-import hashlib
 import json
-import struct
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BytesIO
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from engine_api.capabilities import Capability
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError
-from engine_api.hf_vision import Vision, read_vision
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_vision import VIDEO_FAMILIES, Vision, read_vision
 from engine_api.media import Media
 from engine_api.rollout import PromptImages
-from engine_trainer.data.readers import Row
-from engine_trainer.errors import DataError, ImageError
+from engine_trainer.data.sources import ImageSource, VideoSource
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config
 
 # The command line answers many requests without torch.
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 KWARGS = "data.processor_kwargs"
-# Pillow has more formats: some run programs (EPS), and none of them is common in data.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-# The keys of an image in a row, in the order in which they are looked at.
-KEYS = ("bytes", "base64", "image_url", "image", "url", "path")
-# Errors of Pillow's readers for a damaged file.
-_BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    TypeError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
+VIDEO_KWARGS = "data.video_processor_kwargs"
+# Settings of a video processor that choose frames, which the rows and data.video_fps do, and those
+# that each call gives.
+_OF_THE_CALL = (
+    "do_sample_frames",
+    "fps",
+    "num_frames",
+    "min_frames",
+    "max_frames",
+    "max_duration",
+    "return_metadata",
+    "video_metadata",
+    "return_tensors",
+    "data_format",
+    "input_data_format",
+    "device",
 )
-# The system's errors for a path or an offset that no file has. Any other number is a fault of the
-# machine; Pillow's own errors have none.
-_OF_THE_FILE = (None, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
-_BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-# EXIF's tag of the orientation, and the values with which height and width change places.
-_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
 # Height and width of the blank image that the processor and the model are compared with.
 _PROBE = (60, 90)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSource:
-    """An image of a row, which is read when it is needed."""
-
-    value: object
-    """The image as the row has it.
-
-    It is a path relative to the folder of the data file, ``data:image/…;base64,…``, bytes, or a
-    mapping with one of ``KEYS``, such as ``{bytes, path}`` of Hugging Face ``datasets``.
-    """
-    file: str
-    """Data file of the row."""
-    row: int
-    column: str
-    number: int
-    """Number of the image in its row, from 1."""
-
-    @property
-    def name(self) -> str:
-        """The image's path as the row has it, or ``sha256:`` with the digest of its bytes."""
-        value = _find_value(self.value)
-        if isinstance(value, str) and not _is_base64(value):
-            return value
-        content = value if isinstance(value, bytes) else repr(value).encode()
-        return f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-    @property
-    def key(self) -> str:
-        """Text that is the same for the same file or the same bytes in any row."""
-        name = self.name
-        return name if name.startswith("sha256:") else str(Path(self.file).parent / name)
-
-    def error(self, what: str, *, why: str = "", remedy: str = "") -> ImageError:
-        """Return an ``ImageError`` that names the row, and the image in it."""
-        return ImageError(
-            f"{self._name} {what}",
-            file=self.file,
-            row=self.row or None,
-            column=self.column,
-            why=why,
-            remedy=f"{remedy}, or set data.on_bad_image=drop",
-        )
-
-    def machine_error(self, error: OSError | MemoryError) -> DataError:
-        """Return a ``DataError`` for an error of the machine, which says nothing of the image."""
-        return DataError(
-            f"{self._name} could not be read",
-            file=self.file,
-            row=self.row or None,
-            column=self.column,
-            why=f"{type(error).__name__}: {first_line(error)}",
-            remedy="see to the machine's disk, memory, permissions and number of open files, and "
-            "start again; data.on_bad_image drops no image for a fault of the machine",
-        )
-
-    @property
-    def _name(self) -> str:
-        path = _find_value(self.value)
-        which = f" ({path:.200})" if isinstance(path, str) and not _is_base64(path) else ""
-        return f"image {self.number}{which}"
-
-    def read_size(self) -> tuple[int, int]:
-        """Return height and width as the image is shown, from its header.
-
-        Raises ``ImageError`` for a file that is missing or no image, and for an image of a kind
-        that is refused; ``DataError`` where the machine cannot read it.
-        """
-        with self._open() as image:
-            self._check(image)
-            width, height = image.size
-            # The method of a PNG would decode the pixels, behind which it may have this, too.
-            exif = Image.Image.getexif(image)
-            return (width, height) if exif.get(_ORIENTATION) in _LYING else (height, width)
-
-    def decode(self) -> Image.Image:
-        """Return the image in RGB, turned as it is shown.
-
-        Raises ``ImageError`` like ``read_size``, and for pixels that cannot be decoded.
-        """
-        from transformers.image_utils import load_image
-
-        with self._open() as image:
-            self._check(image)
-            return load_image(image)
-
-    @contextmanager
-    def _open(self) -> Iterator[Image.Image]:
-        """Open the image, and raise ``ImageError`` for errors of Pillow while it is read."""
-        try:
-            with Image.open(self._stream(), formats=FORMATS) as image:
-                yield image
-        except FileNotFoundError as error:
-            raise self.error(
-                "is missing",
-                why="there is no such file",
-                remedy="correct the path, which is relative to the folder of the data file (base64 "
-                "needs data:image/png;base64, before it)",
-            ) from error
-        except UnidentifiedImageError as error:
-            raise self.error(
-                "is no image", why=f"known: {', '.join(FORMATS)}", remedy="convert it to PNG"
-            ) from error
-        except _BOMB as error:
-            raise self._too_large(first_line(error)) from error
-        except MemoryError as error:
-            raise self.machine_error(error) from error
-        except _BROKEN as error:
-            if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
-                raise self.machine_error(error) from error
-            raise self.error(
-                "cannot be decoded",
-                why=f"{type(error).__name__}: {first_line(error)}",
-                remedy="fetch or write it again (a truncated copy gives this error)",
-            ) from error
-
-    def _stream(self) -> BytesIO | Path:
-        """Return the image's file. Raises ``ImageError`` for a value that names none."""
-        value = _find_value(self.value)
-        if isinstance(value, bytes) and value:
-            return BytesIO(value)
-        if isinstance(value, str) and _is_base64(value):
-            return BytesIO(self._decode_base64(value.partition(",")[2]))
-        if isinstance(value, str) and value.startswith(("http://", "https://")):
-            raise self.error(
-                "is an address, expected a file",
-                why="a run fetches nothing from the network",
-                remedy="download the images, and write their paths",
-            )
-        # The system takes no path with a NUL.
-        if isinstance(value, str) and value and "\0" not in value:
-            return Path(self.file).parent / value
-        raise self.error(
-            f"is {_describe(value)}, expected a path, bytes, or base64",
-            remedy="write a path, data:image/png;base64,… or a mapping with one of "
-            f"{', '.join(KEYS)}",
-        )
-
-    def _decode_base64(self, text: str) -> bytes:
-        try:
-            return base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise self.error(
-                "is not base64", why=str(error), remedy="write it again, without line breaks"
-            ) from error
-
-    def _check(self, image: Image.Image) -> None:
-        """Raise ``ImageError`` for an image that is too large, animated, or not of 8 bits."""
-        width, height = image.size
-        if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
-            raise self._too_large(f"{width} x {height} pixels")
-        frames = int(getattr(image, "n_frames", 1))
-        # What follows the picture in a camera's MPO file is a preview, or the other eye's.
-        if frames > 1 and image.format != "MPO":
-            raise self.error(
-                f"has {frames} frames, expected one",
-                why="an animation would be seen as its first frame",
-                remedy="write the frames that are meant as images of their own",
-            )
-        # Pillow's conversion to 8 bits makes everything above 255 white.
-        if image.mode in ("I", "F") or image.mode.startswith("I;"):
-            raise self.error(
-                f"has pixels of mode {image.mode}, expected 8 bits a channel",
-                why="which of their values are black and white is not known",
-                remedy="scale it to 8 bits",
-            )
-
-    def _too_large(self, why: str) -> ImageError:
-        return self.error(
-            f"has more than {Image.MAX_IMAGE_PIXELS} pixels",
-            why=f"{why}: a decompression bomb fills the memory",
-            remedy="make it smaller",
-        )
-
-
-def list_sources(row: Row, column: str, value: object, first: int = 1) -> list[ImageSource]:
-    """Return the images of a row's column or of a message's part, which is one or a list of them.
-
-    ``first`` is the number of the first one.
-    """
-    if value is None:
-        return []
-    images = cast("list[object]", value) if isinstance(value, list) else [value]
-    return [
-        ImageSource(value=one, file=row.file, row=row.number, column=column, number=number)
-        for number, one in enumerate(images, start=first)
-    ]
-
-
-def _find_value(value: object) -> object:
-    """Return the path, base64 or bytes of an image, without mappings around them."""
-    while isinstance(value, Mapping):
-        given = cast("Mapping[str, object]", value)
-        key = next((key for key in KEYS if given.get(key) is not None), None)
-        if key is None:
-            return value
-        value = f"data:,{given[key]}" if key == "base64" else given[key]
-    return value
-
-
-def _is_base64(text: str) -> bool:
-    return text.startswith("data:")
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Mapping):
-        keys = ", ".join(map(str, cast("Mapping[object, object]", value)))
-        return f"a mapping with {keys or 'no key'}"[:100]
-    return "empty" if value in ("", b"") else f"a {type(value).__name__}"
+# The key of the settings of videos among those of images.
+_OF_VIDEOS = "video_processor"
+_VIDEO_FILE = "video_preprocessor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedImage:
-    """An image whose size is known, and whose pixels are not decoded yet."""
+    """An image or a video whose size is known, and whose pixels are not decoded yet."""
 
-    source: ImageSource
+    source: ImageSource | VideoSource
     rows: int
     """Number of rows of pixels, which are patches or whole tiles (``engine_api.media``)."""
     text: str
     """Text that takes the place of the placeholder."""
+    runs: Sequence[int] = ()
+    """Of a video the numbers of tokens in each run of them (``Vision.list_runs``)."""
+
+    @property
+    def is_video(self) -> bool:
+        """True for a video."""
+        return isinstance(self.source, VideoSource)
 
 
 class ImageProcessor:
-    """The model's own processor of images.
+    """The model's own processor of images, and of videos once there is one.
 
     Attributes:
         vision: the images that the model takes.
         placeholder: text that stands for an image in a rendered template.
+        video_placeholder: text that stands for a video there, or None where none is taken.
     """
 
-    def __init__(self, processor: Any, vision: Vision, where: str) -> None:
+    def __init__(
+        self, processor: Any, vision: Vision, where: str, videos: VideoSettings | None = None
+    ) -> None:
         self._processor = processor
         self.vision = vision
         self.placeholder = str(processor.image_token)
+        self.video_placeholder = str(processor.video_token) if vision.takes_videos else None
         self._where = where
+        self._videos = videos or VideoSettings(path=where)
         self._compare_with_model()
 
     @staticmethod
     def load(
-        model: ModelSource, tokenizer: Any, kwargs: Mapping[str, Any], path: str | None = None
+        model: ModelSource,
+        tokenizer: Any,
+        kwargs: Mapping[str, Any],
+        path: str | None = None,
+        *,
+        video_kwargs: Mapping[str, Any] | None = None,
+        video_fps: float = 2.0,
     ) -> ImageProcessor:
         """Load the processor of a model.
 
@@ -314,6 +115,8 @@ class ImageProcessor:
             tokenizer: the tokenizer, which must have the model's placeholder.
             kwargs: settings that take the place of the processor's own.
             path: folder or hub id of the processor's files; None: the model's.
+            video_kwargs: the same of the processor of videos.
+            video_fps: frames in a second of a video that says none (``data.video_fps``).
 
         Raises:
             UnsupportedCapability: the model's family is not served.
@@ -332,20 +135,37 @@ class ImageProcessor:
         revision = model.revision if path is None else None
         path = path or model.path
         processor = _load_processor(path, revision, config, tokenizer, kwargs)
-        return ImageProcessor(processor, vision, path)
+        videos = VideoSettings(
+            path=path,
+            revision=revision,
+            kwargs=video_kwargs or {},
+            fps=video_fps,
+            family=str(config.model_type),
+        )
+        return ImageProcessor(processor, vision, path, videos)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the pixels depend on, as JSON: the processor's settings and its backend."""
+        """All that the pixels depend on, as JSON: the processor's settings and its backend.
+
+        Those of videos are among them once there is one.
+        """
         image_processor = self._processor.image_processor
-        return {
+        found = {
             **json.loads(image_processor.to_json_string()),
             "backend": str(getattr(image_processor, "backend", "")),
         }
+        if not self.has_video_processor:
+            return found
+        of_videos = json.loads(self.video_processor.to_json_string())
+        return found | {_OF_VIDEOS: of_videos | {"video_fps": self._videos.fps}}
 
     def require(self, then: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the settings are not those of a checkpoint."""
         now = self.settings
+        # One of the two may have seen images alone.
+        if _OF_VIDEOS not in now or _OF_VIDEOS not in then:
+            now, then = ({k: v for k, v in one.items() if k != _OF_VIDEOS} for one in (now, then))
         changed = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
         if changed:
             raise ConfigError(
@@ -364,15 +184,46 @@ class ImageProcessor:
         file = folder / "processor_config.json"
         own = json.loads(self._processor.to_json_string())
         given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        # A video processor stays as it is in the model's own file.
         merged = own | given | {"image_processor": own["image_processor"]}
+        # It stays as it is in the model's own file where no row has a video.
+        if self.has_video_processor:
+            self.video_processor.save_pretrained(folder)
+            merged["video_processor"] = json.loads(self.video_processor.to_json_string())
         file.write_text(json.dumps(merged, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def plan(self, source: ImageSource) -> PlannedImage:
-        """Return an image with the number of its rows, and the text of its tokens.
+    @cached_property
+    def video_processor(self) -> Any:
+        """The model's processor of videos, which is loaded when it is first asked for.
+
+        Raises ``UnsupportedCapability`` for a family whose videos are not known, and
+        ``ConfigError`` where it cannot be loaded or makes other videos than the model takes.
+        """
+        if not self.vision.takes_videos:
+            raise UnsupportedCapability(
+                Capability.VIDEO,
+                where=f"engine-train with a {self._videos.family}",
+                why=f"no test has compared its videos; those of {', '.join(VIDEO_FAMILIES)} are "
+                "taken",
+                remedy="use a model of these families, or give frames of the videos as images",
+            )
+        found = _load_video_processor(self._videos)
+        # The family's processor reads sizes there when it writes the tokens of a video.
+        self._processor.video_processor = found
+        self._compare_video_with_model(found)
+        return found
+
+    @property
+    def has_video_processor(self) -> bool:
+        """True where the processor of videos is loaded, because rows have videos."""
+        return "video_processor" in self.__dict__
+
+    def plan(self, source: ImageSource | VideoSource) -> PlannedImage:
+        """Return an image or a video with the number of its rows, and the text of its tokens.
 
         Raises ``ImageError``, also for a shape that the processor refuses.
         """
+        if isinstance(source, VideoSource):
+            return self._plan_video(source)
         size = source.read_size()
         try:
             # vLLM's backend for transformers plans with this method, too.
@@ -395,22 +246,74 @@ class ImageProcessor:
         text = str(self._processor.replace_image_token(like, 0))
         return PlannedImage(source=source, rows=rows, text=text)
 
-    def expand(self, text: str, images: Iterator[PlannedImage]) -> str:
-        """Return the text with each placeholder replaced by the tokens of the next image."""
-        head, *rest = text.split(self.placeholder)
-        return "".join([head, *(next(images).text + part for part in rest)])
+    def _plan_video(self, source: VideoSource) -> PlannedImage:
+        import torch
 
-    def count_features(self, images: Sequence[PlannedImage]) -> int:
-        """Return the number of image tokens that the model has features for."""
+        processor = self.video_processor
+        count, height, width = source.read_size(self._videos.fps)
+        try:
+            # Without values, so that the processor computes sizes alone.
+            blank = torch.empty(count, 3, height, width, dtype=torch.uint8, device="meta")
+            output = self._process_video(processor, blank, self._fps_of(source))
+        except ValueError as error:
+            raise source.error(
+                f"has {count} frames of {width} x {height} pixels, which the model's processor "
+                "refuses",
+                why=first_line(error),
+                remedy="cut them, or make them smaller",
+            ) from error
+        grid: list[int] = output["video_grid_thw"][0].tolist()
+        return PlannedImage(
+            source=source,
+            rows=math.prod(grid),
+            text=str(self._processor.replace_video_token(output, 0)),
+            runs=self.vision.list_runs(grid, video=True),
+        )
+
+    def _fps_of(self, source: VideoSource) -> float:
+        return source.find_fps(self._videos.fps)
+
+    def count_places(self, text: str, *, videos: bool) -> int:
+        """Return the number of placeholders of images, or of videos, in a rendered text."""
+        mark = self.video_placeholder if videos else self.placeholder
+        return 0 if mark is None else text.count(mark)
+
+    def expand(
+        self, text: str, images: Iterator[PlannedImage], videos: Iterator[PlannedImage]
+    ) -> tuple[str, list[PlannedImage]]:
+        """Return the text with the tokens of the next image or video at each placeholder.
+
+        The second value has these images and videos in the order of their places.
+        """
+        marks = {self.placeholder: images}
+        if self.video_placeholder is not None:
+            marks[self.video_placeholder] = videos
+        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+        placed = [next(marks[mark]) for mark in parts[1::2]]
+        parts[1::2] = [one.text for one in placed]
+        return "".join(parts), placed
+
+    def count_features(self, images: Sequence[PlannedImage], *, videos: bool = False) -> int:
+        """Return the number of image tokens, or of video tokens, that the model has features for.
+
+        Those of the other kind are not counted.
+        """
         merged = self.vision.merge**2
-        return sum(image.rows // merged * self.vision.features_per_row for image in images)
+        rows = sum(image.rows for image in images if image.is_video == videos)
+        return rows // merged * self.vision.features_per_row
 
     def make_media(self, images: Sequence[PlannedImage]) -> dict[str, torch.Tensor]:
-        """Return ``pixels`` ``[R, …]`` and ``grid`` ``[N, 3]`` as ``Batch.pack`` takes them.
+        """Return ``pixels``, ``grid`` and with videos ``seconds`` as ``Batch.pack`` takes them.
 
         Raises ``ImageError`` for an image that cannot be decoded.
         """
-        return self._make_rows(images, [image.source.decode() for image in images])
+        return self._make_rows(images, [self._decode(image) for image in images])
+
+    def _decode(self, image: PlannedImage) -> NDArray[np.uint8]:
+        """Return the pixels ``[height, width, 3]`` of an image, or of each frame of a video."""
+        if isinstance(image.source, VideoSource):
+            return np.stack([np.array(one) for one in image.source.decode(self._videos.fps)])
+        return np.array(image.source.decode())
 
     def make_prompt_images(
         self, images: Sequence[PlannedImage], placeholders: Sequence[int]
@@ -422,36 +325,79 @@ class ImageProcessor:
         """
         import torch
 
-        pictures = [image.source.decode() for image in images]
+        pictures = [self._decode(image) for image in images]
         media = Media.pack([self._make_rows(images, pictures)])
         assert media is not None, "there are images"
         return PromptImages(
             media=media,
             placeholders=list(placeholders),
-            pictures=tuple(torch.from_numpy(np.array(picture)) for picture in pictures),
+            pictures=tuple(map(torch.from_numpy, pictures)),
         )
 
     def _make_rows(
-        self, images: Sequence[PlannedImage], pictures: Sequence[Image.Image]
+        self, images: Sequence[PlannedImage], pictures: Sequence[NDArray[np.uint8]]
     ) -> dict[str, torch.Tensor]:
-        """Return the pixels and the grids of decoded images."""
+        """Return the pixels and the grids of decoded images and videos, in their order."""
         import torch
 
+        kinds = [image.is_video for image in images]
+        stills = [i for i, is_video in enumerate(kinds) if not is_video]
+        made = dict(zip(stills, self._make_images(images, pictures, stills), strict=True))
+        for i, is_video in enumerate(kinds):
+            if is_video:
+                made[i] = self._make_video(images[i], pictures[i])
+        parts = [made[i] for i in range(len(images))]
+        found = {
+            "pixels": torch.cat([pixels for pixels, _ in parts]),
+            "grid": torch.stack([grid for _, grid in parts]),
+        }
+        if any(kinds):
+            found["seconds"] = torch.tensor([self._seconds_of(image) for image in images])
+        return found
+
+    def _make_images(
+        self,
+        images: Sequence[PlannedImage],
+        pictures: Sequence[NDArray[np.uint8]],
+        chosen: Sequence[int],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the pixels and the grid of each of the chosen images."""
+        import torch
+
+        if not chosen:
+            return []
         try:
-            output = self._process(pictures)
+            output = self._process([Image.fromarray(pictures[i]) for i in chosen])
         except MemoryError as error:
-            raise images[0].source.machine_error(error) from error
-        for number, image in enumerate(images):
-            if str(self._processor.replace_image_token(output, number)) != image.text:
-                raise image.source.error(
-                    "has not the size that its header said",
-                    why="the file has changed since the run began, or it lies in its header",
-                    remedy="start the run again",
-                )
+            raise images[chosen[0]].source.machine_error(error) from error
+        for number, i in enumerate(chosen):
+            _require_text(images[i], self._processor.replace_image_token(output, number))
         grid = output.get("image_grid_thw")
         if grid is None:
-            grid = torch.tensor([[image.rows, 1, 1] for image in images])
-        return {"pixels": output["pixel_values"], "grid": grid}
+            grid = torch.tensor([[images[i].rows, 1, 1] for i in chosen])
+        pixels: torch.Tensor = output["pixel_values"]
+        return list(zip(pixels.split([images[i].rows for i in chosen]), grid, strict=True))
+
+    def _make_video(
+        self, video: PlannedImage, frames: NDArray[np.uint8]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pixels and the grid of a video."""
+        import torch
+
+        source = cast("VideoSource", video.source)
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        try:
+            output = self._process_video(self.video_processor, pixels, self._fps_of(source))
+        except MemoryError as error:
+            raise source.machine_error(error) from error
+        _require_text(video, self._processor.replace_video_token(output, 0))
+        return output["pixel_values_videos"], output["video_grid_thw"][0]
+
+    def _seconds_of(self, image: PlannedImage) -> float:
+        """Return the seconds between two rows in time of a video, and 0 for an image."""
+        if not isinstance(image.source, VideoSource):
+            return 0.0
+        return float(self.video_processor.temporal_patch_size) / self._fps_of(image.source)
 
     def _process(self, images: Sequence[Image.Image]) -> Any:
         """Return what the image processor makes of images, as the whole processor calls it.
@@ -461,6 +407,56 @@ class ImageProcessor:
         return self._processor.image_processor(
             list(images), return_tensors="pt", **_fixed_settings(self._processor)
         )
+
+    def _process_video(self, processor: Any, frames: torch.Tensor, fps: float) -> Any:
+        """Return what the processor makes of all frames ``[n, 3, height, width]`` of a video."""
+        # The family's code lengthens this list.
+        numbers = list(range(len(frames)))
+        metadata = {"total_num_frames": len(frames), "fps": fps, "frames_indices": numbers}
+        return processor(
+            videos=[frames],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_metadata=True,
+            return_tensors="pt",
+        )
+
+    def _compare_video_with_model(self, processor: Any) -> None:
+        """Raise ``ConfigError`` if the processor makes other videos than the model takes."""
+        import torch
+
+        frames = torch.zeros(4, 3, *_PROBE, dtype=torch.uint8)
+        try:
+            output = self._process_video(processor, frames, 1.0)
+            text = str(self._processor.replace_video_token(output, 0))
+        # Each family's own code may raise any of these for the settings that it is given.
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise self._differs(
+                "cannot process a video",
+                f"{type(error).__name__}: {first_line(error)}",
+                videos=True,
+            ) from error
+        vision = self.vision
+        shape = tuple(output["pixel_values_videos"].shape)[1:]
+        ids: list[int] = list(
+            self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
+        runs = [len(list(group)) for token, group in groupby(ids) if token == vision.video_token]
+        want = vision.list_runs(output["video_grid_thw"][0].tolist(), video=True)
+        if shape != vision.row_shape:
+            raise self._differs(
+                f"makes rows of videos of shape {shape}, the model takes {vision.row_shape}",
+                "patch_size or temporal_patch_size is another than the tower's",
+                videos=True,
+            )
+        if runs != want:
+            raise self._differs(
+                f"writes runs of {runs} video tokens (id {vision.video_token}) for a video of "
+                f"{want} features",
+                f"its placeholder is {self.video_placeholder!r}, or its merge_size is another than "
+                "the tower's",
+                videos=True,
+            )
 
     def _compare_with_model(self) -> None:
         """Raise ``ConfigError`` if the processor makes other images than the model takes.
@@ -496,17 +492,43 @@ class ImageProcessor:
                 "merge_size is another than the tower's",
             )
 
-    def _differs(self, what: str, why: str) -> ConfigError:
+    def _differs(self, what: str, why: str, *, videos: bool = False) -> ConfigError:
+        key, file = (VIDEO_KWARGS, _VIDEO_FILE) if videos else (KWARGS, "preprocessor_config.json")
         return ConfigError(
-            KWARGS,
+            key,
             f"the processor of {self._where!r} {what}",
             why=why,
             remedy="use the processor and the tokenizer that belong to this model; "
-            f"see preprocessor_config.json, processor_config.json and {KWARGS}",
+            f"see {file}, processor_config.json and {key}",
         )
 
 
-def _require_size(image_processor: Any, asked: object) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoSettings:
+    """How a model's processor of videos is loaded."""
+
+    path: str
+    """Folder or hub id of its files."""
+    revision: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that take the place of its own (``data.video_processor_kwargs``)."""
+    fps: float = 2.0
+    """Frames in a second of a video that says none (``data.video_fps``)."""
+    family: str = ""
+    """The model's type, for errors."""
+
+
+def _require_text(image: PlannedImage, text: object) -> None:
+    """Raise ``ImageError`` if decoded pixels are not of the size that was planned."""
+    if str(text) != image.text:
+        raise image.source.error(
+            "has not the size that its header said",
+            why="the file has changed since the run began, or it lies in its header",
+            remedy="start the run again",
+        )
+
+
+def _require_size(image_processor: Any, asked: object, key: str = KWARGS) -> None:
     """Raise ``ConfigError`` if the processor has another size than was asked for.
 
     The ``min_pixels`` and ``max_pixels`` of a family's file take the place of its ``size``.
@@ -518,10 +540,10 @@ def _require_size(image_processor: Any, asked: object) -> None:
     if any(got.get(key) != value for key, value in given.items()):
         limits = {"min_pixels": got.get("shortest_edge"), "max_pixels": got.get("longest_edge")}
         raise ConfigError(
-            f"{KWARGS}.size",
+            f"{key}.size",
             f"expected {dict(given)}, got {got}",
             why="the model's own file has min_pixels and max_pixels, which count before it",
-            remedy=f"set these in place of size ({KWARGS}: {limits} as in the file)",
+            remedy=f"set these in place of size ({key}: {limits} as in the file)",
         )
 
 
@@ -559,15 +581,7 @@ def _load_processor(
             remedy="copy preprocessor_config.json (and processor_config.json, where the model has "
             "it) and the whole tokenizer into that folder",
         ) from error
-    known = set(image_processor.valid_kwargs.__annotations__) | {"backend"}
-    for name in kwargs:
-        if name not in known:
-            raise ConfigError(
-                f"{KWARGS}.{name}",
-                f"the image processor {type(image_processor).__name__} has no such setting",
-                why=f"it has {', '.join(sorted(known))}",
-                remedy="correct the name, or leave it out",
-            )
+    _require_settings(image_processor, kwargs, KWARGS, also=("backend",))
     _require_size(image_processor, kwargs.get("size"))
     for name, value in _fixed_settings(processor).items():
         if name in kwargs:
@@ -584,3 +598,57 @@ def _fixed_settings(processor: Any) -> dict[str, Any]:
     """Return the settings that a processor gives its image processor in each call."""
     defaults = processor.valid_processor_kwargs._defaults  # noqa: SLF001 - it has no public name
     return dict(defaults.get("images_kwargs", {}))
+
+
+def _load_video_processor(settings: VideoSettings) -> Any:
+    """Return transformers' processor of videos of a model. Raises ``ConfigError`` without one."""
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            "data",
+            "rows with videos need torchvision",
+            why="transformers' processors of videos compute with it",
+            remedy="install torchvision in the build of torch: "
+            "uv pip install --torch-backend auto torchvision",
+        )
+    from transformers import AutoVideoProcessor
+
+    try:
+        found = AutoVideoProcessor.from_pretrained(
+            settings.path, revision=settings.revision, **copy.deepcopy(dict(settings.kwargs))
+        )
+    # Each family's own code may raise any of these for files with unexpected values.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            MODEL_KEY,
+            f"no processor of videos can be read at {settings.path!r}",
+            why=f"{type(error).__name__}: {first_line(error)}",
+            remedy=f"copy {_VIDEO_FILE} (or processor_config.json) into that folder",
+        ) from error
+    for name in settings.kwargs:
+        if name in _OF_THE_CALL:
+            raise ConfigError(
+                f"{VIDEO_KWARGS}.{name}",
+                "expected a setting of the size or the values of pixels",
+                why="the frames of a row are all shown, and those of a file are chosen by its own "
+                "times",
+                remedy="leave it out; data.video_fps says how many frames in a second are taken",
+            )
+    _require_settings(found, settings.kwargs, VIDEO_KWARGS)
+    _require_size(found, settings.kwargs.get("size"), VIDEO_KWARGS)
+    return found
+
+
+def _require_settings(
+    processor: Any, kwargs: Mapping[str, Any], key: str, also: Collection[str] = ()
+) -> None:
+    """Raise ``ConfigError`` for a setting that the processor does not have."""
+    known = {*processor.valid_kwargs.__annotations__, *also}
+    for name in kwargs:
+        if name not in known:
+            kind = "video" if key == VIDEO_KWARGS else "image"
+            raise ConfigError(
+                f"{key}.{name}",
+                f"the {kind} processor {type(processor).__name__} has no such setting",
+                why=f"it has {', '.join(sorted(known))}",
+                remedy="correct the name, or leave it out",
+            )

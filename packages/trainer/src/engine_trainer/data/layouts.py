@@ -30,11 +30,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from engine_trainer.config.sections import ColumnsSection
-from engine_trainer.data.images import ImageSource, list_sources
 from engine_trainer.data.readers import Row
+from engine_trainer.data.sources import ImageSource, S, VideoSource, list_sources
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
@@ -68,10 +68,13 @@ SHAREGPT_ROLES = {
 }
 GSM8K_MARK = "####"
 IMAGES = ("images", "image")
-# The text that stands for an image in rows whose messages have no parts.
+VIDEOS = ("videos", "video")
+# The texts that stand for an image and a video in rows whose messages have no parts.
 IMAGE_MARK = "<image>"
-# Types of the parts of a message that are images, in transformers' and in OpenAI's form.
+VIDEO_MARK = "<video>"
+# Types of the parts of a message that are images or videos, in transformers' and in OpenAI's form.
 IMAGE_PARTS = ("image", "image_url")
+VIDEO_PARTS = ("video", "video_url")
 TOOLS = "tools"
 CALLS = "tool_calls"
 # Alpaca's prompt consists of these two columns.
@@ -91,6 +94,8 @@ class Example:
         images: images of the row, in the order of their places in the messages.
         marks_images: whether ``<image>`` in the messages is the place of an image, because the
             row's file has a column of images.
+        videos: the same of videos.
+        marks_videos: the same of videos, and of ``<video>``.
         given: number of leading messages that are never learned, namely those of a prompt column.
         metadata: the row's other columns, including ``data_source`` if there is one.
         file: file that the row comes from.
@@ -102,6 +107,8 @@ class Example:
     tools: Sequence[Mapping[str, Any]] = ()
     images: Sequence[ImageSource] = ()
     marks_images: bool = False
+    videos: Sequence[VideoSource] = ()
+    marks_videos: bool = False
     given: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
@@ -161,7 +168,7 @@ def have_responses(rows: Sequence[Row], columns: ColumnsSection) -> bool:
     """
     layout = _Layout.of(rows, columns, "prompt")
     if layout.messages:
-        turns = _messages(rows[0], layout.messages, _RowImages([]))
+        turns = _messages(rows[0], layout.messages, _RowImages.of(rows[0], None, None))
         return any(turn["role"] == "assistant" for turn in turns)
     return (columns.response or _Present(rows).first(RESPONSES)) is not None
 
@@ -196,6 +203,8 @@ class _Layout:
     """
     images: str | None
     """Column with images."""
+    videos: str | None
+    """Column with videos."""
     takes_images: bool
 
     @staticmethod
@@ -204,6 +213,7 @@ class _Layout:
     ) -> _Layout:
         present, scored = _Present(rows), need == "prompt"
         images = (columns.images or present.first(IMAGES)) if takes_images else None
+        videos = (columns.videos or present.first(VIDEOS)) if takes_images else None
         messages = columns.messages or present.first(("messages",))
         if messages is None and columns.prompt is None and present.first(PROMPTS) is None:
             messages = present.first(CONVERSATIONS)
@@ -215,6 +225,7 @@ class _Layout:
                 answer=columns.answer or present.first(ANSWERS),
                 needs_answer=scored,
                 images=images,
+                videos=videos,
                 takes_images=takes_images,
             )
         prompt = columns.prompt or present.first(PROMPTS)
@@ -234,6 +245,7 @@ class _Layout:
             answer=columns.answer or present.first(ANSWERS),
             needs_answer=scored,
             images=images,
+            videos=videos,
             takes_images=takes_images,
         )
 
@@ -249,7 +261,14 @@ class _Layout:
         response = self._response(row, images) if self.response else []
         used = {
             (c or "").split(".")[0]
-            for c in (self.messages, self.prompt, self.response, self.answer, self.images)
+            for c in (
+                self.messages,
+                self.prompt,
+                self.response,
+                self.answer,
+                self.images,
+                self.videos,
+            )
         }
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
         used |= {SYSTEM} if {self.messages, self.prompt} & {*CONVERSATIONS} else set()
@@ -259,33 +278,35 @@ class _Layout:
             given=len(prompt) if response else 0,
             answer=self._answer(row),
             tools=_tools(row),
-            images=() if images is None else images.in_order(),
+            images=() if images is None else images.images.in_order(),
             marks_images=self.images is not None,
+            videos=() if images is None else images.videos.in_order(),
+            marks_videos=self.videos is not None,
             metadata=metadata,
             file=row.file,
             number=row.number,
         )
 
     def _images(self, row: Row) -> _RowImages | None:
-        """Return the images of the row's column, or None where images are refused.
+        """Return the images of the row's columns, or None where images are refused.
 
         Raises ``DataError`` there for a row whose text has places for the images of a column.
         """
         if not self.takes_images:
-            self._refuse_images(row)
+            self._refuse_images(row, IMAGES, IMAGE_MARK)
+            self._refuse_images(row, VIDEOS, VIDEO_MARK)
             return None
-        value = None if self.images is None else _reach(row.values, self.images)
-        return _RowImages(list_sources(row, self.images or IMAGES[0], value))
+        return _RowImages.of(row, self.images, self.videos)
 
-    def _refuse_images(self, row: Row) -> None:
-        column = next((name for name in IMAGES if row.values.get(name)), None)
+    def _refuse_images(self, row: Row, names: Sequence[str], mark: str) -> None:
+        column = next((name for name in names if row.values.get(name)), None)
         text = row.values.get((self.prompt or self.messages or "").split(".")[0])
-        if column is not None and IMAGE_MARK in str(text):
+        if column is not None and mark in str(text):
             raise row.error(
-                f"the text has {IMAGE_MARK}, and images are read in sft and rl alone",
+                f"the text has {mark}, and images are read in sft and rl alone",
                 column=column,
                 why="the model would see the mark and not the image",
-                remedy=f"train on them with sft or rl, or remove {IMAGE_MARK} from the text",
+                remedy=f"train on them with sft or rl, or remove {mark} from the text",
             )
 
     def _prompt(self, row: Row, images: _RowImages | None) -> Messages:
@@ -341,13 +362,31 @@ class _Layout:
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _RowImages:
-    """The images of a row, in the order of their places in its messages."""
+    """The images and the videos of a row."""
 
-    def __init__(self, column: Sequence[ImageSource]) -> None:
-        self._column = column
-        self._left = list(column)
-        self._placed: list[ImageSource] = []
+    images: _Places[ImageSource]
+    videos: _Places[VideoSource]
+
+    @staticmethod
+    def of(row: Row, images: str | None, videos: str | None) -> _RowImages:
+        """Return those of two columns, each None where there is none."""
+        return _RowImages(
+            images=_Places(row, images or IMAGES[0], ImageSource, read=images is not None),
+            videos=_Places(row, videos or VIDEOS[0], VideoSource, read=videos is not None),
+        )
+
+
+class _Places(Generic[S]):
+    """The images of a row, or its videos, in the order of their places in its messages."""
+
+    def __init__(self, row: Row, name: str, kind: type[S], *, read: bool) -> None:
+        self._kind = kind
+        value = _reach(row.values, name) if read else None
+        self._column = list_sources(row, name, value, kind)
+        self._left = list(self._column)
+        self._placed: list[S] = []
 
     def place(self, row: Row, name: str, part: Mapping[str, Any]) -> None:
         """Place the image of a part of a message.
@@ -361,22 +400,24 @@ class _RowImages:
             self._placed.append(chosen)
             self._left = [one for one in self._left if one is not chosen]
         elif own:
-            self._placed += list_sources(row, name, own, first=len(self._placed) + 1)
+            first = len(self._placed) + 1
+            self._placed += list_sources(row, name, own, self._kind, first)
         elif self._left:
             self._placed.append(self._left.pop(0))
 
     def _read_index(self, row: Row, name: str, index: object) -> int:
         if isinstance(index, int) and 0 <= index < len(self._column):
             return index
+        kind = "image" if self._kind is ImageSource else "video"
         raise row.error(
-            f"a part of type image has index {index!r:.100}, and the row has {len(self._column)} "
-            "images",
+            f"a part of type {kind} has index {index!r:.100}, and the row has {len(self._column)} "
+            f"{kind}s",
             column=name,
-            why="index is the place of an image in the column of images, from 0",
-            remedy="correct the index or the column; data.columns.images names it",
+            why=f"index is the place of the {kind} in the column of {kind}s, from 0",
+            remedy=f"correct the index or the column; data.columns.{kind}s names it",
         )
 
-    def in_order(self) -> list[ImageSource]:
+    def in_order(self) -> list[S]:
         """Return the images that are placed, and behind them those that no part has taken."""
         return [*self._placed, *self._left]
 
@@ -528,10 +569,15 @@ def _join_parts(
     found: list[dict[str, Any]] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind in IMAGE_PARTS and images is not None and role != "assistant":
-            images.place(row, name, part)
-            found.append({"type": "image"})
-            continue
+        if images is not None and role != "assistant":
+            if kind in IMAGE_PARTS:
+                images.images.place(row, name, part)
+                found.append({"type": "image"})
+                continue
+            if kind in VIDEO_PARTS:
+                images.videos.place(row, name, part)
+                found.append({"type": "video"})
+                continue
         if kind != "text":
             raise row.error(
                 f"a message of the {role} with a part of type {kind!r:.100}, expected text",

@@ -144,26 +144,29 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def require_vision(section: RolloutSection, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts with images for a rollout that takes none, before anything is loaded.
+    """Refuse prompts with images or videos for a rollout that takes none, before it is loaded.
 
     A rollout that is chosen later (``auto``) or is not installed here is refused where it is known.
 
     Raises ``UnsupportedCapability``.
     """
-    first = next((prompt for prompt in prompts if prompt.images is not None), None)
-    if first is None:
-        return
+    shown = [prompt for prompt in prompts if prompt.images is not None]
+    moving = [prompt for prompt in shown if prompt.images is not None and prompt.images.has_videos]
     for found, row in RolloutRegistry.rows():
         plugin = found.plugin
         if section.name not in row.backends or plugin is None:
             continue
-        if Capability.VISION not in plugin.capabilities:
-            raise UnsupportedCapability(
-                Capability.VISION,
-                where=f"rollout {section.name!r}",
-                why=f"{first.file}:{first.number} has images, and it takes text alone",
-                remedy=f"rollout.name: {LOCAL}, or remove the rows with images",
-            )
+        for noun, capability, given in (
+            ("images", Capability.VISION, shown),
+            ("videos", Capability.VIDEO, moving),
+        ):
+            if given and capability not in plugin.capabilities:
+                raise UnsupportedCapability(
+                    capability,
+                    where=f"rollout {section.name!r}",
+                    why=f"{given[0].file}:{given[0].number} has {noun}, and it takes none",
+                    remedy=f"rollout.name: {LOCAL}, or remove the rows with {noun}",
+                )
 
 
 def rollout_device(section: RolloutSection, engine_device: str) -> str:

@@ -185,12 +185,17 @@ def _decode(preview: Preview, tokens: Sequence[int], start: int, end: int) -> st
 
 
 def _fold_images(preview: Preview, text: str) -> str:
-    """Return the text with the tokens of each image as one of them, and their number."""
-    if preview.tokenizer.image_token is None:
-        return text
-    token = preview.tokenizer.tokenizer.convert_ids_to_tokens(preview.tokenizer.image_token)
-    tokens = f"(?:{re.escape(token)})+"
-    return re.sub(tokens, lambda found: f"{token} × {len(found[0]) // len(token)}", text)
+    """Return the text with the tokens of each image or video as one of them, and their number."""
+    for number in (preview.tokenizer.image_token, preview.tokenizer.video_token):
+        if number is None:
+            continue
+        token = preview.tokenizer.tokenizer.convert_ids_to_tokens(number)
+        text = re.sub(
+            f"(?:{re.escape(token)})+",
+            lambda found, token=token: f"{token} × {len(found[0]) // len(token)}",
+            text,
+        )
+    return text
 
 
 def _run(text: str, style: Style, *, learned: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine_api.hf_vision import Vision, position_tokens
+from engine_api.hf_vision import Vision, build_media_arguments, position_tokens
 from engine_api.media import Media
 
 Shown = Sequence[Media | None]
@@ -36,8 +36,7 @@ class VisionInputs:
 
     def __init__(self, model: Any, vision: Vision) -> None:
         self.vision = vision
-        special = [id_ for id_ in (vision.image_token, vision.video_token) if id_ is not None]
-        self.banned = torch.tensor(special, device=model.device)
+        self.banned = torch.tensor(vision.tokens, device=model.device)
         self._positions_of = position_tokens(model, vision)
 
     def prefill(
@@ -56,24 +55,29 @@ class VisionInputs:
             return None
         device = self.banned.device
         media = Media.concat(given)
-        arguments = {"pixel_values": media.pixels.to(device, dtype)}
-        if self.vision.has_grid:
-            arguments["image_grid_thw"] = media.grid.to(device)
+        arguments = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in build_media_arguments(self.vision, media).items()
+        }
         if self.vision.bidirectional:
             types = [[int(id_ == self.vision.image_token) for id_ in prompt] for prompt in prompts]
             padded = [[0] * (width - len(row)) + row for row in types]
             arguments["token_type_ids"] = torch.tensor(padded, device=device)
         if self._positions_of is None:
             return Prefill(arguments=arguments, positions=None, deltas=None)
+        # Behind a video a text may go on at a position below the video's last one.
+        plain = next(id_ for id_ in range(3) if id_ not in self.vision.tokens)
         positions = torch.zeros(3, len(prompts), width, dtype=torch.int64)
         deltas = torch.zeros(len(prompts), dtype=torch.int64)
         for index, (prompt, own) in enumerate(zip(prompts, shown, strict=True)):
             length = len(prompt)
-            row = torch.arange(length).expand(3, -1)
+            row = torch.arange(length + 1).expand(3, -1)
             if own is not None:
-                row = self._positions_of(torch.tensor(prompt), own.grid.cpu())
-            positions[:, index, width - length :] = row
-            deltas[index] = int(row.max()) + 1 - length
+                times = None if own.seconds is None else own.seconds.cpu()
+                ids = torch.tensor([*prompt, plain])
+                row = self._positions_of(ids, own.grid.cpu(), times)
+            positions[:, index, width - length :] = row[:, :-1]
+            deltas[index] = int(row[0, -1]) - length
         return Prefill(
             arguments=arguments, positions=positions.to(device), deltas=deltas.to(device)
         )

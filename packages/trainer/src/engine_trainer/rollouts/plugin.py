@@ -10,7 +10,7 @@ PLUGIN = EnginePlugin(
     name="local",
     contract=CONTRACT,
     # For rollout.routed_experts: replay, and for prompts with images.
-    capabilities=frozenset({Capability.ROUTER_REPLAY, Capability.VISION}),
+    capabilities=frozenset({Capability.ROUTER_REPLAY, Capability.VISION, Capability.VIDEO}),
     rows=(
         Row(
             backends=("local",),

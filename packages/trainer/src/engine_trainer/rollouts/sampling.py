@@ -51,7 +51,9 @@ def uniforms(
 
 def _digest(media: Media) -> str:
     """Return the SHA-256 of images as the model takes them."""
-    digest = hashlib.sha256(repr(media.grid.tolist()).encode())
+    seconds = None if media.seconds is None else media.seconds.tolist()
+    shown = media.grid.tolist() if seconds is None else [media.grid.tolist(), seconds]
+    digest = hashlib.sha256(repr(shown).encode())
     digest.update(media.pixels.float().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

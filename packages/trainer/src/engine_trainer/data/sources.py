@@ -1,0 +1,467 @@
+"""Images and videos of rows: where they are, what they show, and their defects.
+
+A source is opened twice. Where its row is tokenized, its header alone is read (of an animation the
+times of its frames, too), which tells the number of its tokens. Where its document goes into a
+batch, its pixels are decoded. Pillow reads both.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import hashlib
+import math
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar, cast
+
+from PIL import Image, UnidentifiedImageError
+
+from engine_trainer.data.readers import Row
+from engine_trainer.errors import DataError, ImageError
+from engine_trainer.utils.hf_models import first_line
+
+# Pillow has more formats: some run programs (EPS), and none of them is common in data.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+# Those that say how long each of their frames is shown.
+ANIMATED = ("GIF", "PNG", "WEBP")
+# The keys of an image in a row, in the order in which they are looked at.
+KEYS = ("bytes", "base64", "image_url", "image", "url", "path")
+# The keys of a video in a row, around its frames or its file.
+VIDEO_KEYS = ("frames", "video", "video_url")
+# Errors of Pillow's readers for a damaged file.
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    TypeError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+# The system's errors for a path or an offset that no file has. Any other number is a fault of the
+# machine; Pillow's own errors have none.
+_OF_THE_FILE = (None, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+_BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+# EXIF's tag of the orientation, and the values with which height and width change places.
+_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
+# Milliseconds of a frame whose file gives none, as browsers show it.
+_DEFAULT_DURATION = 100.0
+_EXTRACT = (
+    "extract its frames (ffmpeg -i clip.mp4 -vf fps=2 frames/%04d.png), and give them as a list"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """An image or a video of a row, which is read when it is needed."""
+
+    value: object
+    """The image or the video as the row has it."""
+    file: str
+    """Data file of the row."""
+    row: int
+    column: str
+    number: int
+    """Number of the image in its row or in its video, or of the video in its row, from 1."""
+    noun: str
+    """Word for it in errors, before its number."""
+
+    def error(self, what: str, *, why: str = "", remedy: str = "") -> ImageError:
+        """Return an ``ImageError`` that names the row, and the image in it."""
+        return ImageError(
+            f"{self._described} {what}",
+            file=self.file,
+            row=self.row or None,
+            column=self.column,
+            why=why,
+            remedy=f"{remedy}, or set data.on_bad_image=drop",
+        )
+
+    def machine_error(self, error: OSError | MemoryError) -> DataError:
+        """Return a ``DataError`` for an error of the machine, which says nothing of the image."""
+        return DataError(
+            f"{self._described} could not be read",
+            file=self.file,
+            row=self.row or None,
+            column=self.column,
+            why=f"{type(error).__name__}: {first_line(error)}",
+            remedy="see to the machine's disk, memory, permissions and number of open files, and "
+            "start again; data.on_bad_image drops no image for a fault of the machine",
+        )
+
+    @property
+    def _described(self) -> str:
+        path = _find_value(self.value)
+        which = f" ({path:.200})" if isinstance(path, str) and not _is_base64(path) else ""
+        return f"{self.noun} {self.number}{which}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSource(_Source):
+    """An image of a row, or a frame of a video, which is read when it is needed.
+
+    Its value is a path relative to the folder of the data file, ``data:image/…;base64,…``, bytes,
+    or a mapping with one of ``KEYS``, such as ``{bytes, path}`` of Hugging Face ``datasets``.
+    """
+
+    noun: str = "image"
+
+    @property
+    def name(self) -> str:
+        """The image's path as the row has it, or ``sha256:`` with the digest of its bytes."""
+        value = _find_value(self.value)
+        if isinstance(value, str) and not _is_base64(value):
+            return value
+        content = value if isinstance(value, bytes) else repr(value).encode()
+        return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+    @property
+    def key(self) -> str:
+        """Text that is the same for the same file or the same bytes in any row."""
+        name = self.name
+        return name if name.startswith("sha256:") else str(Path(self.file).parent / name)
+
+    def read_size(self) -> tuple[int, int]:
+        """Return height and width as the image is shown, from its header.
+
+        Raises ``ImageError`` for a file that is missing or no image, and for an image of a kind
+        that is refused; ``DataError`` where the machine cannot read it.
+        """
+        with self.open() as image:
+            self._check(image)
+            width, height = image.size
+            # The method of a PNG would decode the pixels, behind which it may have this, too.
+            exif = Image.Image.getexif(image)
+            return (width, height) if exif.get(_ORIENTATION) in _LYING else (height, width)
+
+    def decode(self) -> Image.Image:
+        """Return the image in RGB, turned as it is shown.
+
+        Raises ``ImageError`` like ``read_size``, and for pixels that cannot be decoded.
+        """
+        from transformers.image_utils import load_image
+
+        with self.open() as image:
+            self._check(image)
+            return load_image(image)
+
+    @contextmanager
+    def open(self) -> Iterator[Image.Image]:
+        """Open the image, and raise ``ImageError`` for errors of Pillow while it is read."""
+        try:
+            with Image.open(self._stream(), formats=FORMATS) as image:
+                yield image
+        except FileNotFoundError as error:
+            raise self.error(
+                "is missing",
+                why="there is no such file",
+                remedy="correct the path, which is relative to the folder of the data file (base64 "
+                "needs data:image/png;base64, before it)",
+            ) from error
+        except UnidentifiedImageError as error:
+            raise self._unidentified() from error
+        except _BOMB as error:
+            raise self._too_large(first_line(error)) from error
+        except MemoryError as error:
+            raise self.machine_error(error) from error
+        except _BROKEN as error:
+            if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
+                raise self.machine_error(error) from error
+            raise self.error(
+                "cannot be decoded",
+                why=f"{type(error).__name__}: {first_line(error)}",
+                remedy="fetch or write it again (a truncated copy gives this error)",
+            ) from error
+
+    def check_pixels(self, image: Image.Image) -> None:
+        """Raise ``ImageError`` for an image that is too large, or not of 8 bits."""
+        width, height = image.size
+        if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+            raise self._too_large(f"{width} x {height} pixels")
+        # Pillow's conversion to 8 bits makes everything above 255 white.
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            raise self.error(
+                f"has pixels of mode {image.mode}, expected 8 bits a channel",
+                why="which of their values are black and white is not known",
+                remedy="scale it to 8 bits",
+            )
+
+    def _check(self, image: Image.Image) -> None:
+        """Raise ``ImageError`` for an image that is too large, animated, or not of 8 bits."""
+        frames = int(getattr(image, "n_frames", 1))
+        # What follows the picture in a camera's MPO file is a preview, or the other eye's.
+        if frames > 1 and image.format != "MPO":
+            raise self.error(
+                f"has {frames} frames, expected one",
+                why="an animation would be seen as its first frame",
+                remedy="write the frames that are meant as images of their own, or give it as a "
+                "video",
+            )
+        self.check_pixels(image)
+
+    def _stream(self) -> BytesIO | Path:
+        """Return the image's file. Raises ``ImageError`` for a value that names none."""
+        value = _find_value(self.value)
+        if isinstance(value, bytes) and value:
+            return BytesIO(value)
+        if isinstance(value, str) and _is_base64(value):
+            return BytesIO(self._decode_base64(value.partition(",")[2]))
+        if isinstance(value, str) and value.startswith(("http://", "https://")):
+            raise self.error(
+                "is an address, expected a file",
+                why="a run fetches nothing from the network",
+                remedy="download the images, and write their paths",
+            )
+        # The system takes no path with a NUL.
+        if isinstance(value, str) and value and "\0" not in value:
+            return Path(self.file).parent / value
+        raise self.error(
+            f"is {_describe(value)}, expected a path, bytes, or base64",
+            remedy="write a path, data:image/png;base64,… or a mapping with one of "
+            f"{', '.join(KEYS)}",
+        )
+
+    def _decode_base64(self, text: str) -> bytes:
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise self.error(
+                "is not base64", why=str(error), remedy="write it again, without line breaks"
+            ) from error
+
+    def _unidentified(self) -> ImageError:
+        if self.noun == "video":
+            return self.error(
+                "is no animation", why=f"known: {', '.join(ANIMATED)}", remedy=_EXTRACT
+            )
+        return self.error(
+            "is no image", why=f"known: {', '.join(FORMATS)}", remedy="convert it to PNG"
+        )
+
+    def _too_large(self, why: str) -> ImageError:
+        return self.error(
+            f"has more than {Image.MAX_IMAGE_PIXELS} pixels",
+            why=f"{why}: a decompression bomb fills the memory",
+            remedy="make it smaller",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoSource(_Source):
+    """A video of a row: its frames in order, or an animation that Pillow reads.
+
+    Its value is a list of images, ``{"frames": […], "fps": 2.0}``, or a file as an image is one,
+    also with ``fps`` beside it. ``fps`` is the number of frames in a second of a list, and of those
+    that are taken from a file.
+    """
+
+    noun: str = "video"
+
+    @property
+    def name(self) -> str:
+        """The path of its file or of its first frame, or the digest of its bytes."""
+        frames = self._list_frames()
+        if frames is None:
+            return self._file.name
+        rest = f" and {len(frames) - 1} more" if len(frames) > 1 else ""
+        return f"{frames[0].name}{rest}" if frames else "no frames"
+
+    @property
+    def key(self) -> str:
+        """Text that is the same for the same frames in any row."""
+        frames = self._list_frames()
+        parts = [self._file] if frames is None else frames
+        return "\n".join([*(one.key for one in parts), f"fps={self._given_fps}"])
+
+    def find_fps(self, default: float) -> float:
+        """Return its number of frames in a second, ``default`` where the row gives none.
+
+        Raises ``ImageError`` for a number that is none.
+        """
+        given = self._given_fps
+        if given is None:
+            return default
+        if isinstance(given, int | float) and given is not True and 0 < given < math.inf:
+            return float(given)
+        raise self.error(
+            f"has fps {given!r:.100}, expected a number above 0",
+            remedy="give its frames in a second, or leave fps out (data.video_fps)",
+        )
+
+    def read_size(self, default_fps: float) -> tuple[int, int, int]:
+        """Return the number of frames, and their height and width.
+
+        ``default_fps`` is that of ``find_fps``. Raises ``ImageError`` and ``DataError`` as
+        ``ImageSource.read_size``, and for fewer than two frames or frames of several sizes.
+        """
+        fps = self.find_fps(default_fps)
+        frames = self._list_frames()
+        if frames is None:
+            with self._file.open() as image:
+                count = len(self._choose_frames(image, fps))
+                width, height = image.size
+            return count, height, width
+        if len(frames) < 2:
+            raise self.error(
+                f"has {len(frames)} frames, expected at least two",
+                why="the tower sees two frames at a time",
+                remedy="give one frame as an image",
+            )
+        sizes = [frame.read_size() for frame in frames]
+        self._require_one_size(sizes)
+        return len(frames), *sizes[0]
+
+    def decode(self, default_fps: float) -> list[Image.Image]:
+        """Return its frames in RGB.
+
+        Raises ``ImageError`` like ``read_size``, and for pixels that cannot be decoded.
+        """
+        frames = self._list_frames()
+        if frames is not None:
+            found = [frame.decode() for frame in frames]
+            self._require_one_size([(one.height, one.width) for one in found])
+            return found
+        found = []
+        with self._file.open() as image:
+            for frame in self._choose_frames(image, self.find_fps(default_fps)):
+                # One that is shown for longer is taken again.
+                if found and image.tell() == frame:
+                    found.append(found[-1])
+                    continue
+                image.seek(frame)
+                found.append(image.convert("RGB"))
+        return found
+
+    def _choose_frames(self, image: Image.Image, fps: float) -> list[int]:
+        """Return the frames that an animation shows at each step of 1 / ``fps`` from its start.
+
+        Each frame is shown for the time that the file says.
+        """
+        self._file.check_pixels(image)
+        # What a PNG shows where animations are not known may be no frame of its animation.
+        first = int(bool(image.info.get("default_image")))
+        numbers = range(first, int(getattr(image, "n_frames", 1)))
+        if image.format not in ANIMATED or len(numbers) < 2:
+            raise self.error(
+                f"is a {image.format} of {len(numbers)} frames, expected an animation",
+                why=f"known: {', '.join(ANIMATED)} with two frames or more",
+                remedy=_EXTRACT,
+            )
+        ends: list[float] = []
+        for number in numbers:
+            image.seek(number)
+            # Pillow knows the time of a frame of WebP when it is decoded.
+            image.load()
+            shown = float(image.info.get("duration") or _DEFAULT_DURATION)
+            ends.append((ends[-1] if ends else 0.0) + shown)
+        step = 1000 / fps
+        times = [step * number for number in range(math.ceil(ends[-1] / step))]
+        chosen = [numbers[bisect_right(ends, time)] for time in times]
+        if len(chosen) < 2:
+            raise self.error(
+                f"lasts {ends[-1] / 1000:g} s, of which {len(chosen)} frames are taken at {fps:g} "
+                "frames in a second, expected at least two",
+                why="the tower sees two frames at a time",
+                remedy="raise data.video_fps, or its own fps in the row",
+            )
+        return chosen
+
+    def _require_one_size(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Raise ``ImageError`` for frames of several sizes, each height and width."""
+        for number, (height, width) in enumerate(sizes, start=1):
+            if (height, width) != sizes[0]:
+                raise self.error(
+                    f"has a frame {number} of {width} x {height} pixels, expected "
+                    f"{sizes[0][1]} x {sizes[0][0]} as its first one",
+                    why="the frames of a video have one size",
+                    remedy="give all frames the same size",
+                )
+
+    @property
+    def _file(self) -> ImageSource:
+        """The animation."""
+        return self._as_image(self._inner, self.number, "video")
+
+    @property
+    def _inner(self) -> object:
+        """The frames or the file, without the mapping around them."""
+        value = self.value
+        if isinstance(value, Mapping):
+            given = cast("Mapping[str, object]", value)
+            key = next((key for key in VIDEO_KEYS if given.get(key) is not None), None)
+            return value if key is None else given[key]
+        return value
+
+    @property
+    def _given_fps(self) -> object:
+        if isinstance(self.value, Mapping):
+            return cast("Mapping[str, object]", self.value).get("fps")
+        return None
+
+    def _list_frames(self) -> list[ImageSource] | None:
+        """Return the frames, or None for a file."""
+        inner = self._inner
+        if not isinstance(inner, list):
+            return None
+        frames = cast("list[object]", inner)
+        noun = f"video {self.number}, frame"
+        return [self._as_image(one, number, noun) for number, one in enumerate(frames, start=1)]
+
+    def _as_image(self, value: object, number: int, noun: str) -> ImageSource:
+        return ImageSource(
+            value=value,
+            file=self.file,
+            row=self.row,
+            column=self.column,
+            number=number,
+            noun=noun,
+        )
+
+
+S = TypeVar("S", ImageSource, VideoSource)
+
+
+def list_sources(row: Row, column: str, value: object, kind: type[S], first: int = 1) -> list[S]:
+    """Return the images or videos of a row's column or of a message's part, one or a list of them.
+
+    ``first`` is the number of the first one.
+    """
+    if value is None:
+        return []
+    found = cast("list[object]", value) if isinstance(value, list) else [value]
+    return [
+        kind(value=one, file=row.file, row=row.number, column=column, number=number)
+        for number, one in enumerate(found, start=first)
+    ]
+
+
+def _find_value(value: object) -> object:
+    """Return the path, base64 or bytes of an image, without mappings around them."""
+    while isinstance(value, Mapping):
+        given = cast("Mapping[str, object]", value)
+        key = next((key for key in KEYS if given.get(key) is not None), None)
+        if key is None:
+            return value
+        value = f"data:,{given[key]}" if key == "base64" else given[key]
+    return value
+
+
+def _is_base64(text: str) -> bool:
+    return text.startswith("data:")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(str, cast("Mapping[object, object]", value)))
+        return f"a mapping with {keys or 'no key'}"[:100]
+    return "empty" if value in ("", b"") else f"a {type(value).__name__}"
