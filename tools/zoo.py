@@ -781,6 +781,10 @@ weights are read. A new release of transformers is one command: `nox -s zoo`.
 Vision-language models are not among these types: `packages/engine-fsdp/tests/test_vision.py`
 compares each family of `engine_api.hf_vision.FAMILIES` with transformers in the same way.
 
+Types with experts are compared with themselves under expert parallelism (`parallelism.ep: 2`) in
+`packages/engine-fsdp/tests/test_experts.py`, some of them with float64. All are right but `jetmoe`
+and `longcat_flash`, whose experts are in code of their own and are then refused.
+
 **{summary}.**
 """
 
