@@ -649,7 +649,8 @@ def save_hf_mtp(target: Target) -> None:
     """A head that predicts further tokens MUST be in the folder of ``save_hf``, bit for bit.
 
     The model's folder has it in a file of its own, in two dtypes. It is kept in these when the
-    model is written in another dtype. As in Qwen3-Next's folders, config.json says nothing of it.
+    model is written in another dtype. It is there in both forms that folders have: as in Qwen3-Next's
+    under names of its own, and as in DeepSeek-V3's as a further layer, which config.json counts.
 
     If this fails: the weights that the engine computes with are all that is written, so that a
     server can no longer guess tokens with the head; or all weights are cast on the way.
@@ -659,7 +660,12 @@ def save_hf_mtp(target: Target) -> None:
     shutil.copytree(target.model(shards=2), source)
     model = read_safetensors(source)
     generator = torch.Generator().manual_seed(43)
+    path = source / "config.json"
+    config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(config))
+    further = f"model.layers.{config['num_hidden_layers']}"
     head = {
+        f"{further}.eh_proj.weight": torch.randn(16, 8, generator=generator),
         "mtp.fc.weight": torch.randn(8, 16, generator=generator).bfloat16(),
         "mtp.layers.0.mlp.up_proj.weight": torch.randn(16, 8, generator=generator),
         "mtp.norm.weight": torch.ones(8).bfloat16(),

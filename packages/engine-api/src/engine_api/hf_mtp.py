@@ -15,8 +15,11 @@ from typing import Any, cast
 # Weights of the head of Qwen3-Next, Qwen3.5, MiMo-V2, Nemotron-H and others.
 _OF_HEAD = re.compile(r"(?:model\.|language_model\.)*mtp[._]")
 _OF_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
-_COUNT = "num_nextn_predict_layers"
-_COUNTS = (_COUNT, "mtp_num_hidden_layers")
+# Number of further layers, under its name in files and under transformers' other name.
+_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_COUNTS = frozenset((*_LAYERS, "mtp_num_hidden_layers"))
+"""Keys of config.json with a number of layers of the head."""
+
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 # Ends of the names that the embedding and the output head have in a head, and of the model's
@@ -49,8 +52,8 @@ def find_mtp_head(
 
     DeepSeek-V3 (arXiv:2412.19437, section 2.2) and GLM-4.5 save it as layers beyond
     ``num_hidden_layers``, whose number is ``num_nextn_predict_layers``; Qwen3-Next and Qwen3.5
-    save it as ``mtp.…``. There is none for a model of fewer layers than the folder's, as
-    ``config_overrides`` makes it: the head was trained on the states of the last layer.
+    save it as ``mtp.…``. There is none for a model of another number of layers than the folder's,
+    as ``config_overrides`` makes it: the head was trained on the states of the last layer.
 
     Args:
         folder: the model's folder.
@@ -63,7 +66,7 @@ def find_mtp_head(
     depth = max(numbers, default=-1) + 1
     if depth and text.get("num_hidden_layers") not in (None, depth):
         return MtpHead(folder=folder, names=())
-    count = text.get(_COUNT)
+    count = next((text[key] for key in _LAYERS if key in text), None)
     further = range(depth, depth + count) if depth and isinstance(count, int) else range(0)
 
     def is_of_head(name: str) -> bool:
@@ -88,7 +91,7 @@ def drop_counts(config: MutableMapping[str, Any]) -> None:
     """Let the content of a config.json say that its folder has no such head."""
     text = _text_of(config)
     for part in (config, text):
-        for key in _COUNTS:
+        for key in MTP_COUNTS:
             if part.get(key):
                 cast("MutableMapping[str, Any]", part)[key] = 0
 

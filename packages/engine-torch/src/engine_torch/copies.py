@@ -1,7 +1,8 @@
 """Copies of the weights in the dtype of computation, on a rank that shares no weight.
 
 ``fully_shard`` casts every weight in every pass, on one rank too, and copies it into a buffer and
-out of it. A copy that is made once a step gives the same bits for 2 bytes a weight.
+out of it. A copy that is made once a step gives the same bits for 2 bytes a weight, and 2 more for
+its gradient in each backward pass.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def add_gradients(table: Collection[ShardedParam]) -> None:
     added: list[tuple[Tensor, Tensor]] = []
     for entry in table:
         gradient = None if entry.copy is None else entry.copy.grad
-        # A weight that only selects has none.
+        # A weight that only selects has no gradient.
         if gradient is None:
             continue
         if entry.param.grad is None:

@@ -120,7 +120,7 @@ def _exchanging(module: nn.Module, count: int, group: Any) -> Callable[..., Tens
         Args:
             hidden: inputs ``[N, d]``.
             experts: numbers of each token's experts ``[N, k]``. A number beyond the last expert
-                is none.
+                selects none.
             weights: their weights ``[N, k]``.
         """
         # By expert, which is also by rank; tokens of one expert keep their order.
@@ -179,6 +179,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: Any) -> Tensor:
+    """Return the rows that the ranks of a group send here (see ``_exchange``)."""
     received = rows.new_empty(sum(receives), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(receives), list(sends), group=group)
     return received

@@ -27,8 +27,8 @@ class DTensorOptions:
 
     cast_each_pass: bool | None = None
     """True casts the weights in each pass where one rank computes in a dtype other than that of the
-    masters. False keeps a copy of them in that dtype, which is faster, takes 2 bytes a weight and
-    computes the same numbers.
+    masters. False keeps a copy of them in that dtype, which is faster, takes 2 bytes a weight and 2
+    more in a backward pass, and computes the same numbers.
 
     Null is false where the copy takes at most a sixteenth of the device's free memory. Several
     ranks, offloaded weights and gradients that are reduced in a dtype other than that of the

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine_api.errors import UnsupportedCapability
+from engine_api.hf_mtp import MTP_COUNTS
 from engine_torchtitan.library import (
     Decoder,
     Embedding,
@@ -125,34 +126,32 @@ _MAPPED_OF_EXPERTS = frozenset(
     }
 )
 # Fields that say nothing about what a model computes in a forward pass: names and versions, tokens
-# of generation, what transformers returns, and numbers for training and initialization that the
-# engine reads elsewhere or that other keys turn on.
-_IDLE = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
+# of generation, a head that predicts further tokens, what transformers returns, and numbers for
+# training and initialization that the engine reads elsewhere or that other keys turn on.
+_IDLE = MTP_COUNTS | {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "max_position_embeddings",
+    "max_window_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 # Fields with the one value that torchtitan's blocks compute. `refuse_noise` refuses rates of
 # dropout for an engine that trains, and inference has none.
 _FIXED: Mapping[str, Any] = {
