@@ -74,9 +74,10 @@ def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> Non
     assert plugin.PLUGIN.one_layout
 
 
-def test_on_an_npu_prefixes_are_not_shared_and_not_declared() -> None:
-    """The attention of engine-npu takes no tree of documents."""
-    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == {Capability.SHARED_PREFIXES}
+def test_on_an_npu_prefixes_are_not_shared_nor_experts_spread_and_neither_is_declared() -> None:
+    """The attention of engine-npu takes no tree of documents, and no test has spread experts."""
+    lacks = {Capability.EP, Capability.SHARED_PREFIXES}
+    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == lacks
     served = {device for row in plugin.PLUGIN.rows for device in row.devices}
     assert served == {"cuda", "cpu"}
     assert {device for row in plugin.NPU.rows for device in row.devices} == {"npu"}
@@ -90,7 +91,6 @@ def test_on_an_npu_prefixes_are_not_shared_and_not_declared() -> None:
         ({"parallelism": Parallelism(tp=2)}, "tp"),
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(cp=2)}, "cp"),
-        ({"parallelism": Parallelism(ep=2)}, "ep"),
         ({"precision": Precision(compute="float8")}, "fp8"),
     ],
 )
