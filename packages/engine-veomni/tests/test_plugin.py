@@ -74,9 +74,12 @@ def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> Non
     assert plugin.PLUGIN.one_layout
 
 
-def test_on_an_npu_neither_shared_prefixes_nor_images_are_declared() -> None:
-    """The attention of engine-npu takes no tree of documents, and no test has run a tower."""
-    lacks = {Capability.SHARED_PREFIXES, Capability.VISION}
+def test_on_an_npu_four_capabilities_are_not_declared() -> None:
+    """The attention of engine-npu takes no tree of documents and no sinks.
+
+    No test has spread experts over NPUs or run a tower on one.
+    """
+    lacks = {Capability.EP, Capability.SHARED_PREFIXES, Capability.SINKS, Capability.VISION}
     assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == lacks
     served = {device for row in plugin.PLUGIN.rows for device in row.devices}
     assert served == {"cuda", "cpu"}
@@ -91,7 +94,6 @@ def test_on_an_npu_neither_shared_prefixes_nor_images_are_declared() -> None:
         ({"parallelism": Parallelism(tp=2)}, "tp"),
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(cp=2)}, "cp"),
-        ({"parallelism": Parallelism(ep=2)}, "ep"),
         ({"precision": Precision(compute="float8")}, "fp8"),
     ],
 )

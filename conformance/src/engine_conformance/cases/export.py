@@ -649,8 +649,8 @@ def save_hf_mtp(target: Target) -> None:
     """A head that predicts further tokens MUST be in the folder of ``save_hf``, bit for bit.
 
     The model's folder has it in a file of its own, in two dtypes. It is kept in these when the
-    model is written in another dtype. It is there in both forms that folders have: as in Qwen3-Next's
-    under names of its own, and as in DeepSeek-V3's as a further layer, which config.json counts.
+    model is written in another dtype. It is there in both forms that folders have: under names of
+    its own as in Qwen3-Next's, and as a further layer that config.json counts as in DeepSeek-V3's.
 
     If this fails: the weights that the engine computes with are all that is written, so that a
     server can no longer guess tokens with the head; or all weights are cast on the way.
