@@ -54,9 +54,9 @@ PLUGIN = EnginePlugin(
     contract="1.4",
     rows=_rows(_DEVICES, "engine", "VeOmni"),
     # No case has compared VeOmni's classes under torch.compile, without which FP8 is slower than
-    # bfloat16. VeOmni has code of its own for routers and for videos, which none has compared.
+    # bfloat16, nor its code for videos.
     capabilities=FSDP.capabilities
-    - {Capability.COMPILE, Capability.FP8, Capability.ROUTER_REPLAY, Capability.VIDEO}
+    - {Capability.COMPILE, Capability.FP8, Capability.VIDEO}
     - (MECHANISMS - _MECHANISMS),
     families=_FAMILIES,
     options="engine_veomni.options:VeOmniOptions",
