@@ -555,9 +555,10 @@ def vllm(session: nox.Session) -> None:
     """
     chosen = environment(load(), "vllm_cpu")
     install(session, [API, FSDP, TRAINER, SUITE, ROLLOUT], *PYTEST, chosen=chosen)
-    # vLLM's classes of models with a tower import torchvision. It lies in a folder that their tests
-    # alone see, because PyPI's build fails beside a CPU torch. It is not below `create_tmp`, which
-    # sets TMPDIR to a folder of the environment, where Ray's workers refuse to start.
+    # vLLM's classes of models with a tower import torchvision, and transformers' processors of
+    # videos do. It lies in a folder that their tests alone see, because PyPI's build fails beside a
+    # CPU torch. It is not below `create_tmp`, which sets TMPDIR to a folder of the environment,
+    # where Ray's workers refuse to start.
     pictures = Path(session.virtualenv.location, "torchvision").absolute()
     wanted = ("--no-deps", "-c", chosen.constraints, "--target", str(pictures), "torchvision")
     session.install(*wanted, env=chosen.variables())
@@ -565,10 +566,11 @@ def vllm(session: nox.Session) -> None:
     names = ("conformance", "failures", "in_flight", "fp8_cache")
     alone = [f"{whole}/test_{name}.py" for name in names]
     rest = (whole, *(f"--ignore={part}" for part in alone))
-    found = (rest, (f"{TRAINER}/tests/test_vllm.py",), *((part,) for part in alone))
+    videos = tuple(f"{TRAINER}/tests/{name}_videos.py" for name in ("test_run", "data/test_data"))
+    found = (rest, (f"{TRAINER}/tests/test_vllm.py",), videos, *((part,) for part in alone))
     # vLLM's ranks compute instead of waiting: a third command would slow down the first two.
     commands = [(*PYTEST_RUN, *part, *session.posargs) for part in found]
-    variables = {"ROLLOUT_TEST_TORCHVISION": str(pictures)}
+    variables = {f"{name}_TEST_TORCHVISION": str(pictures) for name in ("ROLLOUT", "TRAINER")}
     side_by_side(session, commands, lanes=2, variables=variables)
 
 

@@ -59,7 +59,8 @@ class PromptImages:
             the prompt. It is one document.
         placeholders: ids of the prompt with one placeholder for each image, from which a server
             must arrive at the ids of the prompt.
-        pictures: the images before processing, each ``[height, width, 3]`` uint8 in RGB.
+        pictures: the images before processing, each ``[height, width, 3]`` uint8 in RGB, or the
+            frames of a video ``[n, height, width, 3]``.
     """
 
     media: Media

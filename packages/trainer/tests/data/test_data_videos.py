@@ -1,22 +1,16 @@
-"""Videos in rows of SFT: their forms, their frames, and their defects.
-
-transformers' processors of videos need torchvision. ``TRAINER_TEST_TORCHVISION`` names a folder
-with it, which only this file's tests see; without it, those of the processors are left out.
-"""
+"""Videos in rows of SFT: their forms, their frames, and their defects."""
 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from moving_pictures import HAS_TORCHVISION, draw_frames, needs_torchvision
 from pictured_models import VIDEO_PLACE, draw, save_pictured_model, write_rows
 from PIL import Image
 
@@ -32,38 +26,7 @@ from engine_trainer.data.sources import VideoSource
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import hf_config
 
-PLACE = os.environ.get("TRAINER_TEST_TORCHVISION")
-# Kept: the operators are gone with it.
-LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
-
-if PLACE is not None:
-    sys.path.insert(0, PLACE)
-    try:
-        import torchvision
-    except RuntimeError:
-        # PyPI's build fails beside a torch for CPUs: it lacks operators that its own modules name.
-        for name in ("nms", "qnms"):
-            LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision  # noqa: F401
-
-needs_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="torchvision"
-)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
-
-def draw_frames(folder: Path, count: int, size: tuple[int, int] = (16, 24)) -> list[str]:
-    """Write pictures of one size that differ, and return their names."""
-    width, height = size
-    names = []
-    for number in range(count):
-        image = Image.linear_gradient("L").resize((width, height))
-        bands = [
-            image.point(lambda v, n=number, b=b: (v + 40 * n + 13 * b) % 256) for b in range(3)
-        ]
-        names.append(f"frame{number}_{width}x{height}.png")
-        Image.merge("RGB", bands).save(folder / names[-1])
-    return names
 
 
 def source(value: object, folder: Path) -> VideoSource:
@@ -347,7 +310,7 @@ def test_settings_reach_the_processor_the_checkpoint_and_the_export(tmp_path, bu
     settings = tokenizer.image_processor.settings
     assert settings["video_processor"]["size"] == size
     assert settings["video_processor"]["video_fps"] == 2.0
-    with pytest.raises(ConfigError, match=r"data\.processor_kwargs\.video_processor"):
+    with pytest.raises(ConfigError, match=r"data\.video_processor_kwargs\.size: expected"):
         first.image_processor.require(settings)
     first.image_processor.require(
         {k: v for k, v in first.image_processor.settings.items() if k != "video_processor"}
@@ -388,7 +351,7 @@ def test_a_family_whose_videos_are_not_known_is_refused_by_name(tmp_path, build)
     assert "qwen3_vl" in str(caught.value)
 
 
-@pytest.mark.skipif(PLACE is not None, reason="torchvision is there")
+@pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is there")
 def test_without_torchvision_the_remedy_is_to_install_it(tmp_path, build):
     row = {"prompt": "<video>", "response": "one", "videos": [draw_frames(tmp_path, 2)]}
     with pytest.raises(ConfigError, match="torchvision") as caught:

@@ -469,7 +469,8 @@ class VllmRollout:
     ) -> ImageInputs | None:
         """Return the side of a model's images, or None for a model without a vision tower."""
         config = config_of(model)
-        vision: Vision | None = read_vision(config, WHERE)
+        # Behind a video of Qwen2.5-VL vLLM goes on at other positions than the engine.
+        vision: Vision | None = read_vision(config, WHERE, videos=False)
         if vision is None:
             return None
         family = str(config.model_type)

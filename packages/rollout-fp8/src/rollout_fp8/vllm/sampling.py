@@ -40,8 +40,7 @@ class Normalize(LogitsProcessor):
         del is_pin_memory
         self._device = device
         vision = read_vision(vllm_config.model_config.hf_config, "rollout 'vllm'")
-        given = () if vision is None else (vision.image_token, vision.video_token)
-        special = [token for token in given if token is not None]
+        special = [] if vision is None else list(vision.tokens)
         # Tokens that are never drawn, and whose log-probs count in those of the others.
         self._banned = torch.tensor(special, dtype=torch.int64, device=device) if special else None
         # Temperature by row, where it is not 1.

@@ -166,10 +166,11 @@ class ImageProcessor:
         # One of the two may have seen images alone.
         if _OF_VIDEOS not in now or _OF_VIDEOS not in then:
             now, then = ({k: v for k, v in one.items() if k != _OF_VIDEOS} for one in (now, then))
+        now, then = _name_settings(now), _name_settings(then)
         changed = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
         if changed:
             raise ConfigError(
-                f"{KWARGS}.{changed[0]}",
+                changed[0],
                 f"expected {then.get(changed[0])!r} as in the checkpoint, "
                 f"got {now.get(changed[0])!r}",
                 why="the image processor has changed since then, or another backend of it is "
@@ -516,6 +517,13 @@ class VideoSettings:
     """Frames in a second of a video that says none (``data.video_fps``)."""
     family: str = ""
     """The model's type, for errors."""
+
+
+def _name_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a processor's settings by the keys of the configuration that would change them."""
+    of_videos = settings.get(_OF_VIDEOS, {})
+    own = {f"{KWARGS}.{key}": value for key, value in settings.items() if key != _OF_VIDEOS}
+    return own | {f"{VIDEO_KWARGS}.{key}": value for key, value in of_videos.items()}
 
 
 def _require_text(image: PlannedImage, text: object) -> None:

@@ -125,7 +125,7 @@ MEANINGS: Mapping[str, str] = {
     "(`engine.options.balance_loss`): the number of its layers with experts where every document's "
     "tokens are spread evenly, and more where few experts serve most of them.",
     "train/micro_batches": "Number of micro-batches that the step was computed in.",
-    "train/images": "Images that the step learned from.",
+    "train/images": "Images and videos that the step learned from.",
     "train/patches": "Rows of pixels of these images: patches, or whole tiles.",
     "train/bad_images": "Documents, or prompts of rl, that were left out of the step because an "
     "image of theirs could not be decoded.",
