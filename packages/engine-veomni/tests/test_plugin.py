@@ -68,7 +68,7 @@ def test_without_engine_npu_an_npu_is_refused_with_the_package_to_install(
 
 def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> None:
     untested = MECHANISMS - {Capability.SAVED_BUFFERS, Capability.SINKS}
-    lacks = untested | {Capability.COMPILE}
+    lacks = untested | {Capability.COMPILE, Capability.VIDEO}
     assert lacks == FSDP.capabilities - plugin.PLUGIN.capabilities
     assert plugin.PLUGIN.capabilities < FSDP.capabilities
     assert plugin.PLUGIN.one_layout

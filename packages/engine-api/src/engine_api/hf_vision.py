@@ -330,13 +330,13 @@ def refuse_vision(config: Any, declared: Collection[str], where: str) -> None:
         )
 
 
-def read_vision(config: Any, where: str, *, videos: bool = True) -> Vision | None:
+def read_vision(config: Any, where: str, *, videos: bool = False) -> Vision | None:
     """Return the images that a model takes, or None for a model without a tower.
 
     Args:
         config: transformers' configuration.
         where: the engine, for errors.
-        videos: whether videos are taken, too, of a family in ``VIDEO_FAMILIES``.
+        videos: True where videos are taken as well, of a family in ``VIDEO_FAMILIES``.
 
     Raises:
         UnsupportedCapability: the model's family is not one of ``FAMILIES``.

@@ -292,7 +292,7 @@ def replace_tower(lm: Any, features: Mapping[str, Any]) -> Iterator[None]:
     """
     model = lm.base_model
     for name, output in features.items():
-        setattr(model, name, _answer(output))
+        setattr(model, name, _returning(output))
     try:
         yield
     finally:
@@ -300,7 +300,8 @@ def replace_tower(lm: Any, features: Mapping[str, Any]) -> Iterator[None]:
             delattr(model, name)
 
 
-def _answer(output: Any) -> Callable[..., Any]:
+def _returning(output: Any) -> Callable[..., Any]:
+    """Return a function that returns ``output`` whatever it is called with."""
     return lambda *_args, **_options: output
 
 

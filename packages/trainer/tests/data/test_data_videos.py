@@ -275,7 +275,9 @@ def test_ids_pixels_and_times_are_those_of_transformers(
         own = torch.as_tensor(want["second_per_grid_ts"], dtype=torch.float32)
         assert torch.equal(media["seconds"][[0, 2]], own)
     assert document.rows == len(media["pixels"])
-    vision = read_vision(hf_config(ModelSource(path=str(folders[model_type]))), "a test")
+    vision = read_vision(
+        hf_config(ModelSource(path=str(folders[model_type]))), "a test", videos=True
+    )
     assert vision is not None
     vision.check(Batch.pack([fields]))
 

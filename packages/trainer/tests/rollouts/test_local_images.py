@@ -31,7 +31,7 @@ class Served:
         load = AutoModelForImageTextToText.from_pretrained
         self.model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
         self.saved = read_saved_tensors(str(folder))
-        self.vision = read_vision(self.model.config, "test")
+        self.vision = read_vision(self.model.config, "test", videos=True)
         self.rollout = RolloutRegistry.create(
             name="local",
             device="cpu",

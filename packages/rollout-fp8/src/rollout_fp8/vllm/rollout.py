@@ -470,7 +470,7 @@ class VllmRollout:
         """Return the side of a model's images, or None for a model without a vision tower."""
         config = config_of(model)
         # Behind a video of Qwen2.5-VL vLLM goes on at other positions than the engine.
-        vision: Vision | None = read_vision(config, WHERE, videos=False)
+        vision: Vision | None = read_vision(config, WHERE)
         if vision is None:
             return None
         family = str(config.model_type)

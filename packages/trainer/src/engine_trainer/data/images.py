@@ -124,7 +124,7 @@ class ImageProcessor:
                 the processor makes other images than the model takes.
         """
         config = hf_config(model)
-        vision = read_vision(config, "engine-train")
+        vision = read_vision(config, "engine-train", videos=True)
         if vision is None:
             raise ConfigError(
                 MODEL_KEY,

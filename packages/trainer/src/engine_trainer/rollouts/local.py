@@ -232,7 +232,7 @@ class LocalRollout:
 
     def _find_vision(self) -> VisionInputs | None:
         """Return the model's side of images, or None for a model without a tower."""
-        vision = read_vision(self._model.config, WHERE)
+        vision = read_vision(self._model.config, WHERE, videos=True)
         return None if vision is None else VisionInputs(self._model, vision)
 
     def _built(self, config: Any, device: torch.device) -> Any:
