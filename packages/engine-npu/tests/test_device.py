@@ -176,7 +176,8 @@ def test_capabilities_are_those_of_the_engines_it_derives_from() -> None:
     assert {Capability.ULYSSES, Capability.HSDP, Capability.LORA} <= FSDP.capabilities
     assert {Capability.CP, Capability.TP, Capability.PP, Capability.EP} <= MEGATRON.capabilities
     assert Capability.FP8 not in MEGATRON.capabilities | MINDSPEED.capabilities
-    untested = {Capability.COMPILE, Capability.SHARED_PREFIXES, Capability.VISION}
+    vision = {Capability.VISION, Capability.VIDEO}
+    untested = {Capability.COMPILE, Capability.SHARED_PREFIXES} | vision
     assert not untested & FSDP.capabilities
     assert Capability.VALUE_HEAD in FSDP.capabilities & MEGATRON.capabilities
     # MindSpeed's own backend has no row for value models.
