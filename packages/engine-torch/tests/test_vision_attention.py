@@ -1,4 +1,7 @@
-"""Attention of a tower within images and windows, against one image at a time in float64."""
+"""Attention of a tower within images and windows, against one image at a time in float64.
+
+The choice of features by the kind of their tokens is shown here as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine_api.errors import UnsupportedCapability
-from engine_torch.vision import attend_by_image
+from engine_torch.vision import _take, attend_by_image
 
 HEADS = 2
 WIDTH = 8
@@ -108,3 +111,15 @@ def test_what_the_kernels_would_leave_out_is_refused(asked: dict[str, Any]) -> N
     with pytest.raises(UnsupportedCapability, match="a mask or dropout") as caught:
         attend_by_image(nn.Module(), *draw("cpu", torch.float32), **arguments)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("form", ["tokens", "images", "image"])
+def test_features_of_one_kind_are_taken_in_every_form_of_transformers(form: str) -> None:
+    """transformers 5.17 has the tower's deeper features in another form than its last ones."""
+    features = torch.arange(24.0).reshape(12, 2)
+    given: Any = {"tokens": features, "images": features.split(4), "image": features.view(3, 4, 2)}
+    places = torch.tensor([0, 3, 4])
+    found = _take(given[form], slice(2, 9), places)
+    whole = _take(given[form], slice(2, 9), None)
+    assert torch.equal(found if form == "tokens" else found[0], features[[2, 5, 6]])
+    assert torch.equal(whole if form == "tokens" else whole[0], features[2:9])

@@ -199,7 +199,8 @@ def attend_by_image(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
         assert isinstance(out, Tensor)
-        return out[None], None
+        # The kernel's result has the strides of q.
+        return out.contiguous()[None], None
     return _attend_by_length(query, key, value, cu_seq_lens_q, scaling), None
 
 
@@ -311,7 +312,9 @@ def _take(features: Any, own: slice, places: Tensor | None) -> Any:
     They are one tensor ``[n, d]`` for each image, one ``[N, n, d]`` of images of one size, or one
     of all tokens of all images ``[T, d]``.
     """
-    if isinstance(features, Tensor):
-        return features[own] if features.ndim == 2 else features.flatten(0, 1)[own][None]
-    taken = torch.cat(list(features))[own]
-    return (taken if places is None else taken[places],)
+    if not isinstance(features, Tensor):
+        return (_take(torch.cat(list(features)), own, places),)
+    if features.ndim > 2:
+        return _take(features.flatten(0, 1), own, places)[None]
+    taken = features[own]
+    return taken if places is None else taken[places]
