@@ -313,8 +313,10 @@ def _take(features: Any, own: slice, places: Tensor | None) -> Any:
     of all tokens of all images ``[T, d]``.
     """
     if not isinstance(features, Tensor):
-        return (_take(torch.cat(list(features)), own, places),)
-    if features.ndim > 2:
-        return _take(features.flatten(0, 1), own, places)[None]
-    taken = features[own]
-    return taken if places is None else taken[places]
+        rows = torch.cat(list(features))
+    else:
+        rows = features if features.ndim == 2 else features.flatten(0, 1)
+    taken = rows[own] if places is None else rows[own][places]
+    if not isinstance(features, Tensor):
+        return (taken,)
+    return taken if features.ndim == 2 else taken[None]
