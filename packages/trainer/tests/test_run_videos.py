@@ -28,7 +28,7 @@ from engine_trainer.sft import train_sft
 from engine_trainer.telemetry.logs import METRICS, read_metrics
 
 pytestmark = needs_torchvision
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Difference of float32 from float64, in nats.
 NEAR = 1e-4
 REWARD = """
@@ -145,7 +145,8 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(tmp_path, place):
         assert left.read_bytes() == right.read_bytes()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The local rollout has no cache for Qwen3.5, with images or without.
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_the_engines_log_probs_of_a_step_are_those_of_the_rollout(tmp_path, place, family):
     folder = train_rl(configure(RLConfig, place, tmp_path / "run", family=family)).folder
     rows = [row for row in read_metrics(folder / METRICS) if "train/loss" in row]

@@ -26,7 +26,7 @@ from engine_trainer.data.sources import VideoSource
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import hf_config
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def source(value: object, folder: Path) -> VideoSource:
@@ -307,6 +307,7 @@ def expect(folder: Path, text: str, images: list[Path], videos: list[tuple[list[
         "qwen2_vl": transformers.Qwen2VLProcessor,
         "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
         "qwen3_vl": transformers.Qwen3VLProcessor,
+        "qwen3_5": transformers.Qwen3VLProcessor,
     }[config.model_type]
     processor = family(
         AutoImageProcessor.from_pretrained(folder),
