@@ -227,6 +227,12 @@ def test_a_long_video_is_refused_before_its_frames_are_listed(tmp_path):
         video.decode(1 / 65, max_frames=2)
 
 
+@pytest.mark.parametrize("fps", [0, 9e-4, 1e8, float("nan"), True])
+def test_a_rate_of_the_configuration_has_the_limits_of_a_rows(fps):
+    with pytest.raises(ConfigError, match=r"data\.video_fps: expected a number from 0.001 to 1000"):
+        DataSection(source="rows.jsonl", video_fps=fps)
+
+
 def test_the_pixels_of_all_frames_have_a_limit(tmp_path, monkeypatch):
     names = draw_frames(tmp_path, 3)
     animate(tmp_path, "a.gif", [500] * 3)

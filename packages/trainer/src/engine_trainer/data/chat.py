@@ -428,7 +428,10 @@ class ChatTokenizer:
     def _require_tower(self, example: Example) -> None:
         """Raise ``ConfigError`` for a row with images or videos and a model of text alone."""
         first = next(iter((*example.images, *example.videos)), None)
-        if first is None or self._model is None or has_vision(hf_config(self._model)):
+        # A token of images is that of a tower. Only without one config.json is read for each row.
+        if first is None or self._model is None or self.image_token is not None:
+            return
+        if has_vision(hf_config(self._model)):
             return
         kind = "images" if example.images else "videos"
         raise ConfigError(
