@@ -68,7 +68,13 @@ STAYS: dict[str, str] = {
         "the core cases test its parts one by one"
     ),
     **dict.fromkeys(
-        ("rollout.image*", "rollout.bad_images", "rollout.undeclared_images"),
+        (
+            "rollout.image*",
+            "rollout.bad_images",
+            "rollout.videos",
+            "rollout.undeclared_images",
+            "rollout.undeclared_videos",
+        ),
         "about rollouts: wrong ones are in "
         "packages/trainer/tests/helpers/pictured_rollouts_with_defects.py",
     ),

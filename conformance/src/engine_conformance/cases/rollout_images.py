@@ -140,7 +140,8 @@ def videos(target: Target) -> float:
 
     If this fails: frames are left out or taken for images, their seconds are not counted, or a
     completion goes on behind the largest position of its prompt (as transformers' `generate` and
-    vLLM count it), where the engine that is trained on it does not.
+    vLLM count it), where the engine that is trained on it goes on behind the video's first position
+    and its larger side in features.
     """
     model = pictured_model(target)
     prompts = moving_prompts()
@@ -422,17 +423,49 @@ def undeclared_images(target: Target) -> float | None:
     got = _built_or_refused(target, pictured, asks)
     margin = None
     if isinstance(got, EngineError):
-        _names_vision(got, "a model with a tower")
+        _require_name(got, Capability.VISION, "a model with a tower")
     else:
         worked(got[0], "a model with a tower")
         margin = pictured_served(target, got[1], pictured, "text", version=1)
         if takes:
-            _names_vision(got[2].error, "images")
+            _require_name(got[2].error, Capability.VISION, "images")
     if takes:
         model = rollout_model(target)
         reply = replies(target, model, [Sync(folder=model, version=1), shown])[1]
-        _names_vision(reply.error, "images for a model without a tower")
+        _require_name(reply.error, Capability.VISION, "images for a model without a tower")
     return margin
+
+
+@case(
+    id="rollout.undeclared_videos",
+    since=SINCE,
+    requires=_VISION,
+    probes=Capability.VIDEO,
+    world=(1,),
+    dtypes=FLOAT32,
+    profile="rollout",
+)
+def undeclared_videos(target: Target) -> float:
+    """A rollout with `vision` and without `video` MUST refuse videos by that name.
+
+    It raises `UnsupportedCapability` that names `video` for prompts with a video, alone and between
+    prompts with images, and serves images afterwards.
+
+    If this fails: the frames of a video are taken for images or left out in silence, so that a
+    policy is trained on answers to videos that it has not seen.
+    """
+    model = pictured_model(target)
+    moving = moving_prompts()
+    shown = {
+        "a video": ask_for(moving[:1], sampled()),
+        "a video between images": ask_for((*mixed_prompts()[:2], *moving), sampled()),
+    }
+    after = ask_for(mixed_prompts(), sampled())
+    got = replies(target, model, [Sync(folder=model, version=1), *shown.values(), after])
+    worked(got[0], model.name)
+    for how, reply in zip(shown, got[1:-1], strict=True):
+        _require_name(reply.error, Capability.VIDEO, how)
+    return pictured_served(target, got[-1], model, "images after a refusal", version=1)
 
 
 def _takes_images(cls: Any) -> bool:
@@ -460,8 +493,10 @@ def drive_or_refuse(setup: Setup, actions: Sequence[Action]) -> list[RolloutRepl
         return error.with_traceback(None)
 
 
-def _names_vision(error: EngineError | None, how: str) -> None:
+def _require_name(error: EngineError | None, capability: Capability, how: str) -> None:
+    """Raise an error of the case unless a refusal names the capability that is not declared."""
     if error is None:
-        raise AcceptedUndeclared(Capability.VISION, how)
-    named = isinstance(error, UnsupportedCapability) and error.capability == Capability.VISION
-    must(named, "error", f"UnsupportedCapability of vision expected, got {error!r}", where=how)
+        raise AcceptedUndeclared(capability, how)
+    named = isinstance(error, UnsupportedCapability) and error.capability == capability
+    said = f"UnsupportedCapability of {capability} expected, got {error!r}"
+    must(named, "error", said, where=how)

@@ -70,6 +70,8 @@ def export_checkpoint(
     state = read_extra(found)["loop"]
     # The folder is to have the processor that the run has trained with.
     if "image_processor" in state:
+        if "video_processor" in state["image_processor"]:
+            tokenizer.image_processor.load_videos()
         tokenizer.image_processor.require(state["image_processor"])
     launcher = Spmd(timeout_s=config.run.timeout_s)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from engine_trainer.data import (
     questions,
     read_examples,
     read_responses,
+    refuse_videos,
     warn_of_overlap,
 )
 from engine_trainer.errors import DataError
@@ -64,8 +65,9 @@ def train_sft(config: SFTConfig) -> Outcome:
     Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
     """
     tokenizer = load_tokenizer(config.data, config.engine.model)
-    _refuse_tower(config.engine)
+    declared = _refuse_tower(config.engine)
     data = _Data.load(config, tokenizer)
+    _refuse_videos(config.engine, declared, data.train, *data.heldout.documents.values())
     order = order_of(data.train, config.data, config.run.seed)
     steps = config.run.total_steps(
         len(data.train), config.batch_size, key="batch_size", data=config.data
@@ -123,8 +125,9 @@ def evaluate_sft(config: SFTConfig) -> Metrics:
             remedy="name a file of rows that are not trained on",
         )
     tokenizer = load_tokenizer(config.data, config.engine.model)
-    _refuse_tower(config.engine)
+    declared = _refuse_tower(config.engine)
     heldout = _Heldout.load(config, tokenizer)
+    _refuse_videos(config.engine, declared, *heldout.documents.values())
     only = replace(
         config,
         engine=replace(config.engine, optimizer=None),
@@ -310,15 +313,23 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     return figures
 
 
-def _refuse_tower(section: EngineSection) -> None:
-    """Raise ``UnsupportedCapability`` for a model with a tower that the engine does not train.
+def _refuse_tower(section: EngineSection) -> Collection[str]:
+    """Return the engine's capabilities, with which it trains the tower of a model that has one.
 
-    The engine refuses it, too, but after the data have been read.
+    Raises ``UnsupportedCapability``, which the engine raises, too, but after the data have been
+    read.
     """
     found = EngineRegistry.resolve(
         model_type=section.model_type, backend=section.backend, device=section.device
     )
     refuse_vision(hf_config(section.model), found.plugin.capabilities, section.backend)
+    return found.plugin.capabilities
+
+
+def _refuse_videos(section: EngineSection, declared: Collection[str], *sets: SFTDataset) -> None:
+    """Raise ``UnsupportedCapability`` for documents with videos, which the engine does not take."""
+    images = (document.images for one in sets for document in one.documents)
+    refuse_videos(images, declared, section.backend)
 
 
 @dataclass(frozen=True, kw_only=True)

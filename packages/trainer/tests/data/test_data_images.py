@@ -410,20 +410,20 @@ def test_an_image_that_changes_after_its_row_was_read_is_refused(tmp_path, build
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "<image>", "images": ["a.png", "a.png"]}, "2 images and 1 places"),
-        ({"prompt": "<image><image>", "images": ["a.png"]}, "1 images and 2 places"),
-        ({"prompt": "no place", "images": ["a.png"]}, "1 images and 0 places"),
-        ({"prompt": "<image>"}, "0 images and 1 places"),
+        ({"prompt": "<image>", "images": ["a.png", "a.png"]}, "2 images and 1 place"),
+        ({"prompt": "<image><image>", "images": ["a.png"]}, "1 image and 2 places"),
+        ({"prompt": "no place", "images": ["a.png"]}, "1 image and 0 places"),
+        ({"prompt": "<image>"}, "0 images and 1 place"),
         (
             {"prompt": "<|image_pad|><image>", "images": ["a.png"]},
-            "1 images and 2 placeholders '<|image_pad|>'",
+            "1 image and 2 placeholders '<|image_pad|>'",
         ),
-        ({"prompt": "<|image_pad|>", "images": []}, "1 image tokens .* and 0 images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "0 images and 1 places"),
-        ({"prompt": "<|video_pad|>"}, "1 video tokens .* and 0 videos"),
+        ({"prompt": "<|image_pad|>", "images": []}, "1 image token .* and 0 images"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "0 images and 1 place"),
+        ({"prompt": "<|video_pad|>"}, "1 video token .* and 0 videos"),
         (
             {"prompt": "<image><|video_pad|>", "images": ["a.png"]},
-            "0 videos and 1 placeholders '<|video_pad|>'",
+            "0 videos and 1 placeholder '<|video_pad|>'",
         ),
     ],
 )
@@ -455,7 +455,7 @@ def test_pairs_and_labelled_rows_with_tokens_of_images_are_refused_by_row(tmp_pa
 def test_a_template_that_leaves_images_out_is_refused(tmp_path, build):
     row = {"prompt": "<image>?", "response": "one", "images": draw(tmp_path, "a.png")}
     without = TEMPLATE.replace("IMAGE", "")
-    with pytest.raises(ImageError, match="1 images and 0 placeholders"):
+    with pytest.raises(ImageError, match="1 image and 0 placeholders"):
         build([row], chat_template=without)
 
 
@@ -471,6 +471,13 @@ def test_images_are_refused_where_no_task_or_model_takes_them(tmp_path, build, m
         to_examples([row], ColumnsSection(), "prompt")
     assert len(read_examples(section, "prompt")[0].images) == 1
     row = {"prompt": "<image>", "response": "one", "images": "a.png"}
+    plain = {"prompt": "a", "response": "b"}
+    for column, noun in (("images", "images"), ("video", "videos")):
+        given = plain | {column: "https://host/clip"}
+        said = rf"rows\.jsonl:2 has {noun} \(column '{column}'\), and .* has no vision tower"
+        with pytest.raises(ConfigError, match=said) as caught:
+            build([plain, given], model=model_folder)
+        assert "a column that is metadata" in caught.value.remedy
     with pytest.raises(ConfigError, match="has no vision tower"):
         build([row], model=model_folder)
 

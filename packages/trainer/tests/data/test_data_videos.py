@@ -26,7 +26,7 @@ from engine_trainer.data.sources import VideoSource
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import hf_config
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def source(value: object, folder: Path) -> VideoSource:
@@ -87,6 +87,36 @@ def test_frames_of_an_animation_are_taken_by_its_own_times(tmp_path, name, optio
     assert shown(slow, 10) == [0, 3]
 
 
+@pytest.mark.parametrize(
+    ("durations", "fps", "count"),
+    [
+        ([7000] * 3, 3, 63),
+        ([14000] * 3, 1.5, 63),
+        ([3500] * 3, 6, 63),
+        ([1750] * 3, 12, 63),
+        ([100] * 6, 10, 6),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.gif", "a.png"])
+def test_no_frame_is_taken_at_the_end_of_the_file(tmp_path, name, durations, fps, count):
+    video = source(animate(tmp_path, name, durations), tmp_path)
+    assert video.read_size(fps) == (count, 8, 8)
+    found = shown(video, fps)
+    assert found == sorted(found)
+    assert {found.count(n) for n in range(len(durations))} == {count // len(durations)}
+
+
+def test_a_frame_is_shown_from_the_end_of_the_one_before(tmp_path):
+    """The time of a frame, 195 / 3 s or 3 / 30 s, is the border of two others exactly."""
+    video = source(animate(tmp_path, "a.png", [65000, 1000]), tmp_path)
+    assert shown(video, 3) == [0] * 195 + [1] * 3
+    thirds = [1000 / 30] * 30
+    frames = [Image.new("RGB", (8, 8), (8 * n, 0, 0)) for n in range(30)]
+    frames[0].save(tmp_path / "b.png", save_all=True, append_images=frames[1:], duration=thirds)
+    reds = [frame.getpixel((4, 4))[0] for frame in source("b.png", tmp_path).decode(30)]
+    assert reds == [8 * n for n in range(30)]
+
+
 def test_a_file_may_be_bytes_or_base64(tmp_path):
     animate(tmp_path, "a.gif", [500, 500])
     content = (tmp_path / "a.gif").read_bytes()
@@ -139,7 +169,7 @@ def test_each_form_of_a_row_gives_the_same_videos(tmp_path):
     ("value", "said"),
     [
         ([], "video 1 has 0 frames, expected at least two"),
-        (["frame0_16x24.png"], "video 1 has 1 frames, expected at least two"),
+        (["frame0_16x24.png"], "video 1 has 1 frame, expected at least two"),
         (
             ["frame0_16x24.png", "frame1_16x24.png", "wide.png"],
             "a frame 3 of 24 x 16 pixels, expected 16 x 24 as its first",
@@ -147,13 +177,18 @@ def test_each_form_of_a_row_gives_the_same_videos(tmp_path):
         (["frame0_16x24.png", "cut.png"], r"video 1, frame 2 \(cut.png\) cannot be decoded"),
         (["frame0_16x24.png", "none.png"], r"video 1, frame 2 \(none.png\) is missing"),
         (["frame0_16x24.png", 5], "video 1, frame 2 is a int, expected a path"),
-        ("frame0_16x24.png", "is a PNG of 1 frames, expected an animation"),
+        ("frame0_16x24.png", "is a PNG of 1 frame, expected an animation"),
         ("clip.mp4", r"video 1 \(clip.mp4\) is no animation"),
         ("cut.gif", r"video 1 \(cut.gif\) cannot be decoded"),
-        ("short.gif", "lasts 0.3 s, of which 1 frames are taken at 2 frames in a second"),
+        ("short.gif", "lasts 0.3 s, of which 1 frame is taken at 2 frames in a second"),
         ({"frames": ["frame0_16x24.png", "frame1_16x24.png"], "fps": 0}, "has fps 0, expected"),
-        ({"path": "short.gif", "fps": "fast"}, "has fps 'fast', expected a number above 0"),
-        ({"path": "short.gif", "fps": True}, "has fps True, expected a number above 0"),
+        ({"path": "short.gif", "fps": "fast"}, "has fps 'fast', expected a number from 0.001"),
+        ({"path": "short.gif", "fps": True}, "has fps True, expected a number from 0.001"),
+        ({"path": "short.gif", "fps": 1e8}, "has fps 100000000.0, expected a number from 0.001"),
+        ({"path": "short.gif", "fps": 9e-4}, "has fps 0.0009, expected .* to 1000"),
+        ({"video": "short.gif"}, r"video 1 \(short.gif\) lasts"),
+        (["frame0_16x24.png"] * 769, "video 1 has 769 frames, expected at most 768"),
+        ({"path": "long.gif", "fps": 400}, "lasts 2.5 s, .* 1000 frames .* at most 768"),
     ],
 )
 def test_defects_name_row_video_and_frame(tmp_path, value, said):
@@ -179,6 +214,72 @@ def test_defects_name_row_video_and_frame(tmp_path, value, said):
     assert caught.value.column == "videos"
     assert caught.value.remedy
     assert video.key
+
+
+def test_a_long_video_is_refused_before_its_frames_are_listed(tmp_path):
+    video = source(animate(tmp_path, "a.png", [65000] * 3), tmp_path)
+    with pytest.raises(ImageError, match="of which 195000 frames are taken at 1000") as caught:
+        video.read_size(1000)
+    assert "lower data.video_fps" in caught.value.remedy
+    with pytest.raises(ImageError, match=r"3 frames .* expected at most 2"):
+        video.read_size(1 / 65, max_frames=2)
+    with pytest.raises(ImageError, match=r"3 frames .* expected at most 2"):
+        video.decode(1 / 65, max_frames=2)
+
+
+@pytest.mark.parametrize("fps", [0, 9e-4, 1e8, float("nan"), True])
+def test_a_rate_of_the_configuration_has_the_limits_of_a_rows(fps):
+    with pytest.raises(ConfigError, match=r"data\.video_fps: expected a number from 0.001 to 1000"):
+        DataSection(source="rows.jsonl", video_fps=fps)
+
+
+def test_the_pixels_of_all_frames_have_a_limit(tmp_path, monkeypatch):
+    names = draw_frames(tmp_path, 3)
+    animate(tmp_path, "a.gif", [500] * 3)
+    # Each file is opened below this limit, and its frames together are above eight times as many.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)
+    for value in ([*names, *names, *names], {"path": "a.gif", "fps": 36}):
+        for look in (VideoSource.read_size, VideoSource.decode):
+            with pytest.raises(ImageError, match="has more than 3200 pixels in its frames"):
+                look(source(value, tmp_path), 2.0)
+
+
+@pytest.mark.parametrize("name", ["a.webp", "a.png"])
+def test_an_animation_is_turned_as_images_are(tmp_path, name):
+    """An orientation of 6 shows the first row of the file as the last column."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = [Image.new("RGB", (16, 8)) for _ in range(2)]
+    for number, frame in enumerate(frames):
+        frame.paste((80 + 80 * number, 0, 0), (0, 0, 16, 4))
+    frames[0].save(
+        tmp_path / name,
+        save_all=True,
+        append_images=frames[1:],
+        duration=500,
+        exif=exif,
+        lossless=True,
+    )
+    video = source(name, tmp_path)
+    assert video.read_size(2) == (2, 16, 8)
+    for number, frame in enumerate(video.decode(2)):
+        assert frame.size == (8, 16)
+        assert frame.getpixel((7, 0)) == frame.getpixel((7, 15)) == (80 + 80 * number, 0, 0)
+        assert frame.getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_a_list_of_frames_in_a_column_is_read_as_videos_of_one_frame_each(tmp_path):
+    names = draw_frames(tmp_path, 2)
+    row = Row(
+        values={"prompt": "<video>?", "response": "one", "videos": names},
+        file=str(tmp_path / "rows.jsonl"),
+        number=1,
+    )
+    (example,) = to_examples([row], ColumnsSection(), "response", images=True)
+    with pytest.raises(ImageError, match="is a PNG of 1 frame") as caught:
+        example.videos[0].read_size(2.0)
+    assert '[["0001.png", "0002.png"]]' in caught.value.remedy
+    assert '{"frames": ["0001.png", "0002.png"]}' in caught.value.remedy
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +313,7 @@ def expect(folder: Path, text: str, images: list[Path], videos: list[tuple[list[
         "qwen2_vl": transformers.Qwen2VLProcessor,
         "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
         "qwen3_vl": transformers.Qwen3VLProcessor,
+        "qwen3_5": transformers.Qwen3VLProcessor,
     }[config.model_type]
     processor = family(
         AutoImageProcessor.from_pretrained(folder),
@@ -287,11 +389,11 @@ def test_more_marks_than_videos_and_other_tokens_are_refused(tmp_path, build):
     names = draw_frames(tmp_path, 2)
     good = {"prompt": "<video>", "response": "one", "videos": [names]}
     for row, said in (
-        ({"prompt": "<video><video>", "videos": [names]}, "1 videos and 2 places"),
-        ({"prompt": "none", "videos": [names]}, "1 videos and 0 places"),
-        ({"prompt": "<video>", "videos": []}, "0 videos and 1 places"),
-        ({"prompt": "<video><|video_pad|>", "videos": [names]}, "1 videos and 2 placeholders"),
-        ({"prompt": "<video><|image_pad|>", "videos": [names]}, "0 images and 1 placeholders"),
+        ({"prompt": "<video><video>", "videos": [names]}, "1 video and 2 places"),
+        ({"prompt": "none", "videos": [names]}, "1 video and 0 places"),
+        ({"prompt": "<video>", "videos": []}, "0 videos and 1 place"),
+        ({"prompt": "<video><|video_pad|>", "videos": [names]}, "1 video and 2 placeholders"),
+        ({"prompt": "<video><|image_pad|>", "videos": [names]}, "0 images and 1 placeholder"),
     ):
         with pytest.raises(ImageError, match=said) as caught:
             build([good, row | {"response": "one"}])

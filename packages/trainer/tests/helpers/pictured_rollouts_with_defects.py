@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from engine_api.batch import Batch
-from engine_api.errors import RolloutError
-from engine_api.hf_vision import find_runs
+from engine_api.capabilities import Capability
+from engine_api.errors import RolloutError, UnsupportedCapability
+from engine_api.hf_vision import find_runs, read_vision
 from engine_api.media import Media
 from engine_api.rollout import Completion, PromptImages, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
@@ -374,6 +375,32 @@ class NamesNoCapability(LocalRollout):
         if images is not None:
             raise RolloutError("no images", remedy="remove them")
         return super().generate(prompts, sampling)
+
+
+class TakesUndeclaredVideos(LocalRollout):
+    """Videos are completed, and the plug-in declares `vision` without `video`."""
+
+
+class NamesVision(LocalRollout):
+    """Videos are refused by the name of `vision`, which is declared."""
+
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams, *, images: Images | None = None
+    ) -> list[Completion]:
+        if any(one is not None and one.media.seconds is not None for one in images or ()):
+            raise UnsupportedCapability(Capability.VISION, where="here", why="videos", remedy="")
+        return super().generate(prompts, sampling, images=images)
+
+
+class TakesImagesAlone(LocalRollout):
+    """A right rollout that does not declare `video`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if self._vision is not None:
+            found = read_vision(self._model.config, "images alone")
+            assert found is not None
+            self._vision.vision = found
 
 
 class TakesTextAlone(LocalRollout):

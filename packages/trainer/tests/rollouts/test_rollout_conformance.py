@@ -63,8 +63,14 @@ UNDECLARED = {
     "DropsUndeclaredImages": ("rollout.undeclared_images", "images was silently accepted"),
     "NamesNoCapability": ("rollout.undeclared_images", "UnsupportedCapability of vision expected"),
 }
-RIGHT = "TakesTextAlone"
-FOUND_BY = {name: (case, "") for name, case in OF_TEXT.items()} | OF_IMAGES | UNDECLARED
+# Those of the same file that declare `vision` and not `video`.
+WITHOUT_VIDEO = {
+    "TakesUndeclaredVideos": ("rollout.undeclared_videos", "a video was silently accepted"),
+    "NamesVision": ("rollout.undeclared_videos", "UnsupportedCapability of video expected"),
+}
+RIGHT, RIGHT_ABOUT_IMAGES = "TakesTextAlone", "TakesImagesAlone"
+FOUND_BY = {name: (case, "") for name, case in OF_TEXT.items()} | OF_IMAGES
+FOUND_BY |= UNDECLARED | WITHOUT_VIDEO
 # It is a module of its own, because a descriptor imports no torch.
 DESCRIPTOR = f"""
 from engine_api.capabilities import Capability
@@ -82,6 +88,8 @@ PICTURED = "pictured_rollouts_with_defects"
 OF_TEXT = plugin("of-text", "rollouts_with_defects", {list(OF_TEXT)})
 OF_IMAGES = plugin("of-images", PICTURED, {list(OF_IMAGES)}, Capability.VISION, Capability.VIDEO)
 UNDECLARED = plugin("undeclared", PICTURED, {[*UNDECLARED, RIGHT]})
+NAMES = {[*WITHOUT_VIDEO, RIGHT_ABOUT_IMAGES]}
+WITHOUT_VIDEO = plugin("without-video", PICTURED, NAMES, Capability.VISION)
 """
 CASES = [one for one in load_cases().values() if one.profile == "rollout"]
 pytestmark = [pytest.mark.distributed]
@@ -105,6 +113,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "of-text = defects_descriptor:OF_TEXT\n"
         "of-images = defects_descriptor:OF_IMAGES\n"
         "undeclared = defects_descriptor:UNDECLARED\n"
+        "without-video = defects_descriptor:WITHOUT_VIDEO\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(site), *sys.path])
@@ -147,3 +156,9 @@ def test_a_rollout_without_images_that_completes_text_is_right_beside_a_tower(ro
     for one in (load_cases()["rollout.undeclared_images"], load_cases()["rollout.signatures"]):
         outcome = run_case(one, rollout(RIGHT, root))
         assert outcome.status in ("passed", "refused"), outcome.message
+
+
+def test_a_rollout_that_refuses_videos_by_their_name_is_right(root: Path) -> None:
+    one = load_cases()["rollout.undeclared_videos"]
+    outcome = run_case(one, rollout(RIGHT_ABOUT_IMAGES, root))
+    assert outcome.status == "refused", outcome.message

@@ -469,7 +469,8 @@ class VllmRollout:
     ) -> ImageInputs | None:
         """Return the side of a model's images, or None for a model without a vision tower."""
         config = config_of(model)
-        # Behind a video of Qwen2.5-VL vLLM goes on at other positions than the engine.
+        # Videos are not taken: the text behind one of Qwen2.5-VL has other positions in vLLM 0.32,
+        # from the largest one of the prompt before it, than in the engine and transformers.
         vision: Vision | None = read_vision(config, WHERE)
         if vision is None:
             return None

@@ -23,6 +23,10 @@ AT_LEAST_1 = Interval("a number of at least 1", lambda value: value >= 1)
 AT_LEAST_2 = Interval("a number of at least 2", lambda value: value >= 2)
 ABOVE_0 = Interval("a number above 0", lambda value: value > 0)
 FINITE_ABOVE_0 = Interval("a finite number above 0", lambda value: 0 < value < math.inf)
+FRAMES_PER_SECOND = Interval(
+    "a number from 0.001 to 1000",
+    lambda value: value is not True and 1e-3 <= value <= 1000,
+)
 FRACTION = Interval("a number in [0, 1]", lambda value: 0 <= value <= 1)
 INSIDE_0_1 = Interval("a number in (0, 1)", lambda value: 0 < value < 1)
 FRACTION_ABOVE_0 = Interval("a number in (0, 1]", lambda value: 0 < value <= 1)

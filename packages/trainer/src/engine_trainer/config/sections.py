@@ -30,6 +30,7 @@ from engine_trainer.config.checks import (
     FINITE_ABOVE_0,
     FRACTION,
     FRACTION_ABOVE_0,
+    FRAMES_PER_SECOND,
     Refusal,
     refuse,
     require,
@@ -372,8 +373,9 @@ class ColumnsSection:
     """Column with the videos of a row, read by ``sft`` and ``rl``. Null is ``videos`` or ``video``,
     where the rows have it.
 
-    It has one video or a list of them. A video is a list of its frames, each as an image is
-    written, ``{"frames": […], "fps": 2.0}``, or an animated GIF, PNG or WebP, written as an image.
+    It has one video or a list of them. A video is ``{"frames": […], "fps": 2.0}``, each frame as an
+    image is written, or an animated GIF, PNG or WebP, written as an image. Inside a list of videos
+    it may be the list of its frames alone.
     """
 
     def __post_init__(self) -> None:
@@ -471,8 +473,8 @@ class DataSection:
     """
 
     on_bad_image: Literal["error", "drop"] = "error"
-    """Treatment of a row whose images cannot be used: raise an error, or drop the row and count it
-    (``data/bad_images``).
+    """Treatment of a row whose images or videos cannot be used: raise an error, or drop the row and
+    count it (``data/bad_images``).
 
     An image whose header is right is decoded where its step begins. There, ``drop`` leaves the
     document of ``sft`` or the prompt of ``rl`` out of its step (``train/bad_images``), and a
@@ -485,9 +487,10 @@ class DataSection:
     """
 
     video_fps: float = 2.0
-    """Frames in a second of a video whose row gives no ``fps``, above 0.
+    """Frames in a second of a video whose row gives no ``fps``, from 0.001 to 1000.
 
-    All frames of a list are shown, so far apart. Of an animated file as many are taken.
+    All frames of a list are shown, so far apart. Of an animated file as many are taken. A video has
+    at most as many frames as the model's video processor takes, or 768.
     """
 
     video_processor_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -502,7 +505,7 @@ class DataSection:
     """Seed of the order of the rows. Null is ``run.seed``."""
 
     def __post_init__(self) -> None:
-        require("data", self, {"max_length": AT_LEAST_1, "video_fps": FINITE_ABOVE_0})
+        require("data", self, {"max_length": AT_LEAST_1, "video_fps": FRAMES_PER_SECOND})
         refuse("data", _wrong_data(self))
 
 

@@ -13,6 +13,7 @@ from engine_trainer.data.datasets import (
     order_of,
     questions,
     read_examples,
+    refuse_videos,
     warn_of_overlap,
 )
 from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout, read_responses
@@ -38,5 +39,6 @@ __all__ = [
     "read_examples",
     "read_heldout",
     "read_responses",
+    "refuse_videos",
     "warn_of_overlap",
 ]

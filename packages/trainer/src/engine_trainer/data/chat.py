@@ -22,9 +22,10 @@ from engine_api.hf_vision import has_vision
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.images import ImageProcessor, PlannedImage
 from engine_trainer.data.layouts import IMAGE_MARK, VIDEO_MARK, Example, Messages, text_of
+from engine_trainer.data.sources import say_count
 from engine_trainer.data.templates import TemplateError, renderer
 from engine_trainer.errors import ImageError
-from engine_trainer.utils.hf_models import MODEL_KEY, first_line, require_source
+from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config, require_source
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
@@ -183,7 +184,8 @@ class ChatTokenizer:
                     noun,
                     len(own),
                     placed,
-                    f"placeholders {mark!r} in the rendered conversation",
+                    "placeholder",
+                    f"{mark!r} in the rendered conversation",
                     f"set a data.chat_template that writes each part of type {noun}, take the "
                     f"placeholder's text out of the row, or put the {noun}s before the last "
                     "response",
@@ -404,6 +406,7 @@ class ChatTokenizer:
         turns = [dict(turn) for turn in turns]
         if not self.has_template:
             self._require_plain(turns, example)
+        self._require_tower(example)
         asked = [t for t in turns if t["role"] == "user"]
         if asked:
             asked[-1]["content"] = _fill(self.section.prompt_template, asked[-1]["content"])
@@ -421,6 +424,24 @@ class ChatTokenizer:
         if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self.section.system_prompt})
         return turns
+
+    def _require_tower(self, example: Example) -> None:
+        """Raise ``ConfigError`` for a row with images or videos and a model of text alone."""
+        first = next(iter((*example.images, *example.videos)), None)
+        # A token of images is that of a tower. Only without one config.json is read for each row.
+        if first is None or self._model is None or self.image_token is not None:
+            return
+        if has_vision(hf_config(self._model)):
+            return
+        kind = "images" if example.images else "videos"
+        raise ConfigError(
+            MODEL_KEY,
+            f"{first.file}:{first.row} has {kind} (column {first.column!r}), and "
+            f"{self._model.path!r} has no vision tower",
+            why="its config.json has no vision_config",
+            remedy=f"give a vision-language model, remove the {kind} from the rows, or give a "
+            "column that is metadata another name",
+        )
 
     def _require_plain(self, turns: Messages, example: Example) -> None:
         whole = {"tools": example.tools, "images": example.images, "videos": example.videos}
@@ -644,8 +665,8 @@ def _place_images(turns: Messages, example: Example, marks: Sequence[str]) -> No
                 kind,
                 len(given),
                 placed,
-                f"places for them: {mark} in the texts before the response, or parts of type "
-                f"{kind}",
+                "place",
+                f"for them: {mark} in the texts before the response, or parts of type {kind}",
                 f"write {mark} where each {kind} belongs, in the row or in data.prompt_template",
             )
 
@@ -662,10 +683,10 @@ def _divide_at_marks(text: str, marks: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _misplaced(
-    example: Example, kind: str, given: int, placed: int, places: str, remedy: str
+    example: Example, kind: str, given: int, placed: int, place: str, places: str, remedy: str
 ) -> ImageError:
     return ImageError(
-        f"the row has {given} {kind}s and {placed} {places}",
+        f"the row has {say_count(given, kind)} and {say_count(placed, place)} {places}",
         file=example.file,
         row=example.number or None,
         why=f"the features of {'an image' if kind == 'image' else 'a video'} replace the tokens of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_api.capabilities import Capability
+from engine_api.errors import UnsupportedCapability
 from engine_api.rollout import PromptImages
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data.chat import ChatTokenizer, Segment
@@ -22,6 +24,7 @@ from engine_trainer.data.images import ImageProcessor, PlannedImage
 from engine_trainer.data.layouts import Example, Messages, Need, text_of, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
+from engine_trainer.data.sources import say_count
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.cores import choose_threads, count_cores
 
@@ -511,8 +514,8 @@ def _check_media_tokens(
         tokens = ids.count(token)
         if tokens != expected:
             raise ImageError(
-                f"the row has {tokens} {kind} tokens (id {token}), and {len(own)} {kind}s of "
-                f"{expected} features",
+                f"the row has {say_count(tokens, f'{kind} token')} (id {token}), and "
+                f"{say_count(len(own), kind)} of {say_count(expected, 'feature')}",
                 file=example.file,
                 row=example.number or None,
                 why=f"the features of each {kind} replace the tokens of its placeholder",
@@ -534,6 +537,28 @@ def refuse_media_tokens(example: Example, ids: Sequence[int], tokenizer: ChatTok
                 "are read by sft and rl alone",
                 remedy="take the placeholder's text out of the row, or remove the row",
             )
+
+
+def refuse_videos(
+    given: Iterable[DocumentImages | None], declared: Collection[str], engine: str
+) -> None:
+    """Raise ``UnsupportedCapability`` for the first video, unless the engine declares ``video``.
+
+    The engine refuses it, too, but in the step that takes it.
+    """
+    if Capability.VIDEO in declared:
+        return
+    planned = (one for images in given if images is not None for one in images.planned)
+    first = next((one.source for one in planned if one.is_video), None)
+    if first is not None:
+        raise UnsupportedCapability(
+            Capability.VIDEO,
+            where=f"engine {engine!r}",
+            why=f"{first.file}:{first.row} has videos, and the engine trains on none",
+            remedy="name a backend that declares it "
+            f"(`python -m engine_api list --capability {Capability.VIDEO}`), "
+            "or remove the rows with videos",
+        )
 
 
 def _tokenize(

@@ -1,7 +1,8 @@
 """The model's own processor of images and videos.
 
 transformers' processor of the model makes pixel values and expands the placeholders, so that
-training sees what transformers and vLLM would serve.
+training sees what transformers would serve. vLLM expands images in the same way. Around a video of
+Qwen3-VL transformers 5.19 keeps the marks of the template, which vLLM drops.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_vision import VIDEO_FAMILIES, Vision, read_vision
 from engine_api.media import Media
 from engine_api.rollout import PromptImages
-from engine_trainer.data.sources import ImageSource, VideoSource
+from engine_trainer.data.sources import MAX_FRAMES, ImageSource, VideoSource
 from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config
 
 # The command line answers many requests without torch.
@@ -115,7 +116,7 @@ class ImageProcessor:
             tokenizer: the tokenizer, which must have the model's placeholder.
             kwargs: settings that take the place of the processor's own.
             path: folder or hub id of the processor's files; None: the model's.
-            video_kwargs: the same of the processor of videos.
+            video_kwargs: settings that take the place of those of the processor of videos.
             video_fps: frames in a second of a video that says none (``data.video_fps``).
 
         Raises:
@@ -128,9 +129,9 @@ class ImageProcessor:
         if vision is None:
             raise ConfigError(
                 MODEL_KEY,
-                f"the rows have images, and {model.path!r} has no vision tower",
+                f"the rows have images or videos, and {model.path!r} has no vision tower",
                 why="its config.json has no vision_config",
-                remedy="give a vision-language model, or remove the images from the rows",
+                remedy="give a vision-language model, or remove these rows",
             )
         revision = model.revision if path is None else None
         path = path or model.path
@@ -148,7 +149,7 @@ class ImageProcessor:
     def settings(self) -> dict[str, Any]:
         """All that the pixels depend on, as JSON: the processor's settings and its backend.
 
-        Those of videos are among them once there is one.
+        The settings of the processor of videos are there where it is loaded.
         """
         image_processor = self._processor.image_processor
         found = {
@@ -159,6 +160,13 @@ class ImageProcessor:
             return found
         of_videos = json.loads(self.video_processor.to_json_string())
         return found | {_OF_VIDEOS: of_videos | {"video_fps": self._videos.fps}}
+
+    def load_videos(self) -> None:
+        """Load the processor of videos, so that ``settings`` and ``save`` have its settings.
+
+        Raises the errors of ``video_processor``.
+        """
+        _ = self.video_processor
 
     def require(self, then: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the settings are not those of a checkpoint."""
@@ -251,7 +259,7 @@ class ImageProcessor:
         import torch
 
         processor = self.video_processor
-        count, height, width = source.read_size(self._videos.fps)
+        count, height, width = source.read_size(self._videos.fps, self._max_frames)
         try:
             # Without values, so that the processor computes sizes alone.
             blank = torch.empty(count, 3, height, width, dtype=torch.uint8, device="meta")
@@ -270,6 +278,11 @@ class ImageProcessor:
             text=str(self._processor.replace_video_token(output, 0)),
             runs=self.vision.list_runs(grid, video=True),
         )
+
+    @property
+    def _max_frames(self) -> int:
+        """The largest number of frames of a video, the processor's own where it has one."""
+        return int(getattr(self.video_processor, "max_frames", None) or MAX_FRAMES)
 
     def _fps_of(self, source: VideoSource) -> float:
         return source.find_fps(self._videos.fps)
@@ -313,7 +326,8 @@ class ImageProcessor:
     def _decode(self, image: PlannedImage) -> NDArray[np.uint8]:
         """Return the pixels ``[height, width, 3]`` of an image, or of each frame of a video."""
         if isinstance(image.source, VideoSource):
-            return np.stack([np.array(one) for one in image.source.decode(self._videos.fps)])
+            frames = image.source.decode(self._videos.fps, self._max_frames)
+            return np.stack([np.array(one) for one in frames])
         return np.array(image.source.decode())
 
     def make_prompt_images(
@@ -447,14 +461,14 @@ class ImageProcessor:
         if shape != vision.row_shape:
             raise self._differs(
                 f"makes rows of videos of shape {shape}, the model takes {vision.row_shape}",
-                "patch_size or temporal_patch_size is another than the tower's",
+                "patch_size or temporal_patch_size differs from the tower's",
                 videos=True,
             )
         if runs != want:
             raise self._differs(
                 f"writes runs of {runs} video tokens (id {vision.video_token}) for a video of "
                 f"{want} features",
-                f"its placeholder is {self.video_placeholder!r}, or its merge_size is another than "
+                f"its placeholder is {self.video_placeholder!r}, or its merge_size differs from "
                 "the tower's",
                 videos=True,
             )
@@ -482,7 +496,7 @@ class ImageProcessor:
         if shape[1:] != vision.row_shape:
             raise self._differs(
                 f"makes rows of pixels of shape {shape[1:]}, the model takes {vision.row_shape}",
-                "patch_size, temporal_patch_size or the size of a tile is another than the tower's",
+                "patch_size, temporal_patch_size or the size of a tile differs from the tower's",
             )
         if tokens != vision.count_features(sizes):
             raise self._differs(
@@ -490,7 +504,7 @@ class ImageProcessor:
                 f"{vision.count_features(sizes)} features",
                 f"its placeholder is {self.placeholder!r}, of id "
                 f"{self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)}, or its "
-                "merge_size is another than the tower's",
+                "merge_size differs from the tower's",
             )
 
     def _differs(self, what: str, why: str, *, videos: bool = False) -> ConfigError:

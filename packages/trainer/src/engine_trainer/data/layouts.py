@@ -22,7 +22,8 @@ joined.
 Rows of ``sft`` and ``rl`` may have images (``images.ImageSource``) in a column ``images`` or
 ``image``. Each takes the place of one ``<image>`` in the texts before the responses, or of one part
 of type ``image``. A part may hold its image itself, also as OpenAI's
-``{"type": "image_url", "image_url": {"url": "data:…"}}``.
+``{"type": "image_url", "image_url": {"url": "data:…"}}``. Videos (``sources.VideoSource``) are read
+likewise from a column ``videos`` or ``video``, with ``<video>`` and parts of type ``video``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any, Generic, Literal
 
 from engine_trainer.config.sections import ColumnsSection
 from engine_trainer.data.readers import Row
-from engine_trainer.data.sources import ImageSource, S, VideoSource, list_sources
+from engine_trainer.data.sources import ImageSource, S, VideoSource, list_sources, say_count
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
@@ -94,8 +95,9 @@ class Example:
         images: images of the row, in the order of their places in the messages.
         marks_images: whether ``<image>`` in the messages is the place of an image, because the
             row's file has a column of images.
-        videos: the same of videos.
-        marks_videos: the same of videos, and of ``<video>``.
+        videos: videos of the row, in the order of their places in the messages.
+        marks_videos: whether ``<video>`` in the messages is the place of a video, because the
+            row's file has a column of videos.
         given: number of leading messages that are never learned, namely those of a prompt column.
         metadata: the row's other columns, including ``data_source`` if there is one.
         file: file that the row comes from.
@@ -410,8 +412,8 @@ class _Places(Generic[S]):
             return index
         kind = "image" if self._kind is ImageSource else "video"
         raise row.error(
-            f"a part of type {kind} has index {index!r:.100}, and the row has {len(self._column)} "
-            f"{kind}s",
+            f"a part of type {kind} has index {index!r:.100}, and the row has "
+            f"{say_count(len(self._column), kind)}",
             column=name,
             why=f"index is the place of the {kind} in the column of {kind}s, from 0",
             remedy=f"correct the index or the column; data.columns.{kind}s names it",

@@ -1,8 +1,9 @@
 """Images and videos of rows: where they are, what they show, and their defects.
 
-A source is opened twice. Where its row is tokenized, its header alone is read (of an animation the
-times of its frames, too), which tells the number of its tokens. Where its document goes into a
-batch, its pixels are decoded. Pillow reads both.
+A source is opened twice. Where its row is tokenized, its size is read, which tells the number of
+its tokens. The header of an image has it. An animation is decoded there frame by frame, because
+Pillow finds the time of a frame only behind the pixels of the frame before. Where its document goes
+into a batch, its pixels are decoded. Pillow reads both.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar, cast
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from engine_trainer.config.checks import FRAMES_PER_SECOND
 from engine_trainer.data.readers import Row
 from engine_trainer.errors import DataError, ImageError
 from engine_trainer.utils.hf_models import first_line
@@ -52,13 +55,24 @@ _BROKEN = (
 # machine; Pillow's own errors have none.
 _OF_THE_FILE = (None, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+# Largest number of frames of a video, that of Qwen3-VL's processor.
+MAX_FRAMES = 768
+# Pixels of all frames of a video, in multiples of Pillow's limit for one image. 768 frames of
+# 1280 x 720 pixels have 7.9 times that limit.
+_MAX_VIDEO = 8
 # EXIF's tag of the orientation, and the values with which height and width change places.
 _ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
 # Milliseconds of a frame whose file gives none, as browsers show it.
 _DEFAULT_DURATION = 100.0
+# Decimals of a time in milliseconds. Without them the sum of thirds would lie before or behind the
+# same time as a product.
+_DECIMALS = 6
 _EXTRACT = (
     "extract its frames (ffmpeg -i clip.mp4 -vf fps=2 frames/%04d.png), and give them as a list"
 )
+_LISTED = '[["0001.png", "0002.png"]] or {"frames": ["0001.png", "0002.png"]}'
+_WHY_TWO = "the tower sees two frames at a time"
+_WHY_FEWER = "the frames of a video are decoded together, and each has its tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +115,14 @@ class _Source:
 
     @property
     def _described(self) -> str:
-        path = _find_value(self.value)
+        path = _find_value(self._inner)
         which = f" ({path:.200})" if isinstance(path, str) and not _is_base64(path) else ""
         return f"{self.noun} {self.number}{which}"
+
+    @property
+    def _inner(self) -> object:
+        """The value that has the path of its file."""
+        return self.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +158,7 @@ class ImageSource(_Source):
         """
         with self.open() as image:
             self._check(image)
-            width, height = image.size
-            # The method of a PNG would decode the pixels, behind which it may have this, too.
-            exif = Image.Image.getexif(image)
-            return (width, height) if exif.get(_ORIENTATION) in _LYING else (height, width)
+            return _read_shown_size(image)
 
     def decode(self) -> Image.Image:
         """Return the image in RGB, turned as it is shown.
@@ -261,8 +277,8 @@ class VideoSource(_Source):
     """A video of a row: its frames in order, or an animation that Pillow reads.
 
     Its value is a list of images, ``{"frames": […], "fps": 2.0}``, or a file as an image is one,
-    also with ``fps`` beside it. ``fps`` is the number of frames in a second of a list, and of those
-    that are taken from a file.
+    whose mapping may have ``fps``, too. ``fps`` is the number of frames in a second of a list, and
+    of those that are taken from a file.
     """
 
     noun: str = "video"
@@ -286,63 +302,66 @@ class VideoSource(_Source):
     def find_fps(self, default: float) -> float:
         """Return its number of frames in a second, ``default`` where the row gives none.
 
-        Raises ``ImageError`` for a number that is none.
+        Raises ``ImageError`` for a rate that is no number, too low or too high.
         """
         given = self._given_fps
         if given is None:
             return default
-        if isinstance(given, int | float) and given is not True and 0 < given < math.inf:
+        if isinstance(given, int | float) and FRAMES_PER_SECOND.holds(given):
             return float(given)
         raise self.error(
-            f"has fps {given!r:.100}, expected a number above 0",
+            f"has fps {given!r:.100}, expected {FRAMES_PER_SECOND.words}",
             remedy="give its frames in a second, or leave fps out (data.video_fps)",
         )
 
-    def read_size(self, default_fps: float) -> tuple[int, int, int]:
-        """Return the number of frames, and their height and width.
+    def read_size(self, default_fps: float, max_frames: int = MAX_FRAMES) -> tuple[int, int, int]:
+        """Return the number of frames, and their height and width as they are shown.
 
         ``default_fps`` is that of ``find_fps``. Raises ``ImageError`` and ``DataError`` as
-        ``ImageSource.read_size``, and for fewer than two frames or frames of several sizes.
+        ``ImageSource.read_size``, for fewer than two frames or more than ``max_frames``, frames of
+        several sizes, and too many pixels in all of them.
         """
         fps = self.find_fps(default_fps)
         frames = self._list_frames()
         if frames is None:
             with self._file.open() as image:
-                count = len(self._choose_frames(image, fps))
-                width, height = image.size
-            return count, height, width
-        if len(frames) < 2:
-            raise self.error(
-                f"has {len(frames)} frames, expected at least two",
-                why="the tower sees two frames at a time",
-                remedy="give one frame as an image",
-            )
+                count = len(self._choose_frames(image, fps, max_frames))
+                return count, *_read_shown_size(image)
+        self._require_count(len(frames), max_frames)
         sizes = [frame.read_size() for frame in frames]
         self._require_one_size(sizes)
-        return len(frames), *sizes[0]
+        height, width = sizes[0]
+        self._require_pixels(len(frames), width, height)
+        return len(frames), height, width
 
-    def decode(self, default_fps: float) -> list[Image.Image]:
-        """Return its frames in RGB.
+    def decode(self, default_fps: float, max_frames: int = MAX_FRAMES) -> list[Image.Image]:
+        """Return its frames in RGB, turned as they are shown.
 
         Raises ``ImageError`` like ``read_size``, and for pixels that cannot be decoded.
         """
         frames = self._list_frames()
         if frames is not None:
+            self.read_size(default_fps, max_frames)
             found = [frame.decode() for frame in frames]
-            self._require_one_size([(one.height, one.width) for one in found])
-            return found
-        found = []
+        else:
+            found = self._decode_file(self.find_fps(default_fps), max_frames)
+        # The orientation may stand behind the pixels, where a header has not shown it.
+        self._require_one_size([(one.height, one.width) for one in found])
+        return found
+
+    def _decode_file(self, fps: float, max_frames: int) -> list[Image.Image]:
+        found: list[Image.Image] = []
         with self._file.open() as image:
-            for frame in self._choose_frames(image, self.find_fps(default_fps)):
+            for frame in self._choose_frames(image, fps, max_frames):
                 # One that is shown for longer is taken again.
                 if found and image.tell() == frame:
                     found.append(found[-1])
                     continue
                 image.seek(frame)
-                found.append(image.convert("RGB"))
+                found.append(ImageOps.exif_transpose(image.convert("RGB")))
         return found
 
-    def _choose_frames(self, image: Image.Image, fps: float) -> list[int]:
+    def _choose_frames(self, image: Image.Image, fps: float, max_frames: int) -> list[int]:
         """Return the frames that an animation shows at each step of 1 / ``fps`` from its start.
 
         Each frame is shown for the time that the file says.
@@ -353,28 +372,68 @@ class VideoSource(_Source):
         numbers = range(first, int(getattr(image, "n_frames", 1)))
         if image.format not in ANIMATED or len(numbers) < 2:
             raise self.error(
-                f"is a {image.format} of {len(numbers)} frames, expected an animation",
+                f"is a {image.format} of {say_count(len(numbers), 'frame')}, expected an animation",
                 why=f"known: {', '.join(ANIMATED)} with two frames or more",
-                remedy=_EXTRACT,
+                remedy=f"{_EXTRACT} inside the list of videos: {_LISTED}",
             )
-        ends: list[float] = []
+        durations: list[float] = []
         for number in numbers:
             image.seek(number)
             # Pillow knows the time of a frame of WebP when it is decoded.
             image.load()
-            shown = float(image.info.get("duration") or _DEFAULT_DURATION)
-            ends.append((ends[-1] if ends else 0.0) + shown)
-        step = 1000 / fps
-        times = [step * number for number in range(math.ceil(ends[-1] / step))]
-        chosen = [numbers[bisect_right(ends, time)] for time in times]
+            durations.append(float(image.info.get("duration") or _DEFAULT_DURATION))
+        ends = [round(end, _DECIMALS) for end in accumulate(durations)]
+        count = math.ceil(ends[-1] * fps / 1000)
+        # The list may be one longer, for a count that was rounded down, and is never much longer
+        # than the limit.
+        times = [round(1000 * n / fps, _DECIMALS) for n in range(min(count, max_frames) + 1)]
+        chosen = [numbers[bisect_right(ends, time)] for time in times if time < ends[-1]]
         if len(chosen) < 2:
-            raise self.error(
-                f"lasts {ends[-1] / 1000:g} s, of which {len(chosen)} frames are taken at {fps:g} "
-                "frames in a second, expected at least two",
-                why="the tower sees two frames at a time",
-                remedy="raise data.video_fps, or its own fps in the row",
-            )
+            raise self._wrong_rate(ends[-1], len(chosen), fps, "at least two", _WHY_TWO, "raise")
+        if len(chosen) > max_frames:
+            most = f"at most {max_frames}"
+            raise self._wrong_rate(ends[-1], count, fps, most, _WHY_FEWER, "lower")
+        self._require_pixels(len(chosen), *image.size)
         return chosen
+
+    def _wrong_rate(
+        self, end: float, count: int, fps: float, expected: str, why: str, change: str
+    ) -> ImageError:
+        """Return the error of an animation of which too few or too many frames are taken."""
+        return self.error(
+            f"lasts {end / 1000:g} s, of which {say_count(count, 'frame')} "
+            f"{'is' if count == 1 else 'are'} taken at {fps:g} frames in a second, expected "
+            f"{expected}",
+            why=why,
+            remedy=f"{change} data.video_fps, or its own fps in the row",
+        )
+
+    def _require_count(self, count: int, max_frames: int) -> None:
+        """Raise ``ImageError`` for a list of fewer than two frames, or of too many."""
+        if count < 2:
+            raise self.error(
+                f"has {say_count(count, 'frame')}, expected at least two",
+                why=_WHY_TWO,
+                remedy="give one frame as an image",
+            )
+        if count > max_frames:
+            raise self.error(
+                f"has {count} frames, expected at most {max_frames}",
+                why=_WHY_FEWER,
+                remedy="give fewer frames, with fewer in a second (fps), or cut the video",
+            )
+
+    def _require_pixels(self, count: int, width: int, height: int) -> None:
+        """Raise ``ImageError`` for frames that would fill the memory together."""
+        if Image.MAX_IMAGE_PIXELS is None:
+            return
+        limit = _MAX_VIDEO * Image.MAX_IMAGE_PIXELS
+        if count * width * height > limit:
+            raise self.error(
+                f"has more than {limit} pixels in its frames",
+                why=f"{count} frames of {width} x {height} pixels are decoded together",
+                remedy="give smaller frames or fewer of them (fps)",
+            )
 
     def _require_one_size(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Raise ``ImageError`` for frames of several sizes, each height and width."""
@@ -443,6 +502,19 @@ def list_sources(row: Row, column: str, value: object, kind: type[S], first: int
         kind(value=one, file=row.file, row=row.number, column=column, number=number)
         for number, one in enumerate(found, start=first)
     ]
+
+
+def _read_shown_size(image: Image.Image) -> tuple[int, int]:
+    """Return height and width as an image is shown, from its header."""
+    width, height = image.size
+    # The method of a PNG would decode the pixels, behind which it may have this, too.
+    exif = Image.Image.getexif(image)
+    return (width, height) if exif.get(_ORIENTATION) in _LYING else (height, width)
+
+
+def say_count(number: int, noun: str) -> str:
+    """Return a number with its noun, as ``1 frame`` or ``2 frames``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _find_value(value: object) -> object:

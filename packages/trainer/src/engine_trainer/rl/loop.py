@@ -20,6 +20,7 @@ from engine_trainer.data import (
     order_of,
     questions,
     read_examples,
+    refuse_videos,
     warn_of_overlap,
 )
 from engine_trainer.placement.groups import Launcher
@@ -76,7 +77,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         assert isinstance(settled, RLConfig)
         config = settled
         check_replay(config, run.launcher)
-        require_vision(config.rollout, _list_prompts(train, heldout))
+        _require_vision(run, config, train, heldout)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(
             run,
@@ -160,6 +161,16 @@ def _load(config: RLConfig, tokenizer: ChatTokenizer) -> tuple[PromptDataset, li
 
 def _list_prompts(train: PromptDataset, heldout: Sequence[Heldout]) -> list[Prompt]:
     return [*train.prompts, *(prompt for one in heldout for prompt in one.problems.prompts)]
+
+
+def _require_vision(
+    run: Run, config: RLConfig, train: PromptDataset, heldout: Sequence[Heldout]
+) -> None:
+    """Raise ``UnsupportedCapability`` for images that the rollout or the engine does not take."""
+    require_vision(config.rollout, _list_prompts(train, heldout))
+    _, declared = run.launcher.resolve(config.engine)
+    images = (prompt.images for prompt in train.prompts)
+    refuse_videos(images, declared, config.engine.backend)
 
 
 def _teacher_prompts(config: RLConfig) -> TeacherPrompts | None:
