@@ -62,10 +62,10 @@ def compute(folder: Path, after: Path) -> Exact:
         log_probs = [oracle.log_probs(one) for one in draw_documents()]
     loss, gradients = oracle.gradients(draw_documents())
     with torch.no_grad():
-        for name, parameter in oracle.model.named_parameters():
-            if gradients[name] is not None:
-                parameter.sub_(gradients[name])
-    # Some families' saved names are not those of their parameters.
+        # Gradients have saved names, which in some families are not those of the parameters.
+        for parameter, gradient in zip(oracle.model.parameters(), gradients.values(), strict=True):
+            if gradient is not None:
+                parameter.sub_(gradient)
     oracle.model.save_pretrained(after)
     return Exact(log_probs, loss, subtract(read(folder), read(after)))
 
