@@ -25,7 +25,7 @@ RATE = 64.0
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one rank has seen of a step."""
+    """Results of a step on one rank."""
 
     order: list[int]
     """Numbers of its documents."""

@@ -215,7 +215,7 @@ def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Any, folder:
 def test_ranks_that_are_more_than_a_ranks_experts_are_right(
     pools: Any, folder: Folder, experts: int
 ) -> None:
-    """With two experts on two of four ranks, some keep nothing of any expert."""
+    """Two experts on two of four ranks leave some ranks nothing of any expert."""
     path = folder(QWEN, num_local_experts=experts)
     ranks = pools(4).run("experts_ranks:step", path=path, layout={"ep": 2})
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))

@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Exact:
-    """What transformers computes in float64, one document at a time."""
+    """Results of transformers in float64, one document at a time."""
 
     log_probs: list[Tensor]
     loss: float
@@ -155,7 +155,7 @@ def test_three_tokens_are_not_taken_for_three_dimensions(
 def test_a_checkpoint_goes_on_in_engine_fsdp_and_back(
     folders: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    """With AdamW, whose moments are in the checkpoint, too."""
+    """The optimizer is AdamW, whose moments are in the checkpoint, too."""
     batch = picture_batch(draw_documents(), "cpu")
     ends: list[dict[str, Tensor]] = []
     for backends in (("veomni", "fsdp2", "veomni"), ("fsdp2", "fsdp2", "fsdp2")):

@@ -104,7 +104,7 @@ class Media:
 
     @cached_property
     def are_videos(self) -> tuple[bool, ...]:
-        """Whether each image is a video."""
+        """Truth value for each image, true for a video."""
         if self.seconds is None:
             return (False,) * self.num_images
         found: list[bool] = (self.seconds > 0).tolist()  # pyright: ignore[reportUnknownVariableType]

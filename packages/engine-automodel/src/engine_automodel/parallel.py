@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
-from engine_torch.parallel import find_shard_size, set_timeouts
+from engine_torch.parallel import find_shard_size, make_mesh, set_timeouts
 
 __all__ = ["Layout", "build_layout", "limit_groups"]
 
@@ -92,25 +92,6 @@ class Layout:
         return mesh[_REPLICATE, shard] if copies > 1 else mesh[shard]
 
 
-# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
-# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
-# up with each engine.
-_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
-
-
-def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of these sizes, the same one at each call."""
-    key = (dist.group.WORLD, device_type, *sizes.items())
-    # The meshes of a default group that has been destroyed are of no use.
-    for stale in [one for one in _MESHES if one[0] is not dist.group.WORLD]:
-        del _MESHES[stale]
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(
-            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-        )
-    return _MESHES[key]
-
-
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """Build the layout for the current world.
 
@@ -141,9 +122,9 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     contexts = {"dp": copies * shard, _CP: cp, _TP: tp}
     experts = {_REPLICATE: copies, _EP_SHARD: shard * cp // ep, _EP: ep}
     return Layout(
-        root=_make_mesh(device_type, root),
-        contexts=_make_mesh(device_type, contexts) if cp > 1 else None,
-        experts=_make_mesh(device_type, experts) if ep > 1 else None,
+        root=make_mesh(device_type, root),
+        contexts=make_mesh(device_type, contexts) if cp > 1 else None,
+        experts=make_mesh(device_type, experts) if ep > 1 else None,
         topology=topology,
         tp=tp,
         cp=cp,

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine_api.config import EngineConfig, Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 from engine_torch import parallel
-from engine_torch.parallel import find_shard_size, is_plain, set_timeouts
+from engine_torch.parallel import find_shard_size, is_plain, make_mesh, set_timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +56,6 @@ class Layout:
         return self.experts["replicate", "ep_shard"] if copies > 1 else self.experts["ep_shard"]
 
 
-# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
-# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
-# up with each engine.
-_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
-
-
-def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of these sizes, the same one at each call."""
-    key = (dist.group.WORLD, device_type, *sizes.items())
-    # The meshes of a default group that has been destroyed are of no use.
-    for stale in [one for one in _MESHES if one[0] is not dist.group.WORLD]:
-        del _MESHES[stale]
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(
-            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-        )
-    return _MESHES[key]
-
-
 def _flatten(mesh: DeviceMesh) -> DeviceMesh:
     """Return the last two dimensions, of one copy of the weights, as one, the same at each call.
 
@@ -108,7 +89,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
             why="experts are spread over the ranks that share one copy of the weights",
             remedy="choose a divisor of it",
         )
-    mesh = _make_mesh(device_type, {"replicate": replicate, "dp": dp_shard, "ulysses": ulysses})
+    mesh = make_mesh(device_type, {"replicate": replicate, "dp": dp_shard, "ulysses": ulysses})
     flat = _flatten(mesh)
     experts = {"replicate": replicate, "ep_shard": dp_shard * ulysses // ep, "ep": ep}
     replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
@@ -122,7 +103,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     )
     return Layout(
         mesh=mesh["replicate", "shard"] if replicate > 1 else flat,
-        experts=_make_mesh(device_type, experts) if ep > 1 else None,
+        experts=make_mesh(device_type, experts) if ep > 1 else None,
         topology=topology,
         ulysses_group=mesh["ulysses"].get_group() if ulysses > 1 else None,
         ulysses=ulysses,

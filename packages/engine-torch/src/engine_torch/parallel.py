@@ -9,9 +9,10 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,10 +27,39 @@ from engine_api.errors import ConfigError
 from engine_torch.fsdp_modules import sum_gradients
 from engine_torch.model import DTYPES
 
-__all__ = ["find_shard_size", "is_plain", "keeps_copies", "set_timeouts", "shard_model"]
+__all__ = [
+    "find_shard_size",
+    "is_plain",
+    "keeps_copies",
+    "make_mesh",
+    "set_timeouts",
+    "shard_model",
+]
 
 _SHARE_OF_COPIES = 16
 """Divisor of the free memory that copies of the weights may take where nothing was asked."""
+
+
+# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
+# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
+# up with each engine.
+_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the mesh of all ranks with dimensions of these names and sizes.
+
+    It is the same one at each call, for as long as the default process group lives.
+    """
+    key = (dist.group.WORLD, device_type, *sizes.items())
+    # The meshes of a default group that has been destroyed are of no use.
+    for stale in [one for one in _MESHES if one[0] is not dist.group.WORLD]:
+        del _MESHES[stale]
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+    return _MESHES[key]
 
 
 def find_shard_size(parallelism: Parallelism, world: int, *others: str) -> int:

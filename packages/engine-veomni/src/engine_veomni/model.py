@@ -162,7 +162,7 @@ def _find_windows(model: Any) -> None:
 
 
 _FITS = {"qwen2_vl": (_mark_images,), "qwen2_5_vl": (_mark_images, _find_windows)}
-"""What makes the base model of a VeOmni class fit for the arguments that it receives here."""
+"""Functions that make the base model of a VeOmni class fit for the arguments it receives here."""
 
 
 def _list_shapes(lm: Any) -> dict[str, tuple[int, ...]]:

@@ -71,7 +71,7 @@ class PlannedImage:
     text: str
     """Text that takes the place of the placeholder."""
     runs: Sequence[int] = ()
-    """Of a video the numbers of tokens in each run of them (``Vision.list_runs``)."""
+    """Number of tokens in each run of a video's tokens (``Vision.list_runs``), none of an image."""
 
     @property
     def is_video(self) -> bool:
@@ -520,7 +520,7 @@ class ImageProcessor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSettings:
-    """How a model's processor of videos is loaded."""
+    """Place and settings of a model's processor of videos."""
 
     path: str
     """Folder or hub id of its files."""
