@@ -214,7 +214,13 @@ def test_the_table_names_settings_fastest_first_and_says_what_float8_gains(
     assert [line.split("`")[1] for line in lines] == ["float8", "plain", "plain-defaults"]
     assert "| float8, compiled, recomputed, float8_recipe=rowwise | 20,000 | 40.0 % |" in lines[0]
     assert "| defaults, bfloat16, compiled, recomputed, 2 micro-batches |" in lines[2]
-    assert parts[1:] == ["`float8` is 1.25 × as fast as `plain`."]
+    assert parts[1:] == [
+        "`float8`: float8 (rowwise) has 1.25 × the tokens/s of bfloat16 of `plain`."
+    ]
+    rows.append(measured("float8", 12500))
+    assert render(rows).endswith(
+        "`float8`: float8 (rowwise) has 1.60 × the tokens/s of bfloat16 in one process."
+    )
     monkeypatch.delitem(sys.modules, "engine_table")
 
 
