@@ -80,9 +80,7 @@ def _compare_float8(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     ratio = row["tokens_per_s"] / other["tokens_per_s"]
     where = "in one process" if other["step"] == row["step"] else f"of `{other['step']}`"
     recipe = row["options"].get("float8_recipe", "")
-    return (
-        f"`{row['step']}`: float8 ({recipe}) has {ratio:.2f} × the tokens/s of bfloat16 {where}."
-    )
+    return f"`{row['step']}`: float8 ({recipe}) has {ratio:.2f} × the tokens/s of bfloat16 {where}."
 
 
 def main() -> None:
