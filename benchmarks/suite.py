@@ -395,7 +395,7 @@ STEPS = {
         "--layers",
         "12",
         "--backend",
-        "fsdp2,veomni,automodel:ep=2,torchtitan:ep=2,megatron:ep=2",
+        "fsdp2:ep=2,veomni:ep=2,automodel:ep=2,torchtitan:ep=2,megatron:ep=2",
         gpus=2,
         enforce_eager=True,
         # The engines are made while the replica holds its memory.
