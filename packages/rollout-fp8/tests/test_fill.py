@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -56,13 +57,20 @@ class Streams:
         self.log: list[str] = []
         self.made = 0
         self.at = "caller"
+        # What has happened before the next work of each queue.
+        self.before: dict[str, set[str]] = defaultdict(set)
+
+    def do(self, work: str) -> None:
+        """Queue work on the current queue, and keep what has happened before it."""
+        self.before[work] = set(self.before[self.at])
+        self.before[self.at].add(work)
 
     def current_stream(self, _: Any = None) -> Queue:
         return Queue(self, self.at)
 
     def Stream(self, _: Any) -> Queue:  # noqa: N802 - torch's name
         self.made += 1
-        return Queue(self, "lane")
+        return Queue(self, ("lane", "wire")[self.made - 1])
 
     @contextmanager
     def stream(self, queue: Queue) -> Iterator[None]:
@@ -79,12 +87,13 @@ class Queue:
 
     def wait_stream(self, other: Queue) -> None:
         self.streams.log.append(f"{self.name} waits for {other.name}")
+        self.wait_event(other.record_event())
 
-    def wait_event(self, _: None) -> None:
-        pass
+    def wait_event(self, event: frozenset[str]) -> None:
+        self.streams.before[self.name] |= event
 
-    def record_event(self) -> None:
-        pass
+    def record_event(self) -> frozenset[str]:
+        return frozenset(self.streams.before[self.name])
 
 
 @pytest.fixture
@@ -121,13 +130,38 @@ def test_what_an_engine_computes_and_what_reads_it_are_in_one_queue(streams) -> 
     With its first shard an engine may gather the tensors that it computes later ones from.
     """
     list(watched(streams, stream_of(0, fp8=True)).buckets())
-    first, second, *computed, last = streams.log
-    assert (first, second, last) == (
-        "caller clears",
-        "lane waits for caller",
-        "caller waits for lane",
-    )
-    assert set(computed) == {"lane computes a shard"}
+    first, second, *computed, third, fourth = streams.log
+    assert (first, second) == ("caller clears", "lane waits for caller")
+    assert (third, fourth) == ("caller waits for lane", "caller waits for wire")
+    assert set(computed) == {"lane computes a shard", "wire waits for lane"}
+
+
+def test_a_bucket_is_computed_while_the_one_before_is_gathered(streams, monkeypatch) -> None:
+    """Check by what happens before what that no buffer is written before it has been read."""
+    monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 16)
+    stream = stream_of(0, fp8=True)
+    filler = stream._filler
+    number = {id(bucket): index for index, bucket in enumerate(stream._plan.buckets)}
+    fill_one = filler.fill
+
+    def note_fill(bucket: Any, *rest: Any) -> Any:
+        streams.do(f"fill {number[id(bucket)]}")
+        return fill_one(bucket, *rest)
+
+    def note_gather(bucket: Any, *_: Any) -> None:
+        streams.do(f"gather {number[id(bucket)]}")
+
+    monkeypatch.setattr(filler, "fill", note_fill)
+    monkeypatch.setattr(filler, "complete", note_gather)
+    for index, _ in enumerate(stream.buckets()):
+        streams.do(f"install {index}")
+    assert len(number) > 3
+    for index in range(len(number)):
+        assert f"fill {index}" in streams.before[f"gather {index}"]
+        assert f"gather {index}" in streams.before[f"install {index}"]
+        assert f"gather {index - 1}" not in streams.before[f"fill {index}"]
+        assert index < 2 or f"install {index - 2}" in streams.before[f"fill {index}"]
+    assert {f"gather {index}" for index in range(len(number))} <= streams.before["caller"]
 
 
 def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_wait_for(
@@ -135,11 +169,11 @@ def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_w
 ) -> None:
     with pytest.raises(MemoryError):
         list(watched(streams, stream_of(0, fp8=True), fails_at=12).buckets())
-    assert streams.log[-1] == "caller waits for lane"
+    assert streams.log[-2:] == ["caller waits for lane", "caller waits for wire"]
 
 
-def test_all_syncs_are_filled_in_one_queue(streams, tmp_path) -> None:
-    """Check that all syncs use one stream.
+def test_all_syncs_are_filled_in_the_same_queues(streams, tmp_path) -> None:
+    """Check that all syncs use one stream to compute and one to gather.
 
     PyTorch keeps freed memory for the stream that it was taken on: with one for each sync it would
     keep the memory of all.
@@ -147,4 +181,4 @@ def test_all_syncs_are_filled_in_one_queue(streams, tmp_path) -> None:
     export = exporter_of(tmp_path, "fp8")
     for version in range(3):
         list(export.export(Shards(checkpoint(version), 0, 1)).buckets())
-    assert streams.made == 1
+    assert streams.made == 2

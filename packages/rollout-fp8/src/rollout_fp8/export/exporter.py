@@ -227,7 +227,7 @@ class EngineStream:
     def _make(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """Yield the buckets, with two of them under way.
 
-        One is filled and gathered on a stream of its own while the caller reads the other.
+        One is filled and gathered on streams of the lane while the caller reads the other.
         """
         # Before the lane begins, because the lane waits for the work that is queued here by then.
         self._filler.begin(self._places)
@@ -321,7 +321,11 @@ class AdapterStream:
 
 
 class _Lane:
-    """Lane that fills and gathers buckets during the caller's work, on its own stream if any."""
+    """Lane that makes buckets during the caller's work.
+
+    Where the device has streams, one computes this rank's part of a bucket while the other gathers
+    the parts of the bucket before.
+    """
 
     def __init__(self, filler: Filler, phases: Phases) -> None:
         self._filler = filler
@@ -332,10 +336,13 @@ class _Lane:
         self._read: dict[int, Any] = {}
         self._last: int | None = None
         self._stream: Any = None
+        self._wire: Any = None
         if device_of(filler.device.type).has_streams:
             if filler.stream is None:
                 filler.stream = self._module.Stream(filler.device)
+                filler.wire_stream = self._module.Stream(filler.device)
             self._stream = filler.stream
+            self._wire = filler.wire_stream
             self._stream.wait_stream(self._callers)
 
     @property
@@ -347,7 +354,7 @@ class _Lane:
         return self._module.current_stream(self._filler.device)
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Return a context in which queued work comes before the lane's next work."""
+        """Return a context in which queued work comes before the lane's next computation."""
         return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
     def make(self, bucket: Bucket, reader: Reader | None) -> Tensor:
@@ -356,8 +363,13 @@ class _Lane:
             if self._stream is not None and slot in self._read:
                 self._stream.wait_event(self._read[slot])
             buffer = self._filler.fill(bucket, reader, self._phases, gather)
-            if self._stream is not None:
-                self._done[slot] = self._stream.record_event()
+        if self._stream is None:
+            self._filler.complete(bucket, self._phases, gather)
+            return buffer
+        self._wire.wait_stream(self._stream)
+        with self._module.stream(self._wire):
+            self._filler.complete(bucket, self._phases, gather)
+        self._done[slot] = self._wire.record_event()
         return buffer
 
     def hand_over(self, bucket: Bucket, buffer: Tensor) -> tuple[BucketPlan, Tensor]:
@@ -373,6 +385,7 @@ class _Lane:
     def finish(self) -> None:
         if self._stream is not None:
             self._callers.wait_stream(self._stream)
+            self._callers.wait_stream(self._wire)
 
 
 def collect_export(

@@ -39,8 +39,10 @@ class Filler:
         self.device = device
         self.audit = audit
         self._is_queued = device_of(device.type).has_streams
-        # One stream for all syncs: PyTorch keeps freed memory for the stream that it was taken on.
+        # The same streams for all syncs, because PyTorch keeps freed memory for the stream that it
+        # was taken on. One computes, and the other gathers what has been computed.
         self.stream: Any = None
+        self.wire_stream: Any = None
         self.rank = dist.get_rank() if plan.world_size > 1 else 0
         self._plan = plan
         self._world_size = plan.world_size
@@ -119,11 +121,9 @@ class Filler:
             return None
 
     def fill(self, bucket: Bucket, reader: Reader | None, phases: Phases, gather: Gather) -> Tensor:
-        """Return the bucket's buffer, whole, on this rank.
+        """Return the bucket's buffer with this rank's part, queued on the current stream.
 
-        It is queued on the current stream.
-
-        After an error it is gathered with undefined content.
+        After an error its content is undefined.
         """
         buffer = self._buffers[bucket.wire.slot]
         indices = [part.source for part in bucket.of_rank(self.rank)]
@@ -138,13 +138,16 @@ class Filler:
             self.attempt(
                 lambda: self._compute(bucket, require_value(mine), buffer, is_checked=is_checked)
             )
-        if bucket.gathered and self._world_size > 1:
-            with phases.phase("gather"):
-                region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
-                gather(
-                    buffer[: bucket.wire.num_bytes], region if self._is_queued else region.clone()
-                )
         return buffer
+
+    def complete(self, bucket: Bucket, phases: Phases, gather: Gather) -> None:
+        """Gather the ranks' parts of a bucket that ``fill`` has filled, on the current stream."""
+        if not bucket.gathered or self._world_size == 1:
+            return
+        buffer = self._buffers[bucket.wire.slot]
+        with phases.phase("gather"):
+            region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
+            gather(buffer[: bucket.wire.num_bytes], region if self._is_queued else region.clone())
 
     def finish(self) -> None:
         """Add up over ranks what each of them counted, on all ranks after the last bucket.
