@@ -11,10 +11,10 @@ from folder_checks import check_right, create_on, edit_config
 from tiny_models import models_of, tiny_model
 
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
-from engine_torchtitan.tree import FAMILIES
+from engine_torchtitan.families import FAMILIES
 
 TAKEN = models_of("torchtitan", "cpu_torchtitan")
-REFUSED = ("gemma3_text", "gpt_oss", "mistral", "qwen2", "qwen3_5_text")
+REFUSED = ("gemma3_text", "glm4_moe", "mistral", "qwen2", "qwen3_5_text")
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.5},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},

@@ -194,9 +194,7 @@ def _make_shared(hf_config: Any, width: int) -> Any:
 # --- Llama 3 and Qwen3 --------------------------------------------------------------------------
 
 
-def _make_grouped(
-    hf_config: Any, _index: int, *, normalizes_heads: bool = False
-) -> Module.Config:
+def _make_grouped(hf_config: Any, _index: int, *, normalizes_heads: bool = False) -> Module.Config:
     """Return the attention of Llama and Qwen3.
 
     ``normalizes_heads`` is true if queries and keys are normalized head by head.

@@ -251,9 +251,7 @@ def _map_names(
     return dict(sorted(pieces.items(), key=lambda item: order[item[1][0].name]))
 
 
-def _list_pieces(
-    name: str, layer: str, shape: tuple[int, ...], *, transposed: bool
-) -> list[Piece]:
+def _list_pieces(name: str, layer: str, shape: tuple[int, ...], *, transposed: bool) -> list[Piece]:
     """Return the saved tensors of a parameter or buffer, one for each expert where it has several.
 
     Args:

@@ -110,9 +110,7 @@ class SinkAttention(GptOssAttention):
     class Config(GptOssAttention.Config):
         """The place of this attention in a model tree."""
 
-    def forward(
-        self, x: Tensor, attention_masks: Any, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
         """Return the outputs ``[1, T, D]`` of inputs ``[1, T, D]``.
 
         Args:
