@@ -75,8 +75,8 @@ class Context:
             # Both are gathered as one tensor.
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             width = max(query.shape[-1], own)
-            padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-            return self.attend(*padded, scale)[..., :own]
+            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+            return self.attend(query, key, value, scale)[..., :own]
         # One gather of both, whose gradient adds those of all ranks' queries.
         both: Tensor = _GatherParts.apply(torch.cat([key, value]), self.group)  # type: ignore[no-untyped-call]
         key, value = both[:, :, self.first : self.stop].chunk(2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_torchtitan.library import (
+    BaseAttention,
     Decoder,
     DeepSeekV3Model,
     DeepSeekV3StateDictAdapter,
@@ -24,7 +25,6 @@ from engine_torchtitan.library import (
     Llama3Model,
     Llama3StateDictAdapter,
     Llama3TransformerBlock,
-    Module,
     QKVLinear,
     Qwen3Model,
     Qwen3StateDictAdapter,
@@ -74,7 +74,7 @@ class Family:
     set_layouts: Callable[..., None]
     """Function that gives each part of the tree its layout of tensor parallelism."""
 
-    make_attention: Callable[[Any, int], Module.Config]
+    make_attention: Callable[[Any, int], BaseAttention.Config]
     """Function of the configuration and a layer's number that returns its attention."""
 
     make_experts: Callable[[Any], Mixture.Config] | None = None
@@ -194,7 +194,9 @@ def _make_shared(hf_config: Any, width: int) -> Any:
 # --- Llama 3 and Qwen3 --------------------------------------------------------------------------
 
 
-def _make_grouped(hf_config: Any, _index: int, *, normalizes_heads: bool = False) -> Module.Config:
+def _make_grouped(
+    hf_config: Any, _index: int, *, normalizes_heads: bool = False
+) -> BaseAttention.Config:
     """Return the attention of Llama and Qwen3.
 
     ``normalizes_heads`` is true if queries and keys are normalized head by head.
@@ -250,7 +252,7 @@ def _make_experts_of_qwen(hf_config: Any) -> Mixture.Config:
 _LATENT_EPS = 1e-6
 
 
-def _make_latent(hf_config: Any, _index: int) -> Module.Config:
+def _make_latent(hf_config: Any, _index: int) -> BaseAttention.Config:
     """Return the latent attention of DeepSeek-V3."""
     dim = hf_config.hidden_size
     heads = hf_config.num_attention_heads
@@ -262,7 +264,7 @@ def _make_latent(hf_config: Any, _index: int) -> Module.Config:
     def make_linear(size: int, out: int) -> Linear.Config:
         return Linear.Config(in_features=size, out_features=out)
 
-    queries = (
+    queries: dict[str, Any] = (
         {
             "wq_a": make_linear(dim, query_rank),
             "wq_b": make_linear(query_rank, heads * key_dim),
@@ -324,7 +326,7 @@ def _make_experts_of_deepseek(hf_config: Any) -> Mixture.Config:
 _GPT_OSS_EXPERTS = "layers.{}.moe.routed_experts.inner_experts."
 
 
-def _make_attention_with_sinks(hf_config: Any, index: int) -> Module.Config:
+def _make_attention_with_sinks(hf_config: Any, index: int) -> BaseAttention.Config:
     """Return the attention of gpt-oss, which has a window in some layers."""
     dim = hf_config.hidden_size
     head_dim = _head_dim(hf_config)
@@ -371,7 +373,7 @@ def _make_experts_of_gpt_oss(hf_config: Any) -> Mixture.Config:
     )
 
 
-def _set_layouts_of_gpt_oss(tree: Decoder.Config, *, enable_sp: bool, enable_ep: bool) -> None:
+def _set_layouts_of_gpt_oss(tree: Any, *, enable_sp: bool, enable_ep: bool) -> None:
     """Give each part of gpt-oss its layout of tensor parallelism.
 
     torchtitan divides the bias behind attention by the number of ranks, for another SPMD backend.

@@ -19,6 +19,7 @@ from torch.distributed import fsdp
 __all__ = [
     "SPMD_BACKEND",
     "AllToAllTokenDispatcher",
+    "BaseAttention",
     "CosSinRoPE",
     "Decoder",
     "DeepSeekV3Model",
@@ -148,7 +149,7 @@ with _without_triton(), _without_mesh_dims(), _contain_patches():
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-    from torchtitan.models.common.attention import QKVLinear
+    from torchtitan.models.common.attention import BaseAttention, QKVLinear
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.decoder import Decoder, TransformerBlock
     from torchtitan.models.common.decoder_sharding import rowwise_config

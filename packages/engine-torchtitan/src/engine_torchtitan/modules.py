@@ -268,9 +268,10 @@ class BiasedExperts(GptOssGroupedExperts):
 
     def _count_divisions(self) -> int:
         """Return the number of tensor-parallel ranks that divide each expert."""
-        weight = self.mlp1_weight_EGD
-        names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else None
-        return weight.device_mesh["tp"].size() if "tp" in (names or ()) else 1
+        weight: Tensor = self.mlp1_weight_EGD
+        if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
+            return 1
+        return weight.device_mesh["tp"].size()
 
 
 class Exchange(AllToAllTokenDispatcher):
