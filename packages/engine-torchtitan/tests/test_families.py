@@ -240,3 +240,34 @@ def test_sizes_that_a_layout_does_not_divide_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         _refuse_indivisible(AutoConfig.from_pretrained(tmp_path), tp, ep)
     assert named in caught.value.what
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_training_goes_on_in_fsdp2(
+    written: Callable[[str], Expected], ids: list[list[int]], tmp_path: Path, name: str
+) -> None:
+    """Weights, their moments and biases of routers are the same under the same names."""
+    rows = [{"input_ids": one, "loss_weight": [0.0] + [1.0] * (len(one) - 1)} for one in ids]
+    batch = Batch.pack(rows)
+    found: list[dict[str, torch.Tensor]] = []
+    for backend in ("torchtitan", "fsdp2"):
+        engine = EngineRegistry.create(
+            backend=backend,
+            device="cpu",
+            config=EngineConfig(
+                model=ModelSource(path=written(name).path),
+                optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
+            ),
+        )
+        engine.initialize()
+        if backend == "torchtitan":
+            engine.train_batch(batch, sft_loss)
+            engine.save_checkpoint(tmp_path / "one").result()
+        else:
+            engine.load_checkpoint(tmp_path / "one")
+        engine.train_batch(batch, sft_loss)
+        found.append({key: tensor.clone() for key, tensor in engine.get_per_tensor_param()})
+        engine.close()
+    assert found[0].keys() == found[1].keys()
+    for key, tensor in found[0].items():
+        assert float((tensor - found[1][key]).abs().max()) < 2e-5, key

@@ -287,10 +287,15 @@ def tie(lm: Any) -> None:
 
 
 def fill_buffers(lm: Any, device: torch.device) -> None:
-    """Compute the buffers, which are in no file, on a device."""
+    """Compute the buffers that are in no file, and place the others, on a device.
+
+    With offloaded parameters the others are on the host, where only parameters are gathered from.
+    """
     for module in lm.modules():
         if isinstance(module, RoPE):
             module.init_states(buffer_device=device)
         elif isinstance(module, MoE):
             # The number of tokens of each expert, which nothing reads.
             module.tokens_per_expert_E = torch.zeros_like(module.tokens_per_expert_E, device=device)
+            if module.expert_bias_E is not None:
+                module.expert_bias_E = module.expert_bias_E.to(device)
