@@ -52,6 +52,9 @@ def test_the_families_of_the_matrix_are_those_of_the_engine() -> None:
 def test_a_field_has_the_effect_that_it_has_in_transformers(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
+    if family == "deepseek_v3" and "head_dim" in fields:
+        # The rotated part of a latent head, which has another name for the same size.
+        fields = fields | {"qk_rope_head_dim": fields["head_dim"]}
     tiny_model(family, **fields).save_pretrained(tmp_path)
     check_right("torchtitan", tmp_path)
 
