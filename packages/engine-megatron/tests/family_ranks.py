@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+from family_checks import SGD, Result, keep, keep_shards, run
 from layout_ranks import create
 from torch import Tensor
 
 from engine_api import Batch, OptimizerConfig, sft_loss
 from engine_api.config import LoraConfig, Memory
 from engine_api.errors import EngineError
-from engine_api.weights import ShardSpec
-
-# One step moves a weight by its gradient.
-SGD = OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
-
-Shards = list[tuple[str, Tensor, ShardSpec]]
-Result = tuple[dict[int, Tensor], dict[str, Tensor], Shards, dict[str, Tensor]]
-
-
-def keep(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return copies on the CPU."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-
-
-def keep_shards(engine: Any) -> Shards:
-    """Return copies of a rank's shards on the CPU."""
-    shards = engine.get_per_tensor_param_shard()
-    return [(name, part.to("cpu", copy=True), spec) for name, part, spec in shards]
 
 
 def compute(
@@ -41,30 +22,10 @@ def compute(
     experts: list[Tensor] | None = None,
     **config: Any,
 ) -> Result:
-    """Return log-probs by document, exported weights whole and as shards, and the moved weights.
-
-    ``experts`` are replayed, by document.
-    """
-    engine = create(
-        path, parallelism, options, optimizer=SGD, memory=Memory(max_tokens=128), **config
-    )
-    engine.initialize()
-    place = engine.topology
-    own = range(place.dp_rank, len(documents), place.dp_size)
-    rows = [
-        {"input_ids": documents[i], "loss_weight": [0.0] + [1.0] * (len(documents[i]) - 1)}
-        for i in own
-    ]
-    batch = Batch.pack(rows)
-    if experts is not None:
-        batch = batch.with_fields(routed_experts=torch.cat([experts[i] for i in own]))
-    log_probs = engine.infer_batch(batch).log_probs.cpu().split([len(documents[i]) for i in own])
-    before = keep(engine.get_per_tensor_param())
-    shards = keep_shards(engine)
-    engine.train_batch(batch, sft_loss)
-    after = keep(engine.get_per_tensor_param())
-    engine.close()
-    return dict(zip(own, log_probs, strict=True)), before, shards, after
+    """Return the results of an engine (see ``family_checks.run``)."""
+    memory = Memory(max_tokens=128)
+    engine = create(path, parallelism, options, optimizer=SGD, memory=memory, **config)
+    return run(engine, documents, experts)
 
 
 Adapted = dict[str, Any]

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from family_checks import Expected, compare, drawn_experts, expected, score, write
 from family_ranks import infer
-from safetensors.torch import load_file
-from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config, tiny_model
+from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine_api.config import LoraConfig
-from engine_api.hf_names import saved_buffers
-from engine_api.hf_routers import Routers
 from engine_api.weights import assemble
 from engine_conformance.ranks import RankPool
 from engine_megatron.shape import FAMILIES
@@ -157,91 +155,12 @@ def _runs(*, adapted: bool = False) -> list[Any]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """The folder of a model, its tensors, and what transformers computes in float64."""
-
-    path: str
-    saved: dict[str, Tensor]
-    log_probs: list[Tensor]
-    gradients: dict[str, Tensor]
+def _write(folder: Path, model: Model) -> str:
+    return write(folder, model.family, model.keys)
 
 
-def write(folder: Path, model: Model) -> str:
-    """Write a model, with saved buffers that change its results."""
-    made = tiny_model(model.family, **model.keys)
-    generator = torch.Generator().manual_seed(3)
-    for buffer in saved_buffers(made).values():
-        buffer.normal_(std=0.3, generator=generator)
-    made.save_pretrained(folder)
-    return str(folder)
-
-
-def score(model: Any, ids: Tensor, total: int) -> Tensor:
-    """Return a document's log-probs, and add the gradient of its loss over ``total`` tokens."""
-    scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-    picked = scores[:-1].gather(-1, ids[1:, None])[:, 0]
-    (-picked.sum() / total).backward()
-    return torch.cat([picked.new_zeros(1), picked.detach()])
-
-
-def drawn_experts(path: str) -> list[Tensor]:
-    """Return experts for each token and layer by document, and for some tokens none."""
-    routing = Routers(oracle(path), where="transformers").routing
-    generator = torch.Generator().manual_seed(5)
-    found: list[Tensor] = []
-    for one in documents():
-        scores = torch.rand(len(one), routing.layers, routing.experts, generator=generator)
-        experts = scores.argsort(-1)[..., : routing.top_k]
-        experts[::5] = -1
-        found.append(experts)
-    return found
-
-
-def expected(folder: Path, model: Model, *, replays: bool = False) -> Expected:
-    """Write a model and compute it, with the experts of `drawn_experts` if ``replays``."""
-    path = write(folder, model)
-    exact = oracle(path)
-    ids = documents()
-    routers = Routers(exact, where="transformers") if replays else None
-    experts = drawn_experts(path) if replays else [None] * len(ids)
-    total = sum(len(one) - 1 for one in ids)
-    log_probs: list[Tensor] = []
-    for one, selected in zip(ids, experts, strict=True):
-        if routers is not None:
-            routers.replay(selected)
-        log_probs.append(score(exact, one, total))
-    # Gradients are named as weights are once they are saved in the place of these.
-    with torch.no_grad():
-        for tensor in exact.state_dict(keep_vars=True).values():
-            tensor.copy_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-    exact.save_pretrained(f"{path}-gradients")
-    return Expected(
-        path=path,
-        saved=load_file(folder / "model.safetensors"),
-        log_probs=log_probs,
-        gradients=load_file(Path(f"{path}-gradients", "model.safetensors")),
-    )
-
-
-def compare(results: list[Any], want: Expected, about: str) -> None:
-    """Compare the results of all ranks."""
-    norm = float(torch.stack([g.norm() for g in want.gradients.values()]).norm())
-    for outputs, before, _, after in results:
-        for number, got in outputs.items():
-            apart = (got.double() - want.log_probs[number]).abs().max()
-            assert float(apart) < 1e-4, f"{about}: log-probs of document {number}: {apart:.1e}"
-        assert set(before) == set(want.saved), f"{about}: {set(before) ^ set(want.saved)}"
-        for name, tensor in before.items():
-            assert torch.equal(tensor, want.saved[name]), f"{about}: {name} is exported differently"
-            gradient = want.gradients[name]
-            apart = (tensor.double() - after[name].double() - gradient).norm()
-            size = max(float(gradient.norm()), 1e-3 * norm)
-            assert float(apart) < 1e-3 * size, f"{about}: gradient of {name}: {apart / size:.1e}"
-    for parts in zip(*(shards for _, _, shards, _ in results), strict=True):
-        name = parts[0][0]
-        whole = assemble([(part, spec) for _, part, spec in parts])
-        assert torch.equal(whole, want.saved[name]), f"{about}: {name} in shards"
+def _expected(folder: Path, model: Model, *, replays: bool = False) -> Expected:
+    return expected(folder, model.family, model.keys, replays=replays)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +171,7 @@ def ids() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
     """Return the function that writes and computes a model once."""
-    return cache(lambda name: expected(tmp_path_factory.mktemp("model") / "model", MODELS[name]))
+    return cache(lambda name: _expected(tmp_path_factory.mktemp("model") / "model", MODELS[name]))
 
 
 @pytest.mark.parametrize(("name", "parallelism", "options"), _runs())
@@ -289,7 +208,7 @@ def test_replayed_experts_are_computed_as_in_transformers(
 ) -> None:
     """The router's gradient is among those that are compared."""
     model = MODELS[name]
-    want = expected(tmp_path / "model", model, replays=True)
+    want = _expected(tmp_path / "model", model, replays=True)
     parallelism, options = model.layouts[0]
     results = pool.run(
         "family_ranks:compute",
@@ -400,7 +319,7 @@ def test_a_training_goes_on_in_another_engine_layout_and_format(
     pool: RankPool, tmp_path: Path, ids: list[list[int]], name: str
 ) -> None:
     """Experts that are saved as one tensor, and biases that are saved and not trained."""
-    path = write(tmp_path / "model", MODELS[name])
+    path = _write(tmp_path / "model", MODELS[name])
     for found in pool.run(
         "family_ranks:pass_on", path=path, documents=[*ids, ids[0]], scratch=str(tmp_path)
     ):
@@ -457,7 +376,7 @@ def test_a_key_of_a_configuration_is_followed_or_refused(
     for number, (key, value) in enumerate(_changes(family, base.keys)):
         folder = tmp_path / str(number)
         try:
-            path = write(folder, Model(family=family, keys=base.keys | {key: value}))
+            path = _write(folder, Model(family=family, keys=base.keys | {key: value}))
             exact = oracle(path)
             want = torch.cat([log_probs(exact, torch.tensor(one)) for one in ids])
         # transformers refuses some values, each in its own way.

@@ -326,7 +326,7 @@ def packed_attention(
         special = {"a sliding window": sliding_window, "softcap": scores.cap, "sinks": s_aux}
         refuse_unshared(module, special)
     if packing.context is not None:
-        _refuse_in_context(module, key, value, scores)
+        _refuse_in_context(module, scores)
         out = packing.context.attend(query, key, value, scaling)
     elif packing.group is None:
         out = _attend(query, key, value, packing, scores)
@@ -345,13 +345,12 @@ def packed_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_in_context(module: nn.Module, key: Tensor, value: Tensor, scores: _Scores) -> None:
+def _refuse_in_context(module: nn.Module, scores: _Scores) -> None:
     """Raise ``UnsupportedCapability`` for a layer that a part of a pack cannot be computed with."""
     asked = {
         "a sliding window": scores.window is not None,
         "softcap": scores.cap is not None,
         "sinks": scores.sinks is not None,
-        "values of another width than the keys": key.shape[-1] != value.shape[-1],
     }
     for name, is_asked in asked.items():
         if is_asked:

@@ -62,14 +62,21 @@ class Context:
     mask: Tensor | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Return the attention ``[1, H, T/n, d]`` of this rank's tokens.
+        """Return the attention ``[1, H, T/n, e]`` of this rank's tokens.
 
         Args:
             query: ``[1, H, T/n, d]``.
             key: ``[1, KV, T/n, d]``.
-            value: ``[1, KV, T/n, d]``.
+            value: ``[1, KV, T/n, e]``, where e may differ from d.
             scale: factor of the scores (None: ``d ** -0.5``).
         """
+        own = value.shape[-1]
+        if key.shape[-1] != own:
+            # Both are gathered as one tensor.
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            width = max(query.shape[-1], own)
+            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+            return self.attend(query, key, value, scale)[..., :own]
         # One gather of both, whose gradient adds those of all ranks' queries.
         both: Tensor = _GatherParts.apply(torch.cat([key, value]), self.group)  # type: ignore[no-untyped-call]
         key, value = both[:, :, self.first : self.stop].chunk(2)

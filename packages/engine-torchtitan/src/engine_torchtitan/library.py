@@ -19,12 +19,22 @@ from torch.distributed import fsdp
 __all__ = [
     "SPMD_BACKEND",
     "AllToAllTokenDispatcher",
+    "BaseAttention",
     "CosSinRoPE",
     "Decoder",
+    "DeepSeekV3Model",
+    "DeepSeekV3StateDictAdapter",
+    "DeepSeekV3TransformerBlock",
     "Embedding",
     "FeedForward",
+    "GptOssAttention",
+    "GptOssGroupedExperts",
+    "GptOssModel",
+    "GptOssStateDictAdapter",
+    "GptOssTransformerBlock",
     "GroupedExperts",
     "Hold",
+    "LatentAttention",
     "Linear",
     "Llama3Model",
     "Llama3StateDictAdapter",
@@ -32,12 +42,14 @@ __all__ = [
     "MoE",
     "Module",
     "ParallelDims",
+    "QKVLinear",
     "Qwen3Model",
     "Qwen3StateDictAdapter",
     "Qwen3TransformerBlock",
     "RMSNorm",
     "RoPE",
     "RoutedExperts",
+    "ScaleBiasForward",
     "StateDictAdapter",
     "TokenChoiceTopKRouter",
     "TransformerBlock",
@@ -45,7 +57,9 @@ __all__ = [
     "load_float8_linear",
     "make_ffn_config",
     "make_gqa_config",
-    "make_routed_experts_config",
+    "rowwise_config",
+    "set_deepseek_v3_sharding_config",
+    "set_gpt_oss_sharding_config",
     "set_llama3_sharding_config",
     "set_qwen3_sharding_config",
 ]
@@ -135,12 +149,10 @@ with _without_triton(), _without_mesh_dims(), _contain_patches():
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-    from torchtitan.models.common.config_utils import (
-        make_ffn_config,
-        make_gqa_config,
-        make_routed_experts_config,
-    )
+    from torchtitan.models.common.attention import BaseAttention, QKVLinear
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.decoder import Decoder, TransformerBlock
+    from torchtitan.models.common.decoder_sharding import rowwise_config
     from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.moe import (
         GroupedExperts,
@@ -151,6 +163,15 @@ with _without_triton(), _without_mesh_dims(), _contain_patches():
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import RoPE
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+    from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
+    from torchtitan.models.deepseek_v3.model import DeepSeekV3Model, DeepSeekV3TransformerBlock
+    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+    from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+    from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+    from torchtitan.models.gpt_oss.model import GptOssModel, GptOssTransformerBlock
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
+    from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
+    from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter

@@ -31,10 +31,11 @@ from engine_torch.model import (
     read_config,
     recompute_children,
 )
+from engine_torchtitan.families import FAMILIES
 from engine_torchtitan.library import Decoder, MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
 from engine_torchtitan.plugin import PLUGIN
-from engine_torchtitan.tree import FAMILIES, build_tree, has_experts, set_layouts
+from engine_torchtitan.tree import build_tree, has_experts, set_layouts
 
 __all__ = [
     "PackedTorchTitan",
@@ -114,6 +115,7 @@ def build_decoder(
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
     _refuse_indivisible(hf_config, layout.tp, layout.ep)
+    _refuse_context(hf_config, layout.cp)
     set_layouts(
         tree,
         hf_config.model_type,
@@ -127,6 +129,7 @@ def build_decoder(
     with torch.device("meta"):
         lm: Any = tree.build()
     lm.to(DTYPES[config.precision.master])
+    _keep_biases(lm)
     if config.model.init == "random":
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
@@ -153,15 +156,13 @@ def build_decoder(
 
 def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
     """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
-    divided = [
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "vocab_size",
-    ]
+    family = FAMILIES[hf_config.model_type]
+    divided = ["num_attention_heads", "num_key_value_heads", "vocab_size"]
+    if family.dense_width is not None:
+        divided.append(family.dense_width)
     if has_experts(hf_config) and ep == 1:
         # Tensor-parallel ranks divide each expert, unless the experts are spread over them.
-        divided.append("moe_intermediate_size")
+        divided.append(family.expert_width)
     for name in divided:
         check_divisible(hf_config, name, "tp", tp)
     if ep == 1:
@@ -172,7 +173,28 @@ def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
             f"expected 1 for a model without experts, got {ep}",
             remedy="leave parallelism.ep out, or choose a mixture of experts",
         )
-    check_divisible(hf_config, "num_experts", "ep", ep)
+    check_divisible(hf_config, family.experts, "ep", ep)
+
+
+def _refuse_context(hf_config: Any, cp: int) -> None:
+    """Raise ``ConfigError`` for context parallelism with attention that it cannot divide."""
+    if cp > 1 and not FAMILIES[hf_config.model_type].divides_context:
+        raise ConfigError(
+            "parallelism.cp",
+            f"expected 1 for a model of type {hf_config.model_type}, got {cp}",
+            why="the attention to gathered keys and values has neither sinks nor windows",
+            remedy="use data, tensor or expert parallelism for this model",
+        )
+
+
+def _keep_biases(lm: Any) -> None:
+    """Make saved biases of routers float32 in a model of any dtype.
+
+    A rounded one would send tokens to other experts.
+    """
+    for module in lm.modules():
+        if isinstance(module, MoE) and module.expert_bias_E is not None:
+            module.expert_bias_E = module.expert_bias_E.float()
 
 
 def _list_saved(
@@ -198,16 +220,24 @@ def _map_names(
     Raises:
         UnsupportedCapability: the parameters are not the tensors that transformers saves.
     """
-    adapter: Any = FAMILIES[hf_config.model_type].adapter(lm.config, None)
+    family = FAMILIES[hf_config.model_type]
+    adapter: Any = family.adapter(lm.config, None)
     table = {theirs: ours for ours, theirs in adapter.from_hf_map.items() if theirs is not None}
+    table |= family.names
     pieces: dict[str, list[Piece]] = {}
-    for name, param in lm.named_parameters():
+    biases = [(name, one) for name, one in lm.named_buffers() if name.endswith(".expert_bias_E")]
+    for name, tensor in [*lm.named_parameters(), *biases]:
         plain = name.replace("_checkpoint_wrapped_module.", "")
         if lm.enable_weight_tying:
             plain = plain.replace("lm_head.", "tok_embeddings.")
         layer = re.search(r"\d+", plain)
-        theirs = table.get(re.sub(r"\d+", "{}", plain, count=1), plain)
-        pieces[name] = _list_pieces(theirs, layer[0] if layer else "", tuple(param.shape))
+        plain = re.sub(r"\d+", "{}", plain, count=1)
+        pieces[name] = _list_pieces(
+            table.get(plain, plain),
+            layer[0] if layer else "",
+            tuple(tensor.shape),
+            transposed=plain in family.transposed,
+        )
     own = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
     if own != saved:
         odd = sorted({name for name, _ in own.items() ^ saved.items()})
@@ -221,14 +251,18 @@ def _map_names(
     return dict(sorted(pieces.items(), key=lambda item: order[item[1][0].name]))
 
 
-def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the saved tensors of a parameter, one for each expert where it has several.
+def _list_pieces(name: str, layer: str, shape: tuple[int, ...], *, transposed: bool) -> list[Piece]:
+    """Return the saved tensors of a parameter or buffer, one for each expert where it has several.
 
     Args:
         name: saved name, with ``{}`` for the numbers of layer and expert.
         layer: number of the layer, or an empty text outside of layers.
         shape: shape of the parameter, with experts in the first dimension where it has several.
+        transposed: True if it is saved with its last two dimensions exchanged.
     """
+    if transposed:
+        saved = (*shape[:-2], shape[-1], shape[-2])
+        return [Piece(name=name.format(layer), shape=saved, transposed=True)]
     if name.count("{}") < 2:
         return [Piece(name=name.format(layer), shape=shape)]
     return [
@@ -253,10 +287,15 @@ def tie(lm: Any) -> None:
 
 
 def fill_buffers(lm: Any, device: torch.device) -> None:
-    """Compute the buffers, which are in no file, on a device."""
+    """Compute the buffers that are in no file, and place the others, on a device.
+
+    With offloaded parameters the others are on the host, where only parameters are gathered from.
+    """
     for module in lm.modules():
         if isinstance(module, RoPE):
             module.init_states(buffer_device=device)
         elif isinstance(module, MoE):
             # The number of tokens of each expert, which nothing reads.
             module.tokens_per_expert_E = torch.zeros_like(module.tokens_per_expert_E, device=device)
+            if module.expert_bias_E is not None:
+                module.expert_bias_E = module.expert_bias_E.to(device)

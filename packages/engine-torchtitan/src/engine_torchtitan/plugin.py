@@ -75,10 +75,12 @@ PLUGIN = EnginePlugin(
             Capability.SAVE_HF,
             Capability.DISTILLATION,
             Capability.PARAMETER_GROUPS,
+            Capability.SAVED_BUFFERS,
+            Capability.SINKS,
             *([Capability.FP8] if has_torchao() else []),
         }
     ),
-    families=("qwen3", "llama", "qwen3_moe"),
+    families=("qwen3", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss"),
     options="engine_torchtitan.options:TorchTitanOptions",
     variants=(
         Variant(options={"sequence_parallel": False}, parallelism={"tp": 2}),

@@ -6,98 +6,27 @@ either mapped to the tree, known to change nothing, or refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_mtp import MTP_COUNTS
+from engine_torchtitan.families import FAMILIES, Family
 from engine_torchtitan.library import (
     Decoder,
     Embedding,
     FeedForward,
     Linear,
-    Llama3Model,
-    Llama3StateDictAdapter,
-    Llama3TransformerBlock,
-    Qwen3Model,
-    Qwen3StateDictAdapter,
-    Qwen3TransformerBlock,
     RMSNorm,
-    StateDictAdapter,
     TransformerBlock,
     make_ffn_config,
-    make_gqa_config,
-    make_routed_experts_config,
-    set_llama3_sharding_config,
-    set_qwen3_sharding_config,
-)
-from engine_torchtitan.modules import (
-    Exchange,
-    Experts,
-    FrequencyRoPE,
-    Mixture,
-    PackedAttention,
-    Router,
 )
 
-__all__ = ["FAMILIES", "Family", "build_tree", "has_experts", "set_layouts"]
+__all__ = ["build_tree", "has_experts", "set_layouts"]
 
 _ENGINE = "engine-torchtitan"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """torchtitan's classes of one model family."""
-
-    model: type[Decoder.Config]
-    """Configuration of the whole model."""
-
-    block: type[TransformerBlock.Config]
-    """Configuration of one block."""
-
-    adapter: type[StateDictAdapter]
-    """Class with torchtitan's names of the saved tensors."""
-
-    normalizes_heads: bool = False
-    """True if queries and keys are normalized head by head."""
-
-    has_experts: bool = False
-    """True if its layers may be mixtures of experts."""
-
-    set_layouts: Callable[..., None]
-    """Function that gives each part of the tree its layout of tensor parallelism."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        model=Llama3Model.Config,
-        block=Llama3TransformerBlock.Config,
-        adapter=Llama3StateDictAdapter,
-        set_layouts=set_llama3_sharding_config,
-    ),
-    "qwen3": Family(
-        model=Qwen3Model.Config,
-        block=Qwen3TransformerBlock.Config,
-        adapter=Qwen3StateDictAdapter,
-        normalizes_heads=True,
-        set_layouts=set_qwen3_sharding_config,
-    ),
-    "qwen3_moe": Family(
-        model=Qwen3Model.Config,
-        block=Qwen3TransformerBlock.Config,
-        adapter=Qwen3StateDictAdapter,
-        normalizes_heads=True,
-        has_experts=True,
-        set_layouts=set_qwen3_sharding_config,
-    ),
-}
-"""The families that the engine builds, by ``model_type`` in ``config.json``."""
-
-# Fields that `build_tree` reads.
+# Fields that are read of every family.
 _MAPPED = frozenset(
     {
         "head_dim",
@@ -111,18 +40,6 @@ _MAPPED = frozenset(
         "rope_parameters",
         "tie_word_embeddings",
         "vocab_size",
-    }
-)
-# Fields that `build_tree` reads of a family with experts.
-_MAPPED_OF_EXPERTS = frozenset(
-    {
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_local_experts",
     }
 )
 # Fields that say nothing about what a model computes in a forward pass: names and versions, tokens
@@ -195,57 +112,36 @@ def build_tree(hf_config: Any) -> Decoder.Config:
     Raises:
         UnsupportedCapability: a field has no mapping to the tree.
     """
-    _refuse_unmapped(hf_config)
     family = FAMILIES[hf_config.model_type]
+    _refuse_unmapped(hf_config, family)
     dim = hf_config.hidden_size
-    head_dim = getattr(hf_config, "head_dim", None) or dim // hf_config.num_attention_heads
-    frequencies, amplitude = _find_frequencies(hf_config, head_dim)
-    rope = FrequencyRoPE.Config(
-        dim=head_dim,
-        # The engine's positions need no table, so nothing has this length.
-        max_seq_len=hf_config.max_position_embeddings,
-        frequencies=frequencies,
-        amplitude=amplitude,
-    )
 
-    def make_norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=hf_config.rms_norm_eps)
+    def make_norm() -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=dim, eps=hf_config.rms_norm_eps)
 
     def make_dense() -> FeedForward.Config:
         return make_ffn_config(
             dim=dim,
             hidden_dim=hf_config.intermediate_size,
+            # The weights are read or drawn when the model has been divided.
             w1_param_init={},
             w2w3_param_init={},
         )
 
     def make_block(index: int) -> TransformerBlock.Config:
-        sparse = family.has_experts and _is_sparse(hf_config, index)
+        experts = family.make_experts if family.is_sparse(hf_config, index) else None
         return family.block(
-            attention_norm=make_norm(dim),
-            ffn_norm=make_norm(dim),
-            attention=make_gqa_config(
-                dim=dim,
-                n_heads=hf_config.num_attention_heads,
-                n_kv_heads=hf_config.num_key_value_heads,
-                head_dim=head_dim,
-                # The weights are read or drawn when the model has been divided.
-                wqkv_param_init={},
-                wo_param_init={},
-                inner_attention=PackedAttention.Config(),
-                # A fused weight would be saved as three, of which each rank holds several ranges.
-                fuse_qkv=False,
-                rope=rope,
-                qk_norm=make_norm(head_dim) if family.normalizes_heads else None,
-            ),
-            feed_forward=None if sparse else make_dense(),
-            moe=_make_experts(hf_config) if sparse else None,
+            attention_norm=make_norm(),
+            ffn_norm=make_norm(),
+            attention=family.make_attention(hf_config, index),
+            feed_forward=make_dense() if experts is None else None,
+            moe=None if experts is None else experts(hf_config),
         )
 
     return family.model(
         vocab_size=hf_config.vocab_size,
         dim=dim,
-        norm=make_norm(dim),
+        norm=make_norm(),
         enable_weight_tying=hf_config.tie_word_embeddings,
         tok_embeddings=Embedding.Config(num_embeddings=hf_config.vocab_size, embedding_dim=dim),
         lm_head=Linear.Config(in_features=dim, out_features=hf_config.vocab_size),
@@ -256,47 +152,7 @@ def build_tree(hf_config: Any) -> Decoder.Config:
 def has_experts(hf_config: Any) -> bool:
     """Return whether a model that ``build_tree`` has taken has a layer with experts."""
     family = FAMILIES[hf_config.model_type]
-    layers = range(hf_config.num_hidden_layers)
-    return family.has_experts and any(_is_sparse(hf_config, index) for index in layers)
-
-
-def _is_sparse(hf_config: Any, index: int) -> bool:
-    """Return whether a layer is a mixture of experts, by the rule of Qwen3's configuration."""
-    return (
-        index not in hf_config.mlp_only_layers
-        and hf_config.num_experts > 0
-        and (index + 1) % hf_config.decoder_sparse_step == 0
-    )
-
-
-def _make_experts(hf_config: Any) -> Mixture.Config:
-    """Return the configuration of a layer's experts and their router."""
-    sizes = {
-        "dim": hf_config.hidden_size,
-        "hidden_dim": hf_config.moe_intermediate_size,
-        "num_experts": hf_config.num_experts,
-    }
-    top_k = hf_config.num_experts_per_tok
-    # This exchange of tokens is torch's all-to-all, and nothing where experts are not divided.
-    routed = make_routed_experts_config(
-        **sizes, top_k=top_k, param_init={}, comm_backend="standard"
-    )
-    routed.inner_experts = Experts.Config(**sizes)
-    routed.token_dispatcher = Exchange.Config(num_experts=sizes["num_experts"], top_k=top_k)
-    return Mixture.Config(
-        num_experts=hf_config.num_experts,
-        routed_experts=routed,
-        router=Router.Config(
-            num_experts=hf_config.num_experts,
-            gate=Linear.Config(in_features=sizes["dim"], out_features=sizes["num_experts"]),
-            top_k=top_k,
-            score_func="softmax",
-            route_norm=hf_config.norm_topk_prob,
-        ),
-        # A bias that balances the experts would move in training and be in no export, so that a
-        # rollout would serve another model.
-        load_balance_coeff=None,
-    )
+    return any(family.is_sparse(hf_config, i) for i in range(hf_config.num_hidden_layers))
 
 
 def set_layouts(
@@ -316,22 +172,50 @@ def set_layouts(
         block.attention.rope.sharding_config = None
 
 
-def _refuse_unmapped(hf_config: Any) -> None:
+def _refuse_unmapped(hf_config: Any, family: Family) -> None:
     """Raise ``UnsupportedCapability`` for the first field that would be left out."""
-    mapped = _MAPPED
-    if FAMILIES[hf_config.model_type].has_experts:
-        mapped |= _MAPPED_OF_EXPERTS
+    taken = (_MAPPED | family.mapped) | (_IDLE | family.idle) | _RATES
+    fixed = {**_FIXED, **family.fixed}
     for name, value in hf_config.to_dict().items():
         # transformers' own null means that a field says nothing.
-        if name in mapped or name in _IDLE or name in _RATES or value is None:
+        if name in taken or value is None:
             continue
         if name == "layer_types" and set(value) == {"full_attention"}:
             continue
-        if name not in _FIXED:
+        if name not in fixed:
             _refuse(name, value, "this engine has no mapping for it")
-        if value != _FIXED[name]:
-            _refuse(name, value, f"torchtitan's blocks compute {_FIXED[name]!r} alone")
+        if value != fixed[name]:
+            _refuse(name, value, f"torchtitan's blocks compute {fixed[name]!r} alone")
+    for name in family.needed:
+        if getattr(hf_config, name) is None:
+            _refuse(name, None, "transformers computes no such model")
+    if hf_config.model_type == "deepseek_v3":
+        _refuse_other_heads(hf_config)
+    if "layer_types" in family.mapped:
+        _refuse_other_layers(hf_config)
     _refuse_unmapped_rope(dict(hf_config.rope_parameters))
+
+
+def _refuse_other_heads(hf_config: Any) -> None:
+    """Raise ``UnsupportedCapability`` for sizes of latent heads that transformers has not."""
+    heads = hf_config.num_attention_heads
+    if hf_config.num_key_value_heads != heads:
+        why = f"each of the {heads} heads has keys of its own"
+        _refuse("num_key_value_heads", hf_config.num_key_value_heads, why)
+    rotated = hf_config.qk_rope_head_dim
+    if hf_config.head_dim != rotated:
+        _refuse("head_dim", hf_config.head_dim, f"qk_rope_head_dim is {rotated}")
+
+
+def _refuse_other_layers(hf_config: Any) -> None:
+    """Raise ``UnsupportedCapability`` for layers other than whole attention and windows."""
+    types = hf_config.layer_types
+    other = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if other or len(types) != hf_config.num_hidden_layers:
+        why = "expected full_attention or sliding_attention for each layer"
+        _refuse("layer_types", types, why)
+    if "sliding_attention" in types and not hf_config.sliding_window:
+        _refuse("sliding_window", hf_config.sliding_window, "layers of layer_types have a window")
 
 
 def _refuse_unmapped_rope(rope: dict[str, Any]) -> None:
@@ -355,19 +239,3 @@ def _refuse(name: str, value: Any, why: str) -> None:
         remedy="use backend fsdp2 for this model, or set the field to null in "
         "model.config_overrides if it changes nothing",
     )
-
-
-def _find_frequencies(hf_config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """Return the rotary frequencies ``[head_dim / 2]`` and the factor of cosines and sines.
-
-    transformers' own functions compute them, so that both round alike.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = hf_config.rope_parameters.get("rope_type", "default")
-    if kind == "default":
-        base = hf_config.rope_parameters["rope_theta"]
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / (base**exponents), 1.0
-    frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    return frequencies.float(), float(amplitude)
