@@ -105,9 +105,9 @@ class Layout:
         return self.topology.rank // self.tp % self.cp
 
 
-# Meshes, and the group for gradients of a pipeline, by default group, device and sizes. DTensor keeps the first of several equal meshes in its
-# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
-# up with each engine.
+# Meshes, and the group for gradients of a pipeline, by default group, device and sizes. DTensor
+# keeps the first of several equal meshes in its caches, so a mesh's groups cannot be destroyed
+# while the process goes on. Reused, they do not pile up with each engine.
 _DIMS: dict[tuple[Any, ...], tuple[ParallelDims, Any]] = {}
 
 
@@ -121,9 +121,7 @@ def _build_dims(device_type: str, sizes: dict[str, Any]) -> tuple[ParallelDims, 
     for stale in [one for one in _DIMS if one[0] is not dist.group.WORLD]:
         del _DIMS[stale]
     if key not in _DIMS:
-        dims = ParallelDims(
-            **sizes, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND
-        )
+        dims = ParallelDims(**sizes, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND)
         with building_meshes_for(device_type):
             dims.build_mesh()
         _DIMS[key] = dims, _build_gradient_group(sizes["pp"])
@@ -142,8 +140,8 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """Build the layout for the current world.
 
     Tensor-parallel ranks are neighbours, which have the fastest links, and context-parallel ranks
-    are the next. The ranks of a stage follow each other. The ranks of a stage that share one copy of
-    its weights are the ones that experts are spread over.
+    are the next. The ranks of a stage follow each other, and those that share one copy of its
+    weights are the ones that experts are spread over.
 
     Raises:
         ConfigError: the product of the sizes is not the number of ranks, or ``ep`` does not divide

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.weights import WeightExport
-from engine_torch.boxes import Box, local_of
+from engine_torch.boxes import Box
 from engine_torch.inputs import PackedInputs
 from engine_torch.weights import ShardedParam
 from engine_torchtitan.model import EMBEDDING, HEAD, PackedTorchTitan
@@ -52,9 +52,7 @@ def find_stage(name: str, stages: int, layers: int) -> int:
     """Return the stage that a parameter is exported from, by its name in the whole model."""
     if found := re.match(r"layers\.(\d+)\.", name):
         layer = int(found[1])
-        return next(
-            stage for stage in range(stages) if layer in list_layers(stage, stages, layers)
-        )
+        return next(stage for stage in range(stages) if layer in list_layers(stage, stages, layers))
     return 0 if name == EMBEDDING else stages - 1
 
 

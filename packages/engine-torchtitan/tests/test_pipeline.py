@@ -1,0 +1,190 @@
+"""A pipeline computes what one rank computes, and leaves no rank waiting."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_conformance.ranks import RankPool
+from engine_torchtitan.pipeline import find_stage, list_layers, list_work
+
+# Ranks import their functions from here.
+sys.path.append(str(Path(__file__).parent))
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+NEAR = 2e-5
+WIDE: dict[str, Any] = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "num_experts": 8}
+TWO: list[dict[str, Any]] = [
+    {"sizes": {"pp": 2}},
+    # One micro-batch, which is fewer than there are stages.
+    {"sizes": {"pp": 2}, "max_tokens": 1000},
+    {"sizes": {"pp": 2}, "recompute": "full", "clip_norm": 0.5},
+    {"sizes": {"pp": 2}, "offload_params": True, "offload_optimizer": True},
+    {"sizes": {"pp": 2}, "options": {"reduce_each_micro_batch": True, "prefetch_blocks": 1}},
+]
+FOUR: list[dict[str, Any]] = [
+    {"sizes": {"pp": 4}},
+    {"sizes": {"pp": 4}, "max_tokens": 1000},
+    {"sizes": {"pp": 2}},
+    {"sizes": {"pp": 2}, "alone": True},
+    {"sizes": {"pp": 2, "dp_replicate": 2}, "clip_norm": 0.5},
+    {"sizes": {"pp": 2, "cp": 2}},
+    {"sizes": {"pp": 2, "tp": 2}, "clip_norm": 0.5},
+    {"sizes": {"pp": 2, "tp": 2}, "options": {"sequence_parallel": False}},
+]
+EXPERTS: list[dict[str, Any]] = [
+    {"sizes": {"pp": 2, "ep": 2}},
+    {"sizes": {"pp": 2, "tp": 2, "ep": 2}},
+]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Yield a pool of ranks by number of ranks."""
+    started = {ranks: RankPool(ranks, device="cpu", deadline=280.0) for ranks in (1, 2, 4)}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+def compare(pools: dict[int, RankPool], path: str, ranks: int, settings: dict[str, Any]) -> None:
+    """Compare a layout's outputs and gradients with those of one rank."""
+    same = {name: settings[name] for name in ("max_tokens", "clip_norm") if name in settings}
+    (want,) = pools[1].run("pipeline_ranks:compute", path=path, sizes={}, **same)
+    rows = pools[ranks].run("pipeline_ranks:compute", path=path, **settings)
+    assert set().union(*(row["outputs"] for row in rows)) == set(want["outputs"])
+    for rank, got in enumerate(rows):
+        about = f"rank {rank} of {settings}"
+        for kind in ("outputs", "states"):
+            for document, values in got[kind].items():
+                torch.testing.assert_close(
+                    values, want[kind][document], rtol=NEAR, atol=NEAR, msg=f"{kind}, {about}"
+                )
+        assert torch.equal(got["head"], want["head"]), about
+        assert list(got["gradients"]) == list(want["gradients"]), about
+        for name, gradient in want["gradients"].items():
+            largest = float(gradient.abs().max())
+            off = float((got["gradients"][name] - gradient).abs().max())
+            assert off <= 2e-5 * max(largest, 1.0), f"{name} is off by {off}, {about}"
+        assert got["loss"] == pytest.approx(want["loss"], rel=NEAR), about
+        assert got["metrics"] == pytest.approx(want["metrics"], rel=NEAR), about
+        assert got["norm"] == pytest.approx(want["norm"], rel=NEAR), about
+        assert (got["loss"], got["norm"]) == (rows[0]["loss"], rows[0]["norm"]), about
+        if "max_tokens" not in settings and "dp_replicate" not in settings["sizes"]:
+            assert got["micro_batches"] > 2, about
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_stages_compute_what_one_rank_computes(
+    tmp_path: Path, pools: dict[int, RankPool], tied: bool
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=tied, **WIDE)))
+    for settings in TWO:
+        compare(pools, folder, 2, settings)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_ranks_compute_what_one_rank_computes(
+    tmp_path: Path, pools: dict[int, RankPool], tied: bool
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=tied, **WIDE)))
+    for settings in FOUR:
+        compare(pools, folder, 4, settings)
+
+
+def test_experts_in_stages_compute_what_one_rank_computes(
+    tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    model = TinyModel(family="qwen3_moe", **WIDE)
+    folder = str(write_checkpoint(tmp_path / "model", model))
+    for settings in EXPERTS:
+        compare(pools, folder, 4, settings)
+
+
+def test_layers_that_stages_do_not_divide_are_computed(
+    tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, num_layers=3)))
+    compare(pools, folder, 2, {"sizes": {"pp": 2}})
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_in_stages_compute_what_one_rank_computes(
+    tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
+    compare(pools, folder, 2, {"sizes": {"pp": 2}, "compile": True})
+
+
+def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
+    tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
+    ((_, norm),) = pools[1].run("pipeline_ranks:train_after_an_error", path=folder, sizes={})
+    found = pools[4].run("pipeline_ranks:train_after_an_error", path=folder, sizes={"pp": 4})
+    assert [raised for raised, _ in found] == ["RankFailure"] * 3 + ["KeyError"]
+    assert all(got == pytest.approx(norm, rel=NEAR) for _, got in found)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_fails_leaves_no_stage_waiting(tmp_path: Path, rank: int) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(**WIDE)))
+    # The failure closes connections, which the ranks of other tests need.
+    with RankPool(2, device="cpu", deadline=120.0) as pool:
+        found = pool.run("pipeline_ranks:fail_in_a_block", path=folder, sizes={"pp": 2}, rank=rank)
+    assert found == [("MemoryError" if one == rank else "RankFailure") for one in range(2)]
+
+
+def test_more_stages_than_layers_are_refused_on_every_rank(
+    tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(num_layers=1)))
+    for field, text in pools[2].run("pipeline_ranks:refuse", path=folder, sizes={"pp": 2}):
+        assert field == "parallelism.pp"
+        assert "expected at most 1, got 2" in text
+        assert "set parallelism.pp to at most 1" in text
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(1, 1), (2, 3), (3, 7), (4, 4), (5, 32)])
+def test_stages_hold_each_layer_once_and_in_order(stages: int, layers: int) -> None:
+    held = [list_layers(stage, stages, layers) for stage in range(stages)]
+    assert [layer for one in held for layer in one] == list(range(layers))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    for stage, own in enumerate(held):
+        for layer in own:
+            assert find_stage(f"layers.{layer}.attention.wo.weight", stages, layers) == stage
+    assert find_stage("tok_embeddings.weight", stages, layers) == 0
+    assert find_stage("norm.weight", stages, layers) == stages - 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_the_schedule_ends_and_bounds_the_micro_batches_in_flight(stages: int, count: int) -> None:
+    work = [list(list_work(stage, stages, count)) for stage in range(stages)]
+    done: set[tuple[int, str, int]] = set()
+    while any(work):
+        before = len(done)
+        for stage in range(stages):
+            # A stage waits for what its neighbours send.
+            while work[stage]:
+                kind, index = work[stage][0]
+                needs = {
+                    "forward": (stage - 1, "forward", index),
+                    "backward": (stage + 1, "backward", index),
+                }[kind]
+                if 0 <= needs[0] < stages and needs not in done:
+                    break
+                done.add((stage, kind, index))
+                del work[stage][0]
+            flying = [one for one in done if one[:2] == (stage, "forward")]
+            ended = [one for one in done if one[:2] == (stage, "backward")]
+            assert len(flying) - len(ended) <= stages - stage
+        assert len(done) > before, "the stages wait for each other"
+    assert len(done) == 2 * stages * count
