@@ -16,6 +16,7 @@ from engine_api import (
     ModelSource,
     OptimizerConfig,
     Parallelism,
+    Precision,
     TokenOutputs,
     sft_loss,
 )
@@ -69,6 +70,7 @@ def create(
     *,
     options: dict[str, Any] | None = None,
     clip_norm: float | None = None,
+    compute: str = "float32",
     **memory: Any,
 ) -> Any:
     # The step of SGD at the rate 1 is the gradient.
@@ -77,6 +79,7 @@ def create(
         model=ModelSource(path=path),
         parallelism=Parallelism(**sizes),
         optimizer=optimizer,
+        precision=Precision(compute=compute),
         memory=Memory(**{"max_tokens": 16, "logit_chunk": 7} | memory),
         options={"timeout_s": TIMEOUT_S} | (options or {}),
     )
