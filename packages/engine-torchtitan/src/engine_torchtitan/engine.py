@@ -83,7 +83,9 @@ class TorchTitanEngine(DecoderEngine):
     _tied: ShardedParam | None = None
     # The parameters that other stages hold.
     _absent: Collection[ShardedParam] = ()
+    # The saved tensors and the shape of each parameter of the whole model.
     _pieces: Mapping[str, list[Piece]]
+    _shapes: Mapping[str, tuple[int, ...]]
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         install = "pip install 'engine-torchtitan[core,float8]'"
@@ -130,6 +132,7 @@ class TorchTitanEngine(DecoderEngine):
         return built
 
     def _remove_other_stages(self, lm: Any) -> None:
+        self._shapes = {name: tuple(param.shape) for name, param in lm.named_parameters()}
         remove_other_stages(lm, self.layout)
 
     def _build_pipeline(self) -> Pipeline | None:
@@ -138,7 +141,7 @@ class TorchTitanEngine(DecoderEngine):
             return None
         assert isinstance(self.module, PackedStage)
         held = {entry.name for entry in self.table}
-        self.table = complete_table(self.table, self._pieces)
+        self.table = complete_table(self.table, self._pieces, self._shapes)
         ends = [entry for entry in self.table if entry.name == EMBEDDING]
         self._tied = ends[0] if is_tied(self._pieces) and held & {EMBEDDING, HEAD} else None
         self._absent = [

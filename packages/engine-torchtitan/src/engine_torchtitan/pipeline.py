@@ -86,7 +86,9 @@ def remove_other_stages(lm: Any, layout: Layout) -> None:
 
 
 def complete_table(
-    table: Sequence[ShardedParam], pieces: Mapping[str, list[Piece]]
+    table: Sequence[ShardedParam],
+    pieces: Mapping[str, list[Piece]],
+    shapes: Mapping[str, Sequence[int]],
 ) -> list[ShardedParam]:
     """Return the parameters of the whole model in its order, with empty boxes of other stages'.
 
@@ -95,6 +97,7 @@ def complete_table(
     Args:
         table: the parameters of this stage.
         pieces: saved tensors by parameter of the whole model, in its order.
+        shapes: shapes of these parameters.
     """
     own = {entry.name: entry for entry in table}
     like = table[0].param
@@ -102,7 +105,7 @@ def complete_table(
     if tied and HEAD in own:
         own[EMBEDDING] = _as_further_copy(own[HEAD])
     return [
-        own[name] if name in own else _make_absent(name, parts, like)
+        own[name] if name in own else _make_absent(name, parts, shapes[name], like)
         for name, parts in pieces.items()
         if not (tied and name == HEAD)
     ]
@@ -131,12 +134,11 @@ def _as_further_copy(head: ShardedParam) -> ShardedParam:
     )
 
 
-def _make_absent(name: str, pieces: list[Piece], like: Tensor) -> ShardedParam:
-    """Return an entry for a parameter of which this rank holds nothing."""
-    shape = pieces[0].shape
-    # The pieces of experts are the parts of one parameter, whose first dimension counts them.
-    rest = shape[1:] if pieces[0].expert is None else shape
-    empty = nn.Parameter(torch.empty(0, *rest, dtype=like.dtype, device=like.device))
+def _make_absent(
+    name: str, pieces: list[Piece], shape: Sequence[int], like: Tensor
+) -> ShardedParam:
+    """Return an entry for a parameter of this shape of which this rank holds nothing."""
+    empty = nn.Parameter(torch.empty(0, *shape[1:], dtype=like.dtype, device=like.device))
     box = Box(offset=(0,) * empty.dim(), shape=tuple(empty.shape))
     return ShardedParam(name=name, pieces=pieces, param=empty, box=box)
 
@@ -356,7 +358,9 @@ def export_stages(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> WeightExport:
-    """Yield (name, whole tensor) of all stages in the model's order, one tensor at a time.
+    """Yield (name, whole tensor) of all stages in the model's order.
+
+    The tensors of one parameter exist at a time, in addition to those that ``own`` gathers.
 
     Args:
         own: the tensors of this stage.
@@ -368,12 +372,12 @@ def export_stages(
     """
     for entry in table:
         stage = find_stage(entry.name, layout.pp, layers)
-        for piece in entry.pieces:
-            if stage == layout.stage:
-                name, whole = next(own)
-                assert name == piece.name, f"expected {piece.name}, got {name}"
-                whole = whole.contiguous()
-            else:
-                whole = torch.empty(piece.shape, dtype=dtype or entry.param.dtype, device=device)
-            dist.broadcast(whole, layout.rank_of(stage), layout.pp_group)
-            yield piece.name, whole
+        sizes = [math.prod(piece.shape) for piece in entry.pieces]
+        if stage == layout.stage:
+            # Experts are many small tensors of one parameter, and travel together.
+            flat = torch.cat([next(own)[1].flatten() for _ in entry.pieces])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype or entry.param.dtype, device=device)
+        dist.broadcast(flat, layout.rank_of(stage), layout.pp_group)
+        for piece, part in zip(entry.pieces, flat.split(sizes), strict=True):
+            yield piece.name, part.view(piece.shape)
