@@ -88,6 +88,7 @@ def compare(
             assert got["micro_batches"] > 1, about
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_stages_compute_what_one_rank_computes(
     tmp_path: Path, pools: dict[int, RankPool], tied: bool
@@ -97,6 +98,7 @@ def test_two_stages_compute_what_one_rank_computes(
         compare(pools, folder, 2, settings)
 
 
+@pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_ranks_compute_what_one_rank_computes(
     tmp_path: Path, pools: dict[int, RankPool], tied: bool
@@ -106,6 +108,7 @@ def test_four_ranks_compute_what_one_rank_computes(
         compare(pools, folder, 4, settings)
 
 
+@pytest.mark.turn
 def test_experts_in_stages_compute_what_one_rank_computes(
     tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
