@@ -63,6 +63,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
         ({"cp": 2}, {}),
         ({"ep": 2}, {}),
         ({"tp": 2, "ep": 2}, {}),
+        ({"pp": 2}, {}),
     ],
     "moonlight": [({"tp": 2}, {}), ({"cp": 2}, {})],
     "dense latent attention": [({"tp": 2}, {})],
@@ -72,6 +73,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
         ({"tp": 2}, WHOLE_SEQUENCE),
         ({"ep": 2}, {}),
         ({"tp": 2, "ep": 2}, {}),
+        ({"pp": 2}, {}),
     ],
     "gpt_oss without biases": [({"tp": 2}, {})],
 }

@@ -15,8 +15,14 @@ from engine_torchtitan.engine import _refuse_compilation
 from engine_torchtitan.model import _refuse_indivisible
 
 DENSE: dict[int, list[dict[str, int]]] = {
-    2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}],
-    4: [{}, {"tp": 2, "cp": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2, "dp_replicate": 2}],
+    2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}, {"pp": 2}],
+    4: [
+        {},
+        {"tp": 2, "cp": 2},
+        {"tp": 2, "dp_replicate": 2},
+        {"cp": 2, "dp_replicate": 2},
+        {"pp": 2, "tp": 2},
+    ],
 }
 EXPERTS: dict[int, list[dict[str, int]]] = {
     2: [{}, {"tp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}],
@@ -26,6 +32,7 @@ EXPERTS: dict[int, list[dict[str, int]]] = {
         {"dp_replicate": 2, "ep": 2},
         {"tp": 2, "cp": 2, "ep": 2},
         {"ep": 2},
+        {"pp": 2, "ep": 2},
     ],
 }
 

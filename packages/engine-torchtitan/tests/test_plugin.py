@@ -72,7 +72,6 @@ def test_the_tested_version_runs_on_a_cpu_and_on_no_unknown_device() -> None:
 @pytest.mark.parametrize(
     ("asked", "capability"),
     [
-        ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(ulysses=2)}, "ulysses"),
         ({"precision": Precision(compute="float8")}, "fp8"),
     ],

@@ -20,7 +20,7 @@ ENGINES: dict[str, tuple[str, list[dict[str, int]]]] = {
     "fsdp2": ("engine_fsdp", [{}]),
     "megatron": ("megatron", [{}, {"tp": 2}, {"pp": 2}]),
     "veomni": ("veomni", [{}]),
-    "torchtitan": ("torchtitan", [{}, {"tp": 2}]),
+    "torchtitan": ("torchtitan", [{}, {"tp": 2}, {"pp": 2}]),
     "automodel": ("nemo_automodel", [{}, {"tp": 2}]),
 }
 # Projections of the two layers: queries, keys, values, output, and three of the MLP.

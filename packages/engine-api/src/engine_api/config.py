@@ -162,7 +162,10 @@ class Parallelism:
     """
 
     pp: int = 1
-    """Number of pipeline stages, which engine-megatron has. 1 turns the pipeline off."""
+    """Number of pipeline stages, which engine-megatron and engine-torchtitan have.
+
+    1 turns the pipeline off.
+    """
 
     cp: int = 1
     """Number of context-parallel ranks, which engine-megatron, engine-torchtitan and

@@ -26,14 +26,25 @@ def clip(table: list[ShardedParam], max_norm: float | None) -> float:
 
     Nothing is scaled where ``max_norm`` is None or the norm is not finite.
     """
+    norm = measure_gradients(table)
+    scale_gradients(table, norm, max_norm)
+    return norm
+
+
+def measure_gradients(table: list[ShardedParam]) -> float:
+    """Return the 2-norm of the gradients, over all ranks that share a parameter."""
     groups = _group_by_mesh(table)
     norms = [_norm_of([p.grad for p in params if p.grad is not None]) for params in groups]
-    norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-    if max_norm is not None and norm > max_norm and norm < float("inf"):
-        for params in groups:
-            on_device = torch.tensor(norm, device=local_of(params[0]).device)
-            torch.nn.utils.clip_grads_with_norm_(params, max_norm, on_device)
-    return norm
+    return norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+
+def scale_gradients(table: list[ShardedParam], norm: float, max_norm: float | None) -> None:
+    """Scale gradients whose 2-norm is ``norm`` to at most ``max_norm`` (see ``clip``)."""
+    if max_norm is None or not max_norm < norm < float("inf"):
+        return
+    for params in _group_by_mesh(table):
+        on_device = torch.tensor(norm, device=local_of(params[0]).device)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, on_device)
 
 
 def _group_by_mesh(table: list[ShardedParam]) -> list[list[Tensor]]:

@@ -38,6 +38,8 @@ from engine_torchtitan.plugin import PLUGIN
 from engine_torchtitan.tree import build_tree, has_experts, set_layouts
 
 __all__ = [
+    "EMBEDDING",
+    "HEAD",
     "PackedTorchTitan",
     "build_decoder",
     "fill_buffers",
@@ -71,6 +73,12 @@ class TorchTitanClasses(ModelClasses):
 
 CLASSES = TorchTitanClasses()
 
+EMBEDDING = "tok_embeddings.weight"
+"""Name of the embedding's parameter."""
+
+HEAD = "lm_head.weight"
+"""Name of the head's parameter."""
+
 
 class PackedTorchTitan(PackedDecoder):
     """The FSDP root with torchtitan's decoder."""
@@ -81,11 +89,16 @@ class PackedTorchTitan(PackedDecoder):
         lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
         self.tp_group = layout.tp_group
 
-    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Compute the hidden states (see ``PackedDecoder.decode``)."""
-        hidden: Any = self.lm(
+    def run_layers(self, inputs: PackedInputs) -> Tensor:
+        """Compute the hidden states, as torchtitan divides them."""
+        hidden: Tensor = self.lm(
             inputs.input_ids, positions=inputs.position_ids, attention_masks=inputs.packing
         )
+        return hidden
+
+    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Compute the hidden states (see ``PackedDecoder.decode``)."""
+        hidden = self.run_layers(inputs)
         weight = self.lm.lm_head.weight
         if not isinstance(hidden, DTensor):
             return hidden, weight, None
@@ -100,10 +113,13 @@ def build_decoder(
     *,
     sequence_parallel: bool,
     quantize: Callable[[Decoder.Config], None] | None = None,
+    cut: Callable[[Any], None] | None = None,
 ) -> BuiltDecoder:
     """Build the model of ``config.model`` and divide it by tensor parallelism.
 
     ``quantize`` changes the configuration of the blocks' linear layers, which then compute in FP8.
+    ``cut`` removes the parts of the model that other stages of a pipeline hold. The names of saved
+    tensors are those of the whole model all the same.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -130,10 +146,6 @@ def build_decoder(
         lm: Any = tree.build()
     lm.to(DTYPES[config.precision.master])
     _keep_biases(lm)
-    if config.model.init == "random":
-        ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
-        need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
-        require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
     if layout.tp > 1 or layout.ep > 1:
         lm.parallelize(layout.dims)
         tie(lm)
@@ -142,6 +154,14 @@ def build_decoder(
     pieces = _map_names(lm, hf_config, names)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
+    if cut is not None:
+        # The last stage has a parameter of its own for a head that is tied to the embedding.
+        pieces.setdefault(HEAD, pieces[EMBEDDING])
+        cut(lm)
+    if config.model.init == "random":
+        ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
+        need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
+        require_memory(hf_config, folder, need, device_of(layout.mesh.device_type).room()[1])
     routed = [module for module in lm.modules() if isinstance(module, RoutedExperts)]
     return BuiltDecoder(
         lm=lm,
@@ -278,11 +298,11 @@ def is_compiled(lm: Any) -> bool:
 
 
 def tie(lm: Any) -> None:
-    """Let embedding and head share one parameter again, where the model ties them.
+    """Let embedding and head share one parameter again, where the model ties them and has both.
 
     Each step that replaces parameters gives every module one of its own.
     """
-    if lm.enable_weight_tying:
+    if lm.enable_weight_tying and lm.lm_head is not None and lm.tok_embeddings is not None:
         lm.lm_head.weight = lm.tok_embeddings.weight
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +36,41 @@ class Layout:
 
     ep: int
     """Number of ranks that the experts are spread over."""
+
+    pp: int
+    """Number of stages of the pipeline."""
+
+    gradient_group: Any
+    """Process group of the stages for gradients, or None without a pipeline."""
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of a stage."""
+        return self.topology.world_size // self.pp
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.topology.rank // self.ranks_per_stage
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True on the last stage."""
+        return self.stage == self.pp - 1
+
+    @property
+    def pp_group(self) -> Any:
+        """Process group of the ranks with the stages of this rank's documents, or None."""
+        return self.dims.get_mesh("pp").get_group() if self.pp > 1 else None
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that has a stage of this rank's documents."""
+        return self.topology.rank % self.ranks_per_stage + stage * self.ranks_per_stage
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -69,34 +105,43 @@ class Layout:
         return self.topology.rank // self.tp % self.cp
 
 
-# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
-# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
-# up with each engine.
-_DIMS: dict[tuple[Any, ...], ParallelDims] = {}
+# Meshes, and the group for gradients of a pipeline, by default group, device and sizes. DTensor
+# keeps the first of several equal meshes in its caches, so a mesh's groups cannot be destroyed
+# while the process goes on. Reused, they do not pile up with each engine.
+_DIMS: dict[tuple[Any, ...], tuple[ParallelDims, Any]] = {}
 
 
-def _build_dims(device_type: str, sizes: dict[str, Any]) -> ParallelDims:
-    """Return torchtitan's meshes of these sizes, the same ones at each call."""
+def _build_dims(device_type: str, sizes: dict[str, Any]) -> tuple[ParallelDims, Any]:
+    """Return torchtitan's meshes of these sizes and the group for gradients of a pipeline.
+
+    They are the same ones at each call.
+    """
     key = (dist.group.WORLD, device_type, *sizes.items())
     # The meshes of a default group that has been destroyed are of no use.
     for stale in [one for one in _DIMS if one[0] is not dist.group.WORLD]:
         del _DIMS[stale]
     if key not in _DIMS:
-        dims = ParallelDims(
-            **sizes, pp=1, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND
-        )
+        dims = ParallelDims(**sizes, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND)
         with building_meshes_for(device_type):
             dims.build_mesh()
-        _DIMS[key] = dims
+        _DIMS[key] = dims, _build_gradient_group(sizes["pp"])
     return _DIMS[key]
+
+
+def _build_gradient_group(stages: int) -> Any:
+    """Return a second group of the ranks with the stages of this rank's documents, or None."""
+    if stages == 1:
+        return None
+    rows = torch.arange(dist.get_world_size()).view(stages, -1).T.tolist()
+    return dist.new_subgroups_by_enumeration(rows)[0]
 
 
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """Build the layout for the current world.
 
     Tensor-parallel ranks are neighbours, which have the fastest links, and context-parallel ranks
-    are the next. The ranks that share one copy of the weights are the ones that experts are spread
-    over.
+    are the next. The ranks of a stage follow each other, and those that share one copy of its
+    weights are the ones that experts are spread over.
 
     Raises:
         ConfigError: the product of the sizes is not the number of ranks, or ``ep`` does not divide
@@ -106,9 +151,12 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     rank = dist.get_rank()
     tp = parallelism.tp
     cp = parallelism.cp
+    pp = parallelism.pp
     replicate = parallelism.dp_replicate
-    shard = find_shard_size(parallelism, world, "tp", "cp")
+    shard = find_shard_size(parallelism, world, "tp", "cp", "pp")
+    per_stage = world // pp
     sizes: dict[str, Any] = {
+        "pp": pp,
         "dp_replicate": replicate,
         "dp_shard": shard,
         "cp": cp,
@@ -119,13 +167,22 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     topology = Topology(
         rank=rank,
         world_size=world,
-        dp_rank=rank // (tp * cp),
+        dp_rank=rank % per_stage // (tp * cp),
         dp_size=replicate * shard,
-        is_primary=rank % (tp * cp) == 0,
+        # The losses are known on the last stage.
+        is_primary=rank >= world - per_stage and rank % (tp * cp) == 0,
         sizes=sizes,
     )
-    dims = _build_dims(device_type, sizes)
-    return Layout(dims=dims, topology=topology, tp=tp, cp=cp, ep=parallelism.ep)
+    dims, gradient_group = _build_dims(device_type, sizes)
+    return Layout(
+        dims=dims,
+        topology=topology,
+        tp=tp,
+        cp=cp,
+        ep=parallelism.ep,
+        pp=pp,
+        gradient_group=gradient_group,
+    )
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
@@ -133,7 +190,7 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     experts = [] if layout.expert_mesh is None else [layout.expert_mesh]
     meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    set_timeouts(groups, device_type, timeout_s)
+    set_timeouts([*groups, layout.gradient_group], device_type, timeout_s)
 
 
 def _refuse_experts(ep: int, ranks: int) -> None:

@@ -62,6 +62,7 @@ PLUGIN = EnginePlugin(
             Capability.DP,
             Capability.HSDP,
             Capability.TP,
+            Capability.PP,
             Capability.CP,
             Capability.EP,
             Capability.MOE,
