@@ -142,7 +142,9 @@ class TorchTitanEngine(DecoderEngine):
             return None
         assert isinstance(self.module, PackedStage)
         held = {entry.name for entry in self.table}
-        self.table = complete_table(self.table, self._pieces, self._shapes)
+        self.table = complete_table(
+            self.table, self._pieces, self._shapes, self.layout.ranks_per_stage
+        )
         ends = [entry for entry in self.table if entry.name == EMBEDDING]
         self._tied = ends[0] if is_tied(self._pieces) and held & {EMBEDDING, HEAD} else None
         self._absent = [

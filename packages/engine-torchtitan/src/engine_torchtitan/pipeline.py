@@ -89,17 +89,23 @@ def complete_table(
     table: Sequence[ShardedParam],
     pieces: Mapping[str, list[Piece]],
     shapes: Mapping[str, Sequence[int]],
+    ranks: int,
 ) -> list[ShardedParam]:
     """Return the parameters of the whole model in its order, with empty boxes of other stages'.
 
     A head that is tied to the embedding becomes a further copy of it.
 
     Args:
-        table: the parameters of this stage.
-        pieces: saved tensors by parameter of the whole model, in its order.
-        shapes: shapes of these parameters.
+        table: the parameters and saved buffers of this stage.
+        pieces: saved tensors by parameter and saved buffer of the whole model, in its order.
+        shapes: their shapes.
+        ranks: number of ranks of a stage.
     """
     own = {entry.name: entry for entry in table}
+    for entry in table:
+        if entry.owner is not None:
+            # The table counts its copies over all ranks, and other stages have none.
+            own[entry.name] = replace(entry, replica=entry.replica % ranks, _specs=None)
     like = table[0].param
     tied = is_tied(pieces)
     if tied and HEAD in own:
