@@ -119,6 +119,9 @@ def make_decoder(hf_config: Any, *, attention: str, dtype: torch.dtype, experts:
     config.router_aux_loss_coef = 0.0
     routers = _ROUTERS.get(config.model_type)
     given: dict[str, Any] = {} if routers is None else {"moe_overrides": dict(routers)}
+    if config.model_type == "deepseek_v3":
+        # transformers' class adds these widths, whatever a field of this name says.
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.model_type == "minimax_m2":
         # transformers' class always has these norms, and its configuration has no such field.
         config.use_qk_norm = True

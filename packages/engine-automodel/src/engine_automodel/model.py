@@ -16,7 +16,7 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.hf_config import require_memory, unbuildable
 from engine_api.hf_folder import WeightFiles, fetch
-from engine_api.hf_names import Piece, saved_buffers
+from engine_api.hf_names import Piece
 from engine_api.hf_noise import refuse_noise
 from engine_automodel.library import (
     FAMILIES,
@@ -241,6 +241,11 @@ def _refuse_differing(hf_config: Any) -> None:
     for name, value in _FIXED.get(family, {}).items():
         if (found := getattr(hf_config, name, value)) != value:
             _refuse(name, found, f"Automodel's {family} computes {value!r} alone")
+    # transformers takes the frequencies of latent attention from the width of heads.
+    rotated = getattr(hf_config, "qk_rope_head_dim", None)
+    width = getattr(hf_config, "head_dim", None) or 0
+    if width % 2 or (rotated is not None and rotated != width):
+        _refuse("head_dim", width, "Automodel rotates whole pairs")
     normalizes = getattr(hf_config, "norm_topk_prob", family == "minimax_m2")
     if normalizes and getattr(hf_config, "num_experts_per_tok", None) == 1:
         _refuse("num_experts_per_tok", 1, "Automodel does not normalize the weight of one expert")
@@ -331,7 +336,10 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
 
 def _list_saved(model: Any) -> dict[str, Tensor]:
     """Return the parameters and the saved buffers of a model."""
-    return {**dict(model.named_parameters()), **saved_buffers(model)}
+    every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # A block that is recomputed saves its tensors under the names that it has without.
+    saved = set(model.state_dict(keep_vars=True))
+    return {name: one for name, one in every.items() if name.replace(_WRAPPER, "") in saved}
 
 
 def tie(lm: Any) -> None:
