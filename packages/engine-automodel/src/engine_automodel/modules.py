@@ -26,6 +26,7 @@ from engine_automodel.library import (
     rotate_pairs,
 )
 from engine_torch.attention import Packing, packed_attention
+from engine_torch.boxes import local_of
 
 __all__ = ["Experts", "PackedAttention", "PackedLatentAttention", "Rotary", "adapt"]
 
@@ -230,13 +231,10 @@ class Experts(GroupedExperts):
             return out
         # Automodel gives the biases no gradient on a rank of whose experts no token has one, and
         # the ranks that share them would then not meet.
-        nothing = self.gate_up_proj_bias.sum() + self.down_proj_bias.sum()
-        return out + 0.0 * _local(nothing).to(out.dtype)
-
-
-def _local(value: Any) -> Tensor:
-    """Return this rank's part of a sum."""
-    return value.to_local() if hasattr(value, "to_local") else value
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            assert bias is not None
+            out = out + 0.0 * local_of(bias).sum().to(out.dtype)
+        return out
 
 
 def adapt(lm: nn.Module, twin: Any, device_type: str) -> None:
