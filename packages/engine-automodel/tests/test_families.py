@@ -35,6 +35,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss clamped": ("gpt_oss", {"swiglu_limit": 0.3, "rope_parameters": YARN}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **GROUPED,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "rope_parameters": SCALED,
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},

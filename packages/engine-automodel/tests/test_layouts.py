@@ -67,7 +67,9 @@ def test_sinks_are_refused_under_context_parallelism_alone() -> None:
     assert caught.value.remedy == "set parallelism.cp: 1 for this model"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gpt_oss", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+)
 def test_tensor_parallelism_of_a_family_without_a_plan_is_refused(family: str) -> None:
     ranks: Any = SimpleNamespace(tp=2, ep=1)
     with pytest.raises(UnsupportedCapability, match="Automodel has no plan") as caught:
@@ -119,6 +121,7 @@ def test_sizes_of_a_model_that_a_layout_does_not_divide_are_refused_by_name(
         ("deepseek_v3", "n_routed_experts"),
         ("gpt_oss", "num_local_experts"),
         ("glm4_moe", "n_routed_experts"),
+        ("glm4_moe_lite", "n_routed_experts"),
         ("minimax_m2", "num_local_experts"),
     ],
 )

@@ -115,7 +115,7 @@ def test_experts_in_another_order_of_dimensions_are_automodels(
 
 
 def test_the_router_of_a_model_counts_no_tokens_for_its_bias() -> None:
-    for family in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+    for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"):
         lm = library.make_decoder(
             tiny_model(family).config,
             attention=attention.NAME,

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     )
     from nemo_automodel.components.models.glm4_moe.layers import Glm4MoeAttention
     from nemo_automodel.components.models.glm4_moe.model import Glm4MoeForCausalLM
+    from nemo_automodel.components.models.glm4_moe_lite.model import Glm4MoeLiteForCausalLM
     from nemo_automodel.components.models.gpt_oss.layers import GptOssAttention
     from nemo_automodel.components.models.gpt_oss.model import GptOssForCausalLM
     from nemo_automodel.components.models.gpt_oss.rope_utils import apply_rotary_emb_qk
@@ -70,6 +71,7 @@ FAMILIES: Mapping[str, Any] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
     "glm4_moe": Glm4MoeForCausalLM,
+    "glm4_moe_lite": Glm4MoeLiteForCausalLM,
     "minimax_m2": MiniMaxM2ForCausalLM,
 }
 """Automodel's classes that the engine builds, by ``model_type`` in ``config.json``."""
@@ -85,6 +87,7 @@ _SAVED_BIAS: Mapping[str, Any] = {
 _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _SAVED_BIAS,
     "glm4_moe": _SAVED_BIAS,
+    "glm4_moe_lite": _SAVED_BIAS,
     # The router's weights have the dtype of the others, as FSDP asks for.
     "minimax_m2": {**_SAVED_BIAS, "gate_dtype": None},
 }
@@ -119,8 +122,8 @@ def make_decoder(hf_config: Any, *, attention: str, dtype: torch.dtype, experts:
     config.router_aux_loss_coef = 0.0
     routers = _ROUTERS.get(config.model_type)
     given: dict[str, Any] = {} if routers is None else {"moe_overrides": dict(routers)}
-    if config.model_type == "deepseek_v3":
-        # transformers' class adds these widths, whatever a field of this name says.
+    if hasattr(config, "qk_nope_head_dim"):
+        # transformers' classes add these widths, whatever a field of this name says.
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.model_type == "minimax_m2":
         # transformers' class always has these norms, and its configuration has no such field.

@@ -52,12 +52,14 @@ _ROPE = ("default", "linear", "llama3", "yarn")
 # Families of which Automodel rotates a part of each head.
 _PARTLY_ROTATED = ("glm4_moe", "minimax_m2")
 _SILU_UNTIED: Mapping[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False}
+_LATENT: Mapping[str, Any] = {**_SILU_UNTIED, "attention_bias": False, "rope_interleave": True}
 # Fields that Automodel's mixtures of experts do not read, with the one value that they compute.
 _FIXED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**_SILU_UNTIED, "use_sliding_window": False},
-    "deepseek_v3": {**_SILU_UNTIED, "attention_bias": False, "rope_interleave": True},
+    "deepseek_v3": _LATENT,
     "gpt_oss": {"tie_word_embeddings": False, "attention_bias": True, "swiglu_alpha": 1.702},
     "glm4_moe": _SILU_UNTIED,
+    "glm4_moe_lite": _LATENT,
     "minimax_m2": _SILU_UNTIED,
 }
 # Field that counts the experts.
@@ -66,6 +68,7 @@ _COUNTS: Mapping[str, str] = {
     "deepseek_v3": "n_routed_experts",
     "gpt_oss": "num_local_experts",
     "glm4_moe": "n_routed_experts",
+    "glm4_moe_lite": "n_routed_experts",
     "minimax_m2": "num_local_experts",
 }
 # Parts of names in Automodel's models, with those in transformers'.
@@ -367,5 +370,6 @@ def place_positions(lm: Any, hf_config: Any, device: torch.device) -> None:
     for module in lm.modules():
         if isinstance(module, PackedLatentAttention):
             # Automodel takes the frequencies of these models from another place.
-            lm.model.freqs_cis = rotary.frequencies
+            own = "freqs" if hasattr(lm.model, "freqs") else "freqs_cis"
+            setattr(lm.model, own, rotary.frequencies)
             module.amplitude = rotary.amplitude

@@ -84,6 +84,7 @@ PLUGIN = EnginePlugin(
         "deepseek_v3",
         "gpt_oss",
         "glm4_moe",
+        "glm4_moe_lite",
         "minimax_m2",
     ),
     options="engine_automodel.options:AutomodelOptions",
