@@ -147,18 +147,24 @@ def refuse(path: str, **config: Any) -> tuple[str, str, str]:
 
 
 def journey(
-    path: str, stages: Sequence[Mapping[str, int]], folder: str, *, moves: bool = False
+    path: str,
+    stages: Sequence[Mapping[str, int]],
+    folder: str,
+    *,
+    moves: bool = False,
+    backends: Sequence[str] = (),
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the loss of a step in each stage, and the weights after the last.
 
     A stage loads the checkpoint of the stage before it. ``moves`` takes the engine off its device
-    and back after each step.
+    and back after each step. ``backends`` has the engine of each stage (empty: fsdp2).
     """
     losses: list[float] = []
     weights: dict[str, Tensor] = {}
     adamw = OptimizerConfig(lr=1e-2, clip_norm=0.5)
     for number, layout in enumerate(stages):
-        engine = make(path, layout=layout, optimizer=adamw)
+        backend = backends[number] if backends else "fsdp2"
+        engine = make(path, layout=layout, optimizer=adamw, backend=backend)
         engine.initialize()
         place = engine.topology
         if number:

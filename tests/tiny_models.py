@@ -6,6 +6,7 @@ keys of a family listed here are the few whose values depend on each other.
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -245,7 +246,8 @@ def tiny_config(model_type: str, *, sizes: Mapping[str, Any] | None = None, **ch
         known["num_key_value_heads"] = known["num_attention_heads"]
         if "head_dim" in known:
             known["head_dim"] = known["qk_rope_head_dim"]
-    return made(**(known | _FAMILIES.get(model_type, {}) | changes))
+    # Some configurations write into the values that they are given.
+    return made(**copy.deepcopy(known | _FAMILIES.get(model_type, {}) | changes))
 
 
 def tiny_model(model_type: str, *, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Any:

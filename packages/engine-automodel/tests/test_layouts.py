@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from layout_peers import run_peers
+from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig
 
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_automodel.model import _refuse_indivisible, _refuse_windows
+from engine_automodel.model import _refuse_indivisible, _refuse_sinks, _refuse_windows
 from engine_automodel.parallel import _refuse_experts
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 
@@ -58,6 +59,24 @@ def test_a_window_is_refused_under_context_parallelism_alone() -> None:
     assert caught.value.remedy == "set parallelism.cp: 1 for this model"
 
 
+def test_sinks_are_refused_under_context_parallelism_alone() -> None:
+    model = tiny_model("gpt_oss")
+    _refuse_sinks(model, 1)
+    with pytest.raises(UnsupportedCapability, match="sinks") as caught:
+        _refuse_sinks(model, 2)
+    assert caught.value.remedy == "set parallelism.cp: 1 for this model"
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gpt_oss", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+)
+def test_tensor_parallelism_of_a_family_without_a_plan_is_refused(family: str) -> None:
+    ranks: Any = SimpleNamespace(tp=2, ep=1)
+    with pytest.raises(UnsupportedCapability, match="Automodel has no plan") as caught:
+        _refuse_indivisible(tiny_config(family), ranks)
+    assert "parallelism.ep" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("ep", "ranks", "tp", "named"),
     [
@@ -94,3 +113,21 @@ def test_sizes_of_a_model_that_a_layout_does_not_divide_are_refused_by_name(
         _refuse_indivisible(AutoConfig.from_pretrained(folder), ranks)
     assert named in caught.value.what
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("deepseek_v3", "n_routed_experts"),
+        ("gpt_oss", "num_local_experts"),
+        ("glm4_moe", "n_routed_experts"),
+        ("glm4_moe_lite", "n_routed_experts"),
+        ("minimax_m2", "num_local_experts"),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused_by_the_familys_field(
+    family: str, field: str
+) -> None:
+    ranks: Any = SimpleNamespace(tp=1, ep=2)
+    with pytest.raises(ConfigError, match=f"{field} 5"):
+        _refuse_indivisible(tiny_config(family, **{field: 5}), ranks)

@@ -92,7 +92,7 @@ def test_experts_in_another_order_of_dimensions_are_automodels(
         library.make_decoder(config, attention=attention.NAME, dtype=dtype, experts=experts)
         for _ in range(2)
     )
-    adapt(ours, "cpu")
+    adapt(ours, tiny_model("qwen3_moe"), "cpu")
     (first, *_) = [m for m in theirs.modules() if isinstance(m, library.GroupedExperts)]
     (second, *_) = [m for m in ours.modules() if isinstance(m, Experts)]
     # Automodel's own activation is compiled.
@@ -114,8 +114,22 @@ def test_experts_in_another_order_of_dimensions_are_automodels(
     assert float(apart) <= 8 * torch.finfo(dtype).eps * float(want.abs().max())
 
 
-def test_every_family_has_a_plan_of_tensor_parallelism() -> None:
-    for family in library.FAMILIES:
+def test_the_router_of_a_model_counts_no_tokens_for_its_bias() -> None:
+    for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"):
+        lm = library.make_decoder(
+            tiny_model(family).config,
+            attention=attention.NAME,
+            dtype=torch.bfloat16,
+            experts="loop",
+        )
+        gates = [module for name, module in lm.named_modules() if name.endswith("mlp.gate")]
+        assert gates
+        assert {gate.bias_update_factor for gate in gates} == {0.0}
+        assert {gate.e_score_correction_bias.dtype for gate in gates} == {torch.float32}
+
+
+def test_every_family_that_is_said_to_have_a_plan_of_tensor_parallelism_has_one() -> None:
+    for family in filter(library.has_plan, library.FAMILIES):
         lm = library.make_decoder(
             tiny_model(family).config,
             attention=attention.NAME,

@@ -44,7 +44,6 @@ def test_the_families_of_the_matrix_are_those_of_the_engine() -> None:
     [
         {"rms_norm_eps": 0.5},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 40.0}},
-        {"head_dim": 16},
         *({"rope_parameters": {"rope_type": k, "rope_theta": 40.0, **v}} for k, v in ROPES.items()),
     ],
     ids=str,
@@ -53,6 +52,12 @@ def test_a_field_has_the_effect_that_it_has_in_transformers(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     tiny_model(family, **fields).save_pretrained(tmp_path)
+    check_right("automodel", tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek_v3", "glm4_moe_lite"}))
+def test_the_width_of_heads_is_that_of_the_configuration(tmp_path: Path, family: str) -> None:
+    tiny_model(family, head_dim=16).save_pretrained(tmp_path)
     check_right("automodel", tmp_path)
 
 
@@ -68,6 +73,12 @@ def test_a_field_has_the_effect_that_it_has_in_transformers(
         ("qwen3_moe", {"mlp_only_layers": [1]}),
         ("qwen3_moe", {"decoder_sparse_step": 2}),
         ("qwen3_moe", {"router_aux_loss_coef": 0.5}),
+        ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.7}),
+        ("deepseek_v3", {"qk_nope_head_dim": 16, "qk_head_dim": 5}),
+        ("gpt_oss", {"router_aux_loss_coef": 0.5}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+        ("minimax_m2", {"use_qk_norm": False, "scoring_func": "softmax"}),
     ],
     ids=str,
 )
@@ -102,6 +113,22 @@ def test_another_family_is_refused_by_name(tmp_path: Path, model_type: str) -> N
         ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act"),
         ("qwen3_moe", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("qwen3_moe", WINDOW, "use_sliding_window"),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("deepseek_v3", {"head_dim": 4}, "head_dim"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave"),
+        ("glm4_moe_lite", {"attention_bias": True}, "attention_bias"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act"),
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("minimax_m2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("minimax_m2", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from config_changes import LLAMA3, YARN, change_keys
 from family_checks import Expected, compare, drawn_experts, expected, score, write
 from family_ranks import infer
-from tiny_models import WINDOW, documents, log_probs, oracle, tiny_config
+from tiny_models import WINDOW, documents, log_probs, oracle
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from engine_api.config import LoraConfig
 from engine_api.weights import assemble
@@ -25,10 +25,6 @@ from engine_megatron.shape import FAMILIES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-YARN |= {"original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
-LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 FACTORS = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
 # No scores are dropped in training.
@@ -344,28 +340,6 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], about: str) -> 
     assert not changed, f"{about}: {changed[:3]}"
 
 
-# Values that a key may have besides the tiny model's, by the type of its value.
-OTHERS: dict[type, Any] = {
-    bool: lambda value: [not value],
-    int: lambda value: [value + 1, 2 * value, 1],
-    float: lambda value: [1.5 * value + 0.1],
-    str: lambda value: ["gelu"] if value == "silu" else [],
-    type(None): lambda _: [True, 2, 0.5],
-    list: lambda value: [value[::-1], []],
-}
-# Keys of the vocabulary, of text, of caches and of losses that no engine has.
-NO_ARITHMETIC = (
-    "token",
-    "cache",
-    "output_",
-    "label",
-    "dtype",
-    "return_",
-    "chunk_size",
-    "pretraining",
-)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_of_a_configuration_is_followed_or_refused(
@@ -373,7 +347,7 @@ def test_a_key_of_a_configuration_is_followed_or_refused(
 ) -> None:
     base = next(model for model in MODELS.values() if model.family == family)
     wrong: list[str] = []
-    for number, (key, value) in enumerate(_changes(family, base.keys)):
+    for number, (key, value) in enumerate(change_keys(family, base.keys)):
         folder = tmp_path / str(number)
         try:
             path = _write(folder, Model(family=family, keys=base.keys | {key: value}))
@@ -392,26 +366,3 @@ def test_a_key_of_a_configuration_is_followed_or_refused(
         print(family, key, value, refused or "right")
         shutil.rmtree(folder)
     assert not wrong
-
-
-def _changes(family: str, keys: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield keys of a family's configuration, and further keys of other families, with values."""
-    config = tiny_config(family, **keys).to_dict()
-    extra = {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "sliding_window": None,
-        "layer_types": None,
-    }
-    extra |= {"use_sliding_window": False, "logits_scaling": 1.0, "attn_logit_softcapping": None}
-    for key, value in (extra | config).items():
-        if key not in PreTrainedConfig().to_dict() and not any(
-            part in key for part in NO_ARITHMETIC
-        ):
-            for other in OTHERS.get(type(value), lambda _: [])(value):
-                yield key, other
-    rope = config["rope_parameters"]
-    for kind in ("linear", "dynamic", "llama3", "longrope", "proportional"):
-        yield "rope_parameters", LLAMA3 | rope | {"rope_type": kind, "factor": 3.0}
-    for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "truncate"):
-        yield "rope_parameters", rope | YARN | {name: 0.0 if name == "truncate" else 1.5}

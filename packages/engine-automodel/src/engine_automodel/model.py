@@ -18,8 +18,15 @@ from engine_api.hf_config import require_memory, unbuildable
 from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece
 from engine_api.hf_noise import refuse_noise
-from engine_automodel.library import FAMILIES, apply_ep, find_plan, has_experts, make_decoder
-from engine_automodel.modules import Experts, Rotary, adapt
+from engine_automodel.library import (
+    FAMILIES,
+    apply_ep,
+    find_plan,
+    has_experts,
+    has_plan,
+    make_decoder,
+)
+from engine_automodel.modules import Experts, PackedLatentAttention, adapt
 from engine_automodel.parallel import Layout
 from engine_automodel.plugin import PLUGIN
 from engine_torch import attention
@@ -27,7 +34,7 @@ from engine_torch.boxes import find_box
 from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs
-from engine_torch.mechanisms import refuse_unserved
+from engine_torch.mechanisms import has_sinks, refuse_unserved
 from engine_torch.model import (
     DTYPES,
     Kind,
@@ -42,11 +49,32 @@ __all__ = ["PackedAutomodel", "build_decoder", "place_positions", "tie"]
 _WRAPPER = "_checkpoint_wrapped_module."
 # Types of rotary positions whose frequencies do not depend on the length of a document.
 _ROPE = ("default", "linear", "llama3", "yarn")
+# Families of which Automodel rotates a part of each head.
+_PARTLY_ROTATED = ("glm4_moe", "minimax_m2")
+_SILU_UNTIED: Mapping[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False}
+_LATENT: Mapping[str, Any] = {**_SILU_UNTIED, "attention_bias": False, "rope_interleave": True}
 # Fields that Automodel's mixtures of experts do not read, with the one value that they compute.
-_FIXED_OF_EXPERTS: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
+_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {**_SILU_UNTIED, "use_sliding_window": False},
+    "deepseek_v3": _LATENT,
+    "gpt_oss": {"tie_word_embeddings": False, "attention_bias": True, "swiglu_alpha": 1.702},
+    "glm4_moe": _SILU_UNTIED,
+    "glm4_moe_lite": _LATENT,
+    "minimax_m2": _SILU_UNTIED,
+}
+# Field that counts the experts.
+_COUNTS: Mapping[str, str] = {
+    "qwen3_moe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "glm4_moe_lite": "n_routed_experts",
+    "minimax_m2": "num_local_experts",
+}
+# Parts of names in Automodel's models, with those in transformers'.
+_RENAMED: Mapping[str, tuple[str, str]] = {
+    "gpt_oss": (".mlp.gate.", ".mlp.router."),
+    "minimax_m2": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
 }
 
 
@@ -128,9 +156,10 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
     attention.register()
     twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
     refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
+    _refuse_sinks(twin, layout.cp)
     files = None if config.model.init == "random" else WeightFiles(folder)
     device_type = layout.mesh.device_type
-    lm = _make(hf_config, config, folder, device_type, experts)
+    lm = _make(hf_config, config, folder, twin, device_type, experts)
     if files is None:
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
@@ -153,8 +182,18 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
     )
 
 
-def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, experts: str) -> Any:
+def _make(
+    hf_config: Any, config: EngineConfig, folder: str, twin: Any, device_type: str, experts: str
+) -> Any:
     """Make the model on the meta device, with the engine's own parts in it.
+
+    Args:
+        hf_config: transformers' configuration of the model.
+        config: the engine's configuration.
+        folder: folder of the model's files.
+        twin: transformers' model.
+        device_type: kind of the device that will compute it.
+        experts: way to compute experts.
 
     Raises:
         ConfigError: Automodel cannot build the model from its configuration.
@@ -168,7 +207,7 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, e
                 experts=experts,
             )
             if has_experts(hf_config.model_type):
-                adapt(lm, device_type)
+                adapt(lm, twin, device_type)
     except Exception as error:
         # Automodel's own code reads the configuration, and may raise anything for a value it does
         # not know.
@@ -198,13 +237,21 @@ def _refuse_differing(hf_config: Any) -> None:
     if kind not in _ROPE:
         # Automodel computes the frequencies once.
         _refuse("rope_parameters.rope_type", kind, f"this engine has {', '.join(_ROPE)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        value = rope["partial_rotary_factor"]
-        _refuse("rope_parameters.partial_rotary_factor", value, "Automodel rotates whole heads")
-    if has_experts(hf_config.model_type):
-        for name, value in _FIXED_OF_EXPERTS.items():
-            if (found := getattr(hf_config, name, value)) != value:
-                _refuse(name, found, f"Automodel's {hf_config.model_type} computes {value!r} alone")
+    family = hf_config.model_type
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if factor != 1.0 and family not in _PARTLY_ROTATED:
+        _refuse("rope_parameters.partial_rotary_factor", factor, "Automodel rotates whole heads")
+    for name, value in _FIXED.get(family, {}).items():
+        if (found := getattr(hf_config, name, value)) != value:
+            _refuse(name, found, f"Automodel's {family} computes {value!r} alone")
+    # transformers takes the frequencies of latent attention from the width of heads.
+    rotated = getattr(hf_config, "qk_rope_head_dim", None)
+    width = getattr(hf_config, "head_dim", None) or 0
+    if width % 2 or (rotated is not None and rotated != width):
+        _refuse("head_dim", width, "Automodel rotates whole pairs")
+    normalizes = getattr(hf_config, "norm_topk_prob", family == "minimax_m2")
+    if normalizes and getattr(hf_config, "num_experts_per_tok", None) == 1:
+        _refuse("num_experts_per_tok", 1, "Automodel does not normalize the weight of one expert")
 
 
 def _refuse_windows(hf_config: Any, cp: int) -> None:
@@ -214,6 +261,17 @@ def _refuse_windows(hf_config: Any, cp: int) -> None:
             "sliding_window",
             where=f"{CLASSES.engine} with parallelism.cp {cp}",
             why="the attention to gathered keys and values has no window",
+            remedy="set parallelism.cp: 1 for this model",
+        )
+
+
+def _refuse_sinks(twin: Any, cp: int) -> None:
+    """Raise ``UnsupportedCapability`` for attention sinks under context parallelism."""
+    if cp > 1 and has_sinks(twin):
+        raise UnsupportedCapability(
+            "sinks",
+            where=f"{CLASSES.engine} with parallelism.cp {cp}",
+            why="the attention to gathered keys and values has no sinks",
             remedy="set parallelism.cp: 1 for this model",
         )
 
@@ -228,7 +286,19 @@ def _refuse(name: str, value: Any, why: str) -> None:
 
 
 def _refuse_indivisible(hf_config: Any, layout: Layout) -> None:
-    """Raise ``ConfigError`` for sizes that tensor or expert parallelism does not divide."""
+    """Raise an error for a model that tensor or expert parallelism does not divide.
+
+    Raises:
+        ConfigError: a size has no such divisor, or there are no experts to spread.
+        UnsupportedCapability: Automodel has no plan of tensor parallelism for the family.
+    """
+    if layout.tp > 1 and not has_plan(hf_config.model_type):
+        raise UnsupportedCapability(
+            "tp",
+            where=f"{CLASSES.engine} with a {hf_config.model_type}",
+            why="Automodel has no plan of tensor parallelism for it",
+            remedy="set parallelism.tp: 1, and spread its experts by parallelism.ep",
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         check_divisible(hf_config, name, "tp", layout.tp)
     if layout.ep == 1:
@@ -239,18 +309,23 @@ def _refuse_indivisible(hf_config: Any, layout: Layout) -> None:
             f"expected 1 for a model without experts, got {layout.ep}",
             remedy="leave parallelism.ep out, or choose a mixture of experts",
         )
-    check_divisible(hf_config, "num_experts", "ep", layout.ep)
+    check_divisible(hf_config, _COUNTS[hf_config.model_type], "ep", layout.ep)
 
 
 def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
-    """Return the saved tensors of each parameter, which has transformers' name.
+    """Return the saved tensors of each parameter and saved buffer, in transformers' order.
 
     Raises:
-        UnsupportedCapability: the parameters are not those of transformers' class.
+        UnsupportedCapability: the parameters and buffers are not those of transformers' class.
     """
-    names = {name.replace(_WRAPPER, ""): name for name, _ in lm.named_parameters()}
-    own = {name.replace(_WRAPPER, ""): tuple(one.shape) for name, one in lm.named_parameters()}
-    theirs = {name: tuple(one.shape) for name, one in twin.named_parameters()}
+    part, their_part = _RENAMED.get(twin.config.model_type, ("", ""))
+    names: dict[str, str] = {}
+    own: dict[str, tuple[int, ...]] = {}
+    for name, one in _list_saved(lm).items():
+        plain = name.replace(_WRAPPER, "").replace(part, their_part)
+        names[plain] = name
+        own[plain] = tuple(one.shape)
+    theirs = {name: tuple(one.shape) for name, one in _list_saved(twin).items()}
     if own != theirs:
         odd = sorted({name for name, _ in own.items() ^ theirs.items()})
         raise UnsupportedCapability(
@@ -260,6 +335,14 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
             remedy="use backend fsdp2 for this model",
         )
     return {names[name]: pieces for name, pieces in saved.items()}
+
+
+def _list_saved(model: Any) -> dict[str, Tensor]:
+    """Return the parameters and the saved buffers of a model."""
+    every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # A block that is recomputed saves its tensors under the names that it has without.
+    saved = set(model.state_dict(keep_vars=True))
+    return {name: one for name, one in every.items() if name.replace(_WRAPPER, "") in saved}
 
 
 def tie(lm: Any) -> None:
@@ -272,14 +355,21 @@ def tie(lm: Any) -> None:
 
 
 def place_positions(lm: Any, hf_config: Any, device: torch.device) -> None:
-    """Compute the frequencies of rotary positions on a device.
+    """Compute the frequencies of rotary positions on a device, and move buffers there.
 
-    Automodel's dense classes compute them in their first pass.
+    Automodel's dense classes compute the frequencies in their first pass.
     """
-    if has_experts(hf_config.model_type):
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
-
-        with device:
-            theirs = Qwen3MoeRotaryEmbedding(hf_config)
-        frequencies = theirs.inv_freq.float().to(device)
-        lm.model.rotary_emb = Rotary(frequencies, float(theirs.attention_scaling))
+    for name, buffer in list(lm.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        # Parameters may live on the host, which alone are brought to the device for each pass.
+        setattr(lm.get_submodule(owner), leaf, buffer.to(device))
+    if not has_experts(hf_config.model_type):
+        return
+    rotary = lm.model.rotary_emb
+    rotary.place(hf_config, device)
+    for module in lm.modules():
+        if isinstance(module, PackedLatentAttention):
+            # Automodel takes the frequencies of these models from another place.
+            own = "freqs" if hasattr(lm.model, "freqs") else "freqs_cis"
+            setattr(lm.model, own, rotary.frequencies)
+            module.amplitude = rotary.amplitude
