@@ -57,6 +57,11 @@ class AutomodelEngine(DecoderEngine):
                 entry.replica = entry.replica * self.layout.tp + self.layout.tp_rank
 
     @property
+    def _seed_rank(self) -> int:
+        # Tensor-parallel ranks drop the same inputs of an adapter, of which each has a copy.
+        return self.topology.rank // self.layout.tp
+
+    @property
     def _layers(self) -> nn.Module:
         return self.module.lm.model.layers
 

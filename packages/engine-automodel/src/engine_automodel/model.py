@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
@@ -22,7 +22,7 @@ from engine_automodel.library import FAMILIES, apply_ep, find_plan, has_experts,
 from engine_automodel.modules import Experts, Rotary, adapt
 from engine_automodel.parallel import Layout
 from engine_automodel.plugin import PLUGIN
-from engine_torch import attention
+from engine_torch import attention, lora
 from engine_torch.boxes import find_box
 from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
 from engine_torch.head import VocabularyShard
@@ -39,7 +39,6 @@ from engine_torch.model import (
 
 __all__ = ["PackedAutomodel", "build_decoder", "place_positions", "tie"]
 
-_WRAPPER = "_checkpoint_wrapped_module."
 # Types of rotary positions whose frequencies do not depend on the length of a document.
 _ROPE = ("default", "linear", "llama3", "yarn")
 # Fields that Automodel's mixtures of experts do not read, with the one value that they compute.
@@ -135,11 +134,16 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
         require_memory(hf_config, folder, need, device_of(device_type).room()[1])
-    _divide(lm, layout)
-    if config.memory.recompute == "full":
-        recompute_children(lm.model.layers)
     saved = CLASSES.list_pieces(twin, "language_model", files)
     pieces = _map_names(lm, twin, saved)
+    if config.lora is not None:
+        lora.inject(lm, config.lora)
+    _divide(lm, layout)
+    if config.lora is not None:
+        lora.freeze_base(lm)
+    if config.memory.recompute == "full":
+        draws = config.lora is not None and config.lora.dropout > 0
+        recompute_children(lm.model.layers, draws=draws)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     return BuiltDecoder(
@@ -179,13 +183,31 @@ def _make(hf_config: Any, config: EngineConfig, folder: str, device_type: str, e
 def _divide(lm: Any, layout: Layout) -> None:
     """Divide a model by Automodel's plans of tensor and expert parallelism."""
     if layout.tp > 1:
-        with warnings.catch_warnings():
-            # A plan also names the modules of other variants of a family.
-            warnings.filterwarnings("ignore", message=".*could not be resolved.*")
-            parallelize_module(lm, layout.tp_mesh, find_plan(lm))
+        parallelize_module(lm, layout.tp_mesh, _plan_modules(lm))
         tie(lm)
     if layout.ep_mesh is not None:
         apply_ep(lm, layout.ep_mesh)
+
+
+def _plan_modules(lm: nn.Module) -> dict[str, Any]:
+    """Return the style of each module of a model that Automodel's plan divides.
+
+    An adapter is divided as its layer is: with outputs over ranks B is, with inputs over ranks A
+    is. The other one is whole on each rank, and its gradient too.
+    """
+    plan = {pattern.replace("*", "[^.]+"): style for pattern, style in find_plan(lm).items()}
+    found: dict[str, Any] = {}
+    for name, module in lm.named_modules():
+        style = next((one for key, one in plan.items() if re.fullmatch(key, name)), None)
+        if style is None:
+            continue
+        if not hasattr(module, "base_layer"):
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        rows = isinstance(style, RowwiseParallel)
+        found[f"{name}.lora_{'A' if rows else 'B'}.default"] = style
+    return found
 
 
 def _refuse_differing(hf_config: Any) -> None:
@@ -248,8 +270,7 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
     Raises:
         UnsupportedCapability: the parameters are not those of transformers' class.
     """
-    names = {name.replace(_WRAPPER, ""): name for name, _ in lm.named_parameters()}
-    own = {name.replace(_WRAPPER, ""): tuple(one.shape) for name, one in lm.named_parameters()}
+    own = {name: tuple(one.shape) for name, one in lm.named_parameters()}
     theirs = {name: tuple(one.shape) for name, one in twin.named_parameters()}
     if own != theirs:
         odd = sorted({name for name, _ in own.items() ^ theirs.items()})
@@ -259,7 +280,7 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
             why=f"{odd[0]} is not as in transformers' class, whose saved names are known",
             remedy="use backend fsdp2 for this model",
         )
-    return {names[name]: pieces for name, pieces in saved.items()}
+    return dict(saved)
 
 
 def tie(lm: Any) -> None:

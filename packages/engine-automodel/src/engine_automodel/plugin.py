@@ -63,6 +63,7 @@ PLUGIN = EnginePlugin(
             Capability.CP,
             Capability.EP,
             Capability.MOE,
+            Capability.LORA,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.BF16,

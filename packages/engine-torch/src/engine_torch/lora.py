@@ -17,7 +17,7 @@ from engine_api.errors import ConfigError
 from engine_torch.weights import ShardedParam
 
 
-def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
+def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
     """Insert adapters into ``lm`` in place, and freeze all but them and a value head.
 
     Modules of ``outside``, such as a vision tower, get none.
@@ -35,6 +35,9 @@ def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = 
     targets = lora.target_modules
     if not isinstance(targets, str):
         targets = list(targets)
+    elif targets.lower() == "all-linear":
+        # peft knows the head of transformers' models alone.
+        outside = {*outside, lm.get_output_embeddings()}
     # peft annotates lora_alpha as an integer and computes with it as a number.
     alpha: Any = lora.alpha
     config = PeftLoraConfig(
@@ -54,6 +57,14 @@ def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = 
             remedy="name linear layers of the model, or all-linear",
         ) from error
     _refuse_unseen(lm)
+    freeze_base(lm)
+
+
+def freeze_base(lm: nn.Module) -> None:
+    """Freeze all parameters but those of adapters and of a value head.
+
+    A library's division of its model makes new parameters, which train again.
+    """
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
 
@@ -139,7 +150,8 @@ def deltas(
 def merged_rows(rows: Tensor, a: Tensor, b_rows: Tensor, scale: float) -> Tensor:
     """Return some rows of ``W + scale · B A``, computed in float32 from the same rows of W and B.
 
-    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``.
+    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``, of all inputs
+    or of some.
     """
     delta = scale * (b_rows.float() @ a.float())
     return (rows.float() + delta).to(rows.dtype)

@@ -31,6 +31,7 @@ from engine_torch.model import (
     read_config,
     recompute_children,
 )
+from engine_torch.weights import strip
 from engine_torchtitan.library import Decoder, MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
 from engine_torchtitan.plugin import PLUGIN
@@ -202,12 +203,11 @@ def _map_names(
     table = {theirs: ours for ours, theirs in adapter.from_hf_map.items() if theirs is not None}
     pieces: dict[str, list[Piece]] = {}
     for name, param in lm.named_parameters():
-        plain = name.replace("_checkpoint_wrapped_module.", "")
-        if lm.enable_weight_tying:
-            plain = plain.replace("lm_head.", "tok_embeddings.")
+        bare = strip(name)
+        plain = bare.replace("lm_head.", "tok_embeddings.") if lm.enable_weight_tying else bare
         layer = re.search(r"\d+", plain)
         theirs = table.get(re.sub(r"\d+", "{}", plain, count=1), plain)
-        pieces[name] = _list_pieces(theirs, layer[0] if layer else "", tuple(param.shape))
+        pieces[bare] = _list_pieces(theirs, layer[0] if layer else "", tuple(param.shape))
     own = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
     if own != saved:
         odd = sorted({name for name, _ in own.items() ^ saved.items()})
