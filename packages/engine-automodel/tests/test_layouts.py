@@ -38,6 +38,15 @@ def test_layouts_beside_each_other_compute_the_same(
     run_peers("automodel", folder, ranks, layouts[ranks])
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_layouts_of_adapters_beside_experts_compute_the_same(tmp_path: Path, ranks: int) -> None:
+    model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
+    folder = write_checkpoint(tmp_path / "model", model)
+    run_peers("automodel", folder, ranks, [{**one, "lora": 4} for one in EXPERTS[ranks]])
+
+
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 3}, {"dp_replicate": 2}])
 def test_sizes_that_do_not_make_the_world_are_refused(
     tmp_path: Path, sizes: dict[str, int]

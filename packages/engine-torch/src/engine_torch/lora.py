@@ -33,11 +33,13 @@ def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) ->
             "lora", "peft is not installed", remedy="pip install 'engine-torch[lora]'"
         ) from error
     targets = lora.target_modules
+    root = lm
     if not isinstance(targets, str):
         targets = list(targets)
     elif targets.lower() == "all-linear":
         # peft knows the head of transformers' models alone.
         outside = {*outside, lm.get_output_embeddings()}
+        root = _hide_config(lm)
     # peft annotates lora_alpha as an integer and computes with it as a number.
     alpha: Any = lora.alpha
     config = PeftLoraConfig(
@@ -48,7 +50,7 @@ def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) ->
         exclude_modules=_match_inside(lm, outside),
     )
     try:
-        inject_adapter_in_model(config, lm)
+        inject_adapter_in_model(config, root)
     except ValueError as error:
         raise ConfigError(
             "lora.target_modules",
@@ -56,6 +58,8 @@ def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) ->
             why=str(error),
             remedy="name linear layers of the model, or all-linear",
         ) from error
+    for name, child in root.named_children():
+        lm.register_module(name, child)
     _refuse_unseen(lm)
     freeze_base(lm)
 
@@ -67,6 +71,18 @@ def freeze_base(lm: nn.Module) -> None:
     """
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
+
+
+def _hide_config(lm: nn.Module) -> nn.Module:
+    """Return a module of a model's children, without its configuration.
+
+    By that peft knows families whose experts once were linear layers, and takes ``all-linear`` to
+    mean the matrices of their experts too, which are none.
+    """
+    root = nn.Module()
+    for name, child in lm.named_children():
+        root.register_module(name, child)
+    return root
 
 
 def _match_inside(lm: nn.Module, outside: Collection[nn.Module]) -> str | None:
@@ -150,8 +166,8 @@ def deltas(
 def merged_rows(rows: Tensor, a: Tensor, b_rows: Tensor, scale: float) -> Tensor:
     """Return some rows of ``W + scale · B A``, computed in float32 from the same rows of W and B.
 
-    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``, of all inputs
-    or of some.
+    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``, where the
+    inputs may be some of the weight's.
     """
     delta = scale * (b_rows.float() @ a.float())
     return (rows.float() + delta).to(rows.dtype)

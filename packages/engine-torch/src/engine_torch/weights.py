@@ -144,8 +144,8 @@ def parameter_table(
     table: list[ShardedParam] = []
     seen: set[Tensor] = set()
     kept = float32_buffers(lm)
-    for prefix, module in lm.named_modules():
-        prefix = strip(prefix)
+    for path, module in lm.named_modules():
+        prefix = strip(path)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
