@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,13 +105,20 @@ class PackedAutomodel(PackedDecoder):
         return whole.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
-def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> BuiltDecoder:
+def build_decoder(
+    config: EngineConfig,
+    layout: Layout,
+    *,
+    experts: str,
+    quantize: Callable[[nn.Module, list[nn.Module]], None] | None = None,
+) -> BuiltDecoder:
     """Build the model of ``config.model``, divided by tensor and expert parallelism.
 
     Args:
         config: the engine's configuration.
         layout: the meshes.
         experts: way to compute experts (``AutomodelOptions.choose_experts``).
+        quantize: function that lets a model's blocks compute in FP8, or None.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -136,6 +143,8 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
         require_memory(hf_config, folder, need, device_of(device_type).room()[1])
     saved = CLASSES.list_pieces(twin, "language_model", files)
     pieces = _map_names(lm, twin, saved)
+    if quantize is not None:
+        quantize(lm, list(lm.model.layers.children()))
     if config.lora is not None:
         lora.inject(lm, config.lora)
     _divide(lm, layout)

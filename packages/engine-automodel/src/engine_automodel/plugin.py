@@ -7,6 +7,7 @@ import importlib.metadata
 from engine_api.capabilities import Capability
 from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
+from engine_torch.versions import has_torchao
 
 # Automodel replaces model classes and moves modules from release to release, so each needs a run of
 # the conformance suite.
@@ -66,6 +67,7 @@ PLUGIN = EnginePlugin(
             Capability.LORA,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
+            Capability.COMPILE,
             Capability.BF16,
             Capability.ASYNC_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
@@ -73,6 +75,7 @@ PLUGIN = EnginePlugin(
             Capability.SAVE_HF,
             Capability.DISTILLATION,
             Capability.PARAMETER_GROUPS,
+            *([Capability.FP8] if has_torchao() else []),
         }
     ),
     families=("llama", "qwen2", "qwen3", "qwen3_moe"),

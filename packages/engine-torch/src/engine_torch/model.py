@@ -640,3 +640,9 @@ def recompute_children(layers: nn.Module, *, draws: bool = False) -> None:
 def is_recomputing(layers: nn.Module) -> bool:
     """Return whether each child computes its activations again in the backward pass."""
     return all(isinstance(block, CheckpointWrapper) for block in layers.children())
+
+
+def is_compiled(layers: nn.Module) -> bool:
+    """Return whether each child runs compiled."""
+    # torch keeps a module's compiled call under this name and has no public one.
+    return all(block._compiled_call_impl is not None for block in layers.children())  # noqa: SLF001

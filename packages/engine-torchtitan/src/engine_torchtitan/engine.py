@@ -18,14 +18,15 @@ from engine_torch.float8 import (
     round_up,
     takes_float8,
 )
+from engine_torch.float8_layers import refuse_divided
+from engine_torch.model import is_compiled
 from engine_torch.options import DTensorOptions
-from engine_torchtitan.float8 import quantize_blocks, refuse_divided
+from engine_torchtitan.float8 import quantize_blocks
 from engine_torchtitan.library import Hold
 from engine_torchtitan.model import (
     PackedTorchTitan,
     build_decoder,
     fill_buffers,
-    is_compiled,
     tie,
 )
 from engine_torchtitan.options import TorchTitanOptions
@@ -106,7 +107,7 @@ class TorchTitanEngine(DecoderEngine):
         return round_up(multiple) if self._float8 else multiple
 
     def _choices(self) -> dict[str, Any]:
-        chosen = super()._choices() | {"memory.compile": is_compiled(self.module.lm)}
+        chosen = super()._choices() | {"memory.compile": is_compiled(self._layers)}
         return chosen | {"precision.compute": "float8"} if self._float8 else chosen
 
     def _release(self) -> None:

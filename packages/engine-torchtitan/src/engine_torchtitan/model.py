@@ -41,7 +41,6 @@ __all__ = [
     "PackedTorchTitan",
     "build_decoder",
     "fill_buffers",
-    "is_compiled",
     "tie",
 ]
 
@@ -235,12 +234,6 @@ def _list_pieces(name: str, layer: str, shape: tuple[int, ...]) -> list[Piece]:
         Piece(name=name.format(layer, expert), shape=shape[1:], expert=expert, rows=(0, shape[1]))
         for expert in range(shape[0])
     ]
-
-
-def is_compiled(lm: Any) -> bool:
-    """Return whether each block runs compiled."""
-    # torch keeps a block's compiled call under this name and has no public one.
-    return all(block._compiled_call_impl is not None for block in lm.layers.values())  # noqa: SLF001
 
 
 def tie(lm: Any) -> None:
