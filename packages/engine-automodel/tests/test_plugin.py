@@ -76,8 +76,7 @@ def test_the_tested_version_runs_on_a_cpu_and_on_no_unknown_device() -> None:
     [
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(ulysses=2)}, "ulysses"),
-        ({"precision": Precision(compute="float8")}, "fp8"),
-        ({"lora": LoraConfig()}, "lora"),
+        ({"router_replay": True}, "router_replay"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capability: str) -> None:

@@ -78,6 +78,14 @@ class Experts(GroupedExperts):
     gate_up_proj: Tensor
     down_proj: Tensor
 
+    # The number of an expert's tokens is known in the middle of the pass, where ranks that share
+    # experts exchange theirs.
+    @torch.compiler.disable
+    def forward(self, *arguments: Any) -> Tensor:
+        """Return the weighted outputs of tokens (see ``GroupedExperts.forward``)."""
+        outputs: Tensor = super().forward(*arguments)
+        return outputs
+
     @property
     def gate_and_up_projs(self) -> Tensor:
         """Weights of gate and input in Automodel's order, ``[E, D, 2 · I]``."""
