@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_api import EngineConfig, EngineRegistry, LoraConfig, ModelSource, Parallelism, Precision
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_automodel import plugin
 from engine_automodel.options import AutomodelOptions
