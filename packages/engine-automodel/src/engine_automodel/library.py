@@ -19,9 +19,6 @@ from torch import nn
 
 # The package adds a filter of pydantic's warnings for the whole process.
 with warnings.catch_warnings():
-    # It imports torchao where it is, whose files Python warns of when it first compiles them.
-    for _category in (DeprecationWarning, SyntaxWarning):
-        warnings.filterwarnings("ignore", "invalid escape sequence", _category)
     from nemo_automodel.components.distributed.optimized_tp_plans import PARALLELIZE_FUNCTIONS
     from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
     from nemo_automodel.components.models.common import BackendConfig
