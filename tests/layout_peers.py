@@ -1,8 +1,9 @@
 """Engines of several layouts in one process, for the tests of packages with layouts.
 
 ``python layout_peers.py BACKEND MODEL SIZES…`` is the program of a rank, where SIZES is a JSON
-object of parallelism, in which ``compile`` asks for compiled blocks. Each engine lives until all
-are built, and each must return the log-probs of the first, and train alike.
+object of parallelism, in which ``compile`` asks for compiled blocks and ``lora`` for adapters of
+that rank on all linear layers. Each engine lives until all are built, and each must return the
+log-probs of the first, and train alike.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from engine_api import (
     Batch,
     EngineConfig,
     EngineRegistry,
+    LoraConfig,
     Memory,
     ModelSource,
     OptimizerConfig,
@@ -49,11 +51,13 @@ def run_peers(backend: str, folder: Path, ranks: int, layouts: Sequence[dict[str
 
 def create(backend: str, folder: str, sizes: dict[str, int], recompute: bool) -> Any:
     compiled = bool(sizes.pop("compile", 0))
+    rank = sizes.pop("lora", 0)
     config = EngineConfig(
         model=ModelSource(path=folder),
         parallelism=Parallelism(**sizes),
         optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.1),
         memory=Memory(recompute="full" if recompute else "none", compile=compiled),
+        lora=LoraConfig(rank=rank, target_modules="all-linear") if rank else None,
     )
     engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
     engine.initialize()
@@ -79,6 +83,9 @@ def main(backend: str, folder: str, *texts: str) -> None:
     for engine in engines:
         # All ranks have the same documents, so that the loss is the same in each layout.
         step = engine.train_batch(make_batch(1), sft_loss)
+        if engine.config.lora is not None:
+            # A has no gradient while B is zero.
+            step = engine.train_batch(make_batch(1), sft_loss)
         outputs = engine.infer_batch(make_batch(0)).log_probs
         export = torch.cat([one.flatten() for _, one in engine.get_per_tensor_param()])
         found.append((outputs, step.loss, step.grad_norm, export))

@@ -11,8 +11,9 @@ from layout_peers import run_peers
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig
 
-from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
+from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_automodel.engine import _refuse_compilation
 from engine_automodel.model import _refuse_indivisible, _refuse_sinks, _refuse_windows
 from engine_automodel.parallel import _refuse_experts
 from engine_conformance.fixtures import TinyModel, write_checkpoint
@@ -37,6 +38,33 @@ def test_layouts_beside_each_other_compute_the_same(
     model = TinyModel(family=family, tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)
     run_peers("automodel", folder, ranks, layouts[ranks])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_layouts_of_adapters_beside_experts_compute_the_same(tmp_path: Path, ranks: int) -> None:
+    model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
+    folder = write_checkpoint(tmp_path / "model", model)
+    run_peers("automodel", folder, ranks, [{**one, "lora": 4} for one in EXPERTS[ranks]])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_compiled_blocks_of_each_layout_compute_the_same(tmp_path: Path) -> None:
+    model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
+    folder = write_checkpoint(tmp_path / "model", model)
+    layouts: list[dict[str, int]] = [{}, {"cp": 2}, {"ep": 2}]
+    run_peers("automodel", folder, 2, [{}, *({**one, "compile": 1} for one in layouts)])
+    run_peers("automodel", folder, 2, [{"lora": 4}, {"lora": 4, "compile": 1}])
+
+
+def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:
+    config = EngineConfig(model=ModelSource(path="any"), memory=Memory(compile=True))
+    _refuse_compilation(config, 1)
+    with pytest.raises(ConfigError, match=r"expected false with parallelism\.tp 2") as caught:
+        _refuse_compilation(config, 2)
+    assert caught.value.field == "memory.compile"
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 3}, {"dp_replicate": 2}])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_api import EngineConfig, EngineRegistry, LoraConfig, ModelSource, Parallelism, Precision
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_automodel import plugin
 from engine_automodel.options import AutomodelOptions
@@ -76,8 +76,7 @@ def test_the_tested_version_runs_on_a_cpu_and_on_no_unknown_device() -> None:
     [
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(ulysses=2)}, "ulysses"),
-        ({"precision": Precision(compute="float8")}, "fp8"),
-        ({"lora": LoraConfig()}, "lora"),
+        ({"router_replay": True}, "router_replay"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capability: str) -> None:

@@ -34,8 +34,8 @@ from engine_api import (
 )
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_fsdp import float8
 from engine_fsdp.plugin import PLUGIN
+from engine_torch import float8_layers as float8
 from engine_torch.model import blocks_of
 from engine_torch.versions import has_torchao
 

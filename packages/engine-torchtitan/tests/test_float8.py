@@ -14,6 +14,7 @@ import engine_torch.float8
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism, Precision
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_torch.float8_layers import refuse_divided
 from engine_torchtitan import float8
 from engine_torchtitan.library import Linear
 from engine_torchtitan.tree import build_tree
@@ -43,7 +44,7 @@ def make_tree(tmp_path: Path, **sizes: Any) -> Any:
 
 def test_float8_under_tensor_parallelism_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        float8.refuse_divided(Parallelism(tp=2))
+        refuse_divided(Parallelism(tp=2))
     assert caught.value.field == "precision.compute"
     assert caught.value.what == "expected bfloat16 with parallelism.tp 2, got float8"
 

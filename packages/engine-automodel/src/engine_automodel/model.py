@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
@@ -29,7 +29,7 @@ from engine_automodel.library import (
 from engine_automodel.modules import Experts, PackedLatentAttention, adapt
 from engine_automodel.parallel import Layout
 from engine_automodel.plugin import PLUGIN
-from engine_torch import attention
+from engine_torch import attention, lora
 from engine_torch.boxes import find_box
 from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
 from engine_torch.head import VocabularyShard
@@ -46,7 +46,6 @@ from engine_torch.model import (
 
 __all__ = ["PackedAutomodel", "build_decoder", "place_positions", "tie"]
 
-_WRAPPER = "_checkpoint_wrapped_module."
 # Types of rotary positions whose frequencies do not depend on the length of a document.
 _ROPE = ("default", "linear", "llama3", "yarn")
 # Families of which Automodel rotates a part of each head.
@@ -134,13 +133,20 @@ class PackedAutomodel(PackedDecoder):
         return whole.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
-def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> BuiltDecoder:
+def build_decoder(
+    config: EngineConfig,
+    layout: Layout,
+    *,
+    experts: str,
+    quantize: Callable[[nn.Module, list[nn.Module]], None] | None = None,
+) -> BuiltDecoder:
     """Build the model of ``config.model``, divided by tensor and expert parallelism.
 
     Args:
         config: the engine's configuration.
         layout: the meshes.
         experts: way to compute experts (``AutomodelOptions.choose_experts``).
+        quantize: function that lets a model's blocks compute in FP8, or None.
 
     Raises:
         ConfigError: the folder, or a setting of the model, cannot be used.
@@ -164,11 +170,18 @@ def build_decoder(config: EngineConfig, layout: Layout, *, experts: str) -> Buil
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
         require_memory(hf_config, folder, need, device_of(device_type).room()[1])
-    _divide(lm, layout)
-    if config.memory.recompute == "full":
-        recompute_children(lm.model.layers)
     saved = CLASSES.list_pieces(twin, "language_model", files)
     pieces = _map_names(lm, twin, saved)
+    if quantize is not None:
+        quantize(lm, list(lm.model.layers.children()))
+    if config.lora is not None:
+        lora.inject(lm, config.lora)
+    _divide(lm, layout)
+    if config.lora is not None:
+        lora.freeze_base(lm)
+    if config.memory.recompute == "full":
+        draws = config.lora is not None and config.lora.dropout > 0
+        recompute_children(lm.model.layers, draws=draws)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     return BuiltDecoder(
@@ -218,13 +231,31 @@ def _make(
 def _divide(lm: Any, layout: Layout) -> None:
     """Divide a model by Automodel's plans of tensor and expert parallelism."""
     if layout.tp > 1:
-        with warnings.catch_warnings():
-            # A plan also names the modules of other variants of a family.
-            warnings.filterwarnings("ignore", message=".*could not be resolved.*")
-            parallelize_module(lm, layout.tp_mesh, find_plan(lm))
+        parallelize_module(lm, layout.tp_mesh, _plan_modules(lm))
         tie(lm)
     if layout.ep_mesh is not None:
         apply_ep(lm, layout.ep_mesh)
+
+
+def _plan_modules(lm: nn.Module) -> dict[str, Any]:
+    """Return the style of each module of a model that Automodel's plan divides.
+
+    An adapter is divided as its layer is: with outputs over ranks B is, with inputs over ranks A
+    is. The other one is whole on each rank, and its gradient too.
+    """
+    plan = {pattern.replace("*", "[^.]+"): style for pattern, style in find_plan(lm).items()}
+    found: dict[str, Any] = {}
+    for name, module in lm.named_modules():
+        style = next((one for key, one in plan.items() if re.fullmatch(key, name)), None)
+        if style is None:
+            continue
+        if not hasattr(module, "base_layer"):
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        rows = isinstance(style, RowwiseParallel)
+        found[f"{name}.lora_{'A' if rows else 'B'}.default"] = style
+    return found
 
 
 def _refuse_differing(hf_config: Any) -> None:
@@ -322,7 +353,7 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
     names: dict[str, str] = {}
     own: dict[str, tuple[int, ...]] = {}
     for name, one in _list_saved(lm).items():
-        plain = name.replace(_WRAPPER, "").replace(part, their_part)
+        plain = name.replace(part, their_part)
         names[plain] = name
         own[plain] = tuple(one.shape)
     theirs = {name: tuple(one.shape) for name, one in _list_saved(twin).items()}
@@ -340,9 +371,8 @@ def _map_names(lm: Any, twin: Any, saved: Mapping[str, list[Piece]]) -> dict[str
 def _list_saved(model: Any) -> dict[str, Tensor]:
     """Return the parameters and the saved buffers of a model."""
     every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    # A block that is recomputed saves its tensors under the names that it has without.
     saved = set(model.state_dict(keep_vars=True))
-    return {name: one for name, one in every.items() if name.replace(_WRAPPER, "") in saved}
+    return {name: one for name, one in every.items() if name in saved}
 
 
 def tie(lm: Any) -> None:

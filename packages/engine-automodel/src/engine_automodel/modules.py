@@ -224,9 +224,12 @@ class Experts(GroupedExperts):
         """Weights of the output in Automodel's order, ``[E, I, D]``."""
         return self.down_proj.transpose(1, 2) if self.turned else self.down_proj
 
+    # The number of an expert's tokens is known in the middle of the pass, where ranks that share
+    # experts exchange theirs.
+    @torch.compiler.disable
     def forward(self, x: Tensor, *routed: Any) -> Tensor:
         """Return the weighted outputs of the tokens' experts (see ``GroupedExperts.forward``)."""
-        out = super().forward(x, *routed)
+        out: Tensor = super().forward(x, *routed)
         if not self.expert_bias:
             return out
         # Automodel gives the biases no gradient on a rank of whose experts no token has one, and

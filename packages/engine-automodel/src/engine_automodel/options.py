@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_api.errors import ConfigError
-from engine_torch.options import DTensorOptions
+from engine_torch.options import DTensorOptions, Float8Options
 
 __all__ = ["AutomodelOptions"]
 
@@ -13,7 +13,7 @@ _PRODUCTS = ("auto", "loop", "grouped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutomodelOptions(DTensorOptions):
+class AutomodelOptions(Float8Options, DTensorOptions):
     """The options of engine-automodel (``EngineConfig.options``)."""
 
     experts: str = "auto"
@@ -27,6 +27,7 @@ class AutomodelOptions(DTensorOptions):
     def __post_init__(self) -> None:
         # Slots give the class another identity, which super() without arguments does not know.
         DTensorOptions.__post_init__(self)
+        Float8Options.__post_init__(self)
         if self.experts not in _PRODUCTS:
             raise ConfigError(
                 "options.experts",

@@ -7,6 +7,7 @@ import importlib.metadata
 from engine_api.capabilities import Capability
 from engine_api.devices import find_version_problem, probe_device
 from engine_api.plugin import EnginePlugin, ProbeResult, Row, Variant
+from engine_torch.versions import has_torchao
 
 # Automodel replaces model classes and moves modules from release to release, so each needs a run of
 # the conformance suite.
@@ -63,8 +64,10 @@ PLUGIN = EnginePlugin(
             Capability.CP,
             Capability.EP,
             Capability.MOE,
+            Capability.LORA,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
+            Capability.COMPILE,
             Capability.BF16,
             Capability.ASYNC_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
@@ -74,6 +77,7 @@ PLUGIN = EnginePlugin(
             Capability.PARAMETER_GROUPS,
             Capability.SAVED_BUFFERS,
             Capability.SINKS,
+            *([Capability.FP8] if has_torchao() else []),
         }
     ),
     families=(

@@ -20,7 +20,6 @@ from engine_api.errors import ConfigError
 from engine_api.hf_vision import position_tokens
 from engine_api.prepare import MicroBatches
 from engine_api.registry import Resolution
-from engine_fsdp.float8 import gathers_float8, quantize_blocks, refuse_model
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_fsdp.plugin import PLUGIN
@@ -36,7 +35,9 @@ from engine_torch.float8 import (
     refuse_without_torchao,
     round_up,
     takes_float8,
+    warn_uncompiled,
 )
+from engine_torch.float8_layers import gathers_float8, quantize_blocks, refuse_model
 from engine_torch.inputs import PackedInputs, pack_inputs, pack_tree
 from engine_torch.model import (
     DTYPES,
@@ -171,10 +172,7 @@ class FSDPEngine(DTensorEngine):
         if config.memory.compile:
             self._compile()
         elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
-            log.warning(
-                "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 "
-                "is a kernel of its own: set memory.compile: true"
-            )
+            warn_uncompiled(log)
 
     def _spread_experts(self, lm: Any) -> list[nn.Module]:
         """Spread the experts over the ranks of expert parallelism, and return their modules."""

@@ -20,13 +20,14 @@ from engine_api.comm import together
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece
+from engine_torch import lora
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
 from engine_torch.model import PackedModel, initial_std, is_recomputing
 from engine_torch.parallel import is_plain, shard_model
-from engine_torch.weights import draw, fill, parameter_table
+from engine_torch.weights import draw, fill, name_adapted, parameter_table
 
 __all__ = ["BuiltDecoder", "DecoderEngine", "DecoderLayout", "PackedDecoder", "check_divisible"]
 
@@ -69,7 +70,10 @@ class BuiltDecoder:
     """Transformers' configuration of the model."""
 
     pieces: dict[str, list[Piece]]
-    """Saved tensors of each parameter by the parameter's name, in the order of transformers."""
+    """Saved tensors of each parameter, in the order of transformers.
+
+    They are by the parameter's name without the prefixes of adapters and of recomputed blocks.
+    """
 
     folder: str
     """Folder of the model's files."""
@@ -180,7 +184,7 @@ class DecoderEngine(DTensorEngine):
         self._fill_buffers(built)
         self.table = parameter_table(built.lm, built.pieces)
         order = {name: index for index, name in enumerate(built.pieces)}
-        self.table.sort(key=lambda entry: order[entry.name])
+        self.table.sort(key=lambda entry: order[name_adapted(entry.name)])
         self._number_copies()
         # A file may be damaged on one machine only.
         together(self.comm, lambda: self._fill(built))
@@ -196,6 +200,7 @@ class DecoderEngine(DTensorEngine):
             draw(self.table, self.config.seed, std)
         else:
             fill(self.table, built.files, self.config.seed, std)
+        lora.initialize(self.table, self.config.seed)
 
     @property
     def _hf_config(self) -> Any:

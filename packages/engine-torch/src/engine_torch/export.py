@@ -12,11 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from engine_api.config import LoraConfig
 from engine_api.contract import Adapter
-from engine_api.errors import UnsupportedCapability
 from engine_api.process_groups import all_gather
 from engine_api.weights import ShardExport, WeightExport, buckets
 from engine_torch import lora as adapters
-from engine_torch.boxes import is_replicated
 from engine_torch.weights import ShardedParam
 
 
@@ -77,31 +75,18 @@ def _value_reader(
     Adapters are gathered here, so that no collective runs between two tensors of an export.
     """
     deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
-    by_name = {entry.name: entry for entry in table}
-    for name, (a, b, _) in deltas.items():
-        _refuse_other_boxes([by_name[name], a, b])
-    whole = _gather_by_name([a for a, _, _ in deltas.values()])
+    whole = _gather_by_name([part for a, b, _ in deltas.values() for part in (a, b)])
 
     def local_values(entry: ShardedParam) -> Tensor:
         local = entry.local.detach()
         if entry.name in deltas:
             a, b, scale = deltas[entry.name]
-            local = adapters.merged_rows(local, whole[a.name], b.local.detach(), scale)
+            rows, columns = entry.box.slices
+            part = whole[a.name][:, columns], whole[b.name][rows]
+            local = adapters.merged_rows(local, *part, scale)
         return local if dtype is None else local.to(dtype)
 
     return local_values
-
-
-def _refuse_other_boxes(entries: list[ShardedParam]) -> None:
-    """Raise ``UnsupportedCapability`` for a weight and its adapter that cannot merge by rows."""
-    groups = {entry.row_group for entry in entries}
-    if len(groups) > 1 or not (groups - {None} or all(is_replicated(e.param) for e in entries)):
-        raise UnsupportedCapability(
-            "a merged export of an adapter",
-            where=entries[0].name,
-            why="the weight and the adapter are not sharded by the same rows",
-            remedy="export the adapter alone, or use a layout that shards weights by rows",
-        )
 
 
 def _gather_by_name(entries: list[ShardedParam]) -> dict[str, Tensor]:

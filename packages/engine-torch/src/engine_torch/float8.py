@@ -8,6 +8,7 @@ attention and the head stay in the dtypes of a computation in bfloat16.
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ __all__ = [
     "refuse_without_torchao",
     "round_up",
     "takes_float8",
+    "warn_uncompiled",
 ]
 
 # Each side of an FP8 matrix is a multiple of it for cuBLAS, and so is a rank's number of tokens.
@@ -157,6 +159,14 @@ def compile_blocks(blocks: Iterable[nn.Module], recipe: str, mode: str = "defaul
         options["emulate_precision_casts"] = True
     for block in blocks:
         block.compile(options=options)
+
+
+def warn_uncompiled(log: logging.Logger) -> None:
+    """Warn that products in FP8 lose time where blocks are not compiled."""
+    log.warning(
+        "float8 is slower than bfloat16 without memory.compile, because each cast to FP8 is a "
+        "kernel of its own: set memory.compile: true"
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from engine_api.errors import ConfigError
 from engine_torch.weights import ShardedParam
 
 
-def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
+def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
     """Insert adapters into ``lm`` in place, and freeze all but them and a value head.
 
     Modules of ``outside``, such as a vision tower, get none.
@@ -33,8 +33,13 @@ def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = 
             "lora", "peft is not installed", remedy="pip install 'engine-torch[lora]'"
         ) from error
     targets = lora.target_modules
+    root = lm
     if not isinstance(targets, str):
         targets = list(targets)
+    elif targets.lower() == "all-linear":
+        # peft knows the head of transformers' models alone.
+        outside = {*outside, lm.get_output_embeddings()}
+        root = _hide_config(lm)
     # peft annotates lora_alpha as an integer and computes with it as a number.
     alpha: Any = lora.alpha
     config = PeftLoraConfig(
@@ -45,7 +50,7 @@ def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = 
         exclude_modules=_match_inside(lm, outside),
     )
     try:
-        inject_adapter_in_model(config, lm)
+        inject_adapter_in_model(config, root)
     except ValueError as error:
         raise ConfigError(
             "lora.target_modules",
@@ -53,9 +58,31 @@ def inject(lm: nn.Module, lora: LoraConfig, *, outside: Collection[nn.Module] = 
             why=str(error),
             remedy="name linear layers of the model, or all-linear",
         ) from error
+    for name, child in root.named_children():
+        lm.register_module(name, child)
     _refuse_unseen(lm)
+    freeze_base(lm)
+
+
+def freeze_base(lm: nn.Module) -> None:
+    """Freeze all parameters but those of adapters and of a value head.
+
+    A library's division of its model makes new parameters, which train again.
+    """
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
+
+
+def _hide_config(lm: nn.Module) -> nn.Module:
+    """Return a module of a model's children, without its configuration.
+
+    By that peft knows families whose experts once were linear layers, and takes ``all-linear`` to
+    mean the matrices of their experts too, which are none.
+    """
+    root = nn.Module()
+    for name, child in lm.named_children():
+        root.register_module(name, child)
+    return root
 
 
 def _match_inside(lm: nn.Module, outside: Collection[nn.Module]) -> str | None:
@@ -139,7 +166,8 @@ def deltas(
 def merged_rows(rows: Tensor, a: Tensor, b_rows: Tensor, scale: float) -> Tensor:
     """Return some rows of ``W + scale · B A``, computed in float32 from the same rows of W and B.
 
-    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``.
+    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``, where the
+    inputs may be some of the weight's.
     """
     delta = scale * (b_rows.float() @ a.float())
     return (rows.float() + delta).to(rows.dtype)

@@ -627,15 +627,22 @@ def blocks_of(lm: Any) -> list[nn.Module]:
     return blocks
 
 
-def recompute_children(layers: nn.Module) -> None:
+def recompute_children(layers: nn.Module, *, draws: bool = False) -> None:
     """Let each child compute its activations again in the backward pass.
 
     It is for the blocks of a model that is none of transformers', whose own have a method for it.
+    ``draws`` says that a child draws random numbers, which are then the same again.
     """
     for name, block in list(layers.named_children()):
-        layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+        layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=draws))
 
 
 def is_recomputing(layers: nn.Module) -> bool:
     """Return whether each child computes its activations again in the backward pass."""
     return all(isinstance(block, CheckpointWrapper) for block in layers.children())
+
+
+def is_compiled(layers: nn.Module) -> bool:
+    """Return whether each child runs compiled."""
+    # torch keeps a module's compiled call under this name and has no public one.
+    return all(block._compiled_call_impl is not None for block in layers.children())  # noqa: SLF001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +19,12 @@ from engine_api.optimizers import TrainedWeight
 from engine_api.weights import ShardSpec, random_weight
 from engine_torch.boxes import Box, find_box, find_replica, find_row_group, local_of
 
+__all__ = ["ShardedParam", "draw", "fill", "name_adapted", "parameter_table", "strip", "trainable"]
+
 log = logging.getLogger("engine_torch")
+
+# The module that torch puts around a block whose activations are recomputed.
+_RECOMPUTED = "_checkpoint_wrapped_module."
 
 
 @dataclass(kw_only=True)
@@ -26,7 +32,7 @@ class ShardedParam:
     """One parameter of the model, of which this rank holds a box."""
 
     name: str
-    """Name in the model, with adapters' prefixes."""
+    """Name in the model, with adapters' prefixes and without the wrapper of recomputed blocks."""
 
     pieces: list[Piece]
     """Saved tensors that the parameter consists of."""
@@ -138,7 +144,8 @@ def parameter_table(
     table: list[ShardedParam] = []
     seen: set[Tensor] = set()
     kept = float32_buffers(lm)
-    for prefix, module in lm.named_modules():
+    for path, module in lm.named_modules():
+        prefix = strip(path)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
@@ -149,6 +156,20 @@ def parameter_table(
                 dtype = None if name in kept else compute
                 table.append(_buffer_entry(name, buffer, own, module, dtype))
     return table
+
+
+def strip(name: str) -> str:
+    """Return the name of a module or parameter without the wrapper of recomputed blocks."""
+    return name.replace(_RECOMPUTED, "").removesuffix(f".{_RECOMPUTED[:-1]}")
+
+
+def name_adapted(name: str) -> str:
+    """Return the saved model's name of a parameter, for one of an adapter of that which it adapts.
+
+    Args:
+        name: name in the model (``ShardedParam.name``).
+    """
+    return re.sub(r"\.lora_[AB]\.default\.", ".", name).replace(".base_layer.", ".")
 
 
 def _plain(name: str) -> str:
@@ -211,7 +232,7 @@ def fill(table: list[ShardedParam], files: WeightFiles, seed: int, std: float) -
 
 def draw(table: list[ShardedParam], seed: int, std: float) -> None:
     """Draw random weights, whose values are the same in every layout."""
-    for entry in table:
+    for entry in (e for e in table if not e.adapter):
         parts = entry.views(entry.local.detach())
         for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
             part.copy_(random_weight(piece.name, spec, seed=seed, std=std))

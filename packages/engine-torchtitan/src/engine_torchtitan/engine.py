@@ -33,12 +33,13 @@ from engine_torch.float8 import (
     round_up,
     takes_float8,
 )
+from engine_torch.float8_layers import refuse_divided
 from engine_torch.inputs import PackedInputs
-from engine_torch.model import DTYPES
+from engine_torch.model import DTYPES, is_compiled
 from engine_torch.optimizer import measure_gradients, scale_gradients
 from engine_torch.options import DTensorOptions
-from engine_torch.weights import ShardedParam
-from engine_torchtitan.float8 import quantize_blocks, refuse_divided
+from engine_torch.weights import ShardedParam, strip
+from engine_torchtitan.float8 import quantize_blocks
 from engine_torchtitan.library import Hold
 from engine_torchtitan.model import (
     EMBEDDING,
@@ -46,7 +47,6 @@ from engine_torchtitan.model import (
     PackedTorchTitan,
     build_decoder,
     fill_buffers,
-    is_compiled,
     tie,
 )
 from engine_torchtitan.options import TorchTitanOptions
@@ -133,7 +133,7 @@ class TorchTitanEngine(DecoderEngine):
 
     def _remove_other_stages(self, lm: Any) -> None:
         whole = [*lm.named_parameters(), *lm.named_buffers()]
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in whole}
+        self._shapes = {strip(name): tuple(tensor.shape) for name, tensor in whole}
         remove_other_stages(lm, self.layout)
 
     def _build_pipeline(self) -> Pipeline | None:
@@ -183,7 +183,7 @@ class TorchTitanEngine(DecoderEngine):
         return round_up(multiple) if self._float8 else multiple
 
     def _choices(self) -> dict[str, Any]:
-        chosen = super()._choices() | {"memory.compile": is_compiled(self.module.lm)}
+        chosen = super()._choices() | {"memory.compile": is_compiled(self._layers)}
         return chosen | {"precision.compute": "float8"} if self._float8 else chosen
 
     # --- a pipeline ----------------------------------------------------------------------------

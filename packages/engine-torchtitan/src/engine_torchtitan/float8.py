@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_api.config import Parallelism
-from engine_api.errors import ConfigError
 from engine_torch.float8 import check_sides, load_settings, refuse_experts
 from engine_torchtitan.library import Decoder, Linear, load_float8_linear
 
-__all__ = ["quantize_blocks", "refuse_divided"]
-
-
-def refuse_divided(parallelism: Parallelism) -> None:
-    """Raise ``ConfigError`` for FP8 under tensor parallelism."""
-    if parallelism.tp > 1:
-        raise ConfigError(
-            "precision.compute",
-            f"expected bfloat16 with parallelism.tp {parallelism.tp}, got float8",
-            why="the scales of a row would be those of a rank's part of it",
-            remedy="use data or context parallelism, or compute in bfloat16",
-        )
+__all__ = ["quantize_blocks"]
 
 
 def quantize_blocks(tree: Decoder.Config, recipe: str, *, emulate: bool) -> None:

@@ -31,6 +31,7 @@ from engine_torch.model import (
     read_config,
     recompute_children,
 )
+from engine_torch.weights import strip
 from engine_torchtitan.families import FAMILIES
 from engine_torchtitan.library import Decoder, MoE, RoPE, RoutedExperts
 from engine_torchtitan.parallel import Layout
@@ -43,7 +44,6 @@ __all__ = [
     "PackedTorchTitan",
     "build_decoder",
     "fill_buffers",
-    "is_compiled",
     "tie",
 ]
 
@@ -247,12 +247,11 @@ def _map_names(
     pieces: dict[str, list[Piece]] = {}
     biases = [(name, one) for name, one in lm.named_buffers() if name.endswith(".expert_bias_E")]
     for name, tensor in [*lm.named_parameters(), *biases]:
-        plain = name.replace("_checkpoint_wrapped_module.", "")
-        if lm.enable_weight_tying:
-            plain = plain.replace("lm_head.", "tok_embeddings.")
+        bare = strip(name)
+        plain = bare.replace("lm_head.", "tok_embeddings.") if lm.enable_weight_tying else bare
         layer = re.search(r"\d+", plain)
         plain = re.sub(r"\d+", "{}", plain, count=1)
-        pieces[name] = _list_pieces(
+        pieces[bare] = _list_pieces(
             table.get(plain, plain),
             layer[0] if layer else "",
             tuple(tensor.shape),
@@ -289,12 +288,6 @@ def _list_pieces(name: str, layer: str, shape: tuple[int, ...], *, transposed: b
         Piece(name=name.format(layer, expert), shape=shape[1:], expert=expert, rows=(0, shape[1]))
         for expert in range(shape[0])
     ]
-
-
-def is_compiled(lm: Any) -> bool:
-    """Return whether each block runs compiled."""
-    # torch keeps a block's compiled call under this name and has no public one.
-    return all(block._compiled_call_impl is not None for block in lm.layers.values())  # noqa: SLF001
 
 
 def tie(lm: Any) -> None:

@@ -1,4 +1,4 @@
-"""FP8 in the matrix products of transformers' blocks (``engine_torch.float8``)."""
+"""FP8 in the linear layers of a model's blocks (``engine_torch.float8``), and its refusals."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, Parallelism
 from engine_api.errors import ConfigError
 from engine_torch.float8 import check_sides, load_settings, load_torchao, refuse_experts
 from engine_torch.mixers import find_mixers
 
-__all__ = ["gathers_float8", "quantize_blocks", "refuse_model"]
+__all__ = ["gathers_float8", "quantize_blocks", "refuse_divided", "refuse_model"]
 
 _IN_BFLOAT16 = "compute in bfloat16"
 
-# Ends of transformers' names of classes that hold the weights of experts or choose among them.
+# Ends of the names of classes that hold the weights of experts or choose among them.
 _EXPERTS = ("Experts", "Router", "MoE", "SparseMoeBlock")
 
 
@@ -33,6 +33,17 @@ def gathers_float8(config: EngineConfig, recipe: str, *, plain: bool) -> bool:
         plain: True for a model that ``fully_shard`` does not wrap.
     """
     return recipe == "tensorwise" and not plain and not config.memory.offload_params
+
+
+def refuse_divided(parallelism: Parallelism) -> None:
+    """Raise ``ConfigError`` for FP8 under tensor parallelism."""
+    if parallelism.tp > 1:
+        raise ConfigError(
+            "precision.compute",
+            f"expected bfloat16 with parallelism.tp {parallelism.tp}, got float8",
+            why="the scales of a row would be those of a rank's part of it",
+            remedy="use data or context parallelism, or compute in bfloat16",
+        )
 
 
 def refuse_model(lm: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig) -> None:
@@ -80,18 +91,18 @@ def quantize_blocks(
     blocks: Sequence[nn.Module],
     recipe: str,
     *,
-    ranks: int,
-    gather: bool,
     emulate: bool,
+    ranks: int = 1,
+    gather: bool = False,
 ) -> None:
     """Let the linear layers of blocks compute in FP8, under the same names of their weights.
 
     Args:
         blocks: the repeated blocks of a model that ``refuse_model`` has let pass.
         recipe: torchao's name of the scales.
+        emulate: True rounds to FP8 and multiplies in another dtype, for devices without FP8.
         ranks: number of ranks that share one copy of the weights.
         gather: True gathers the weights in FP8, where all ranks have equally many rows.
-        emulate: True rounds to FP8 and multiplies in another dtype, for devices without FP8.
     """
     plain = load_settings(recipe, emulate=emulate)
     if gather:
