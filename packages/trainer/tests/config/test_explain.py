@@ -56,7 +56,7 @@ def keys_of(node, path=""):
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield f"{path}{key.value}", key.start_mark.line
-            if key.value not in ("kwargs", "options"):
+            if not key.value.endswith(("kwargs", "options")):
                 yield from keys_of(value, f"{path}{key.value}.")
 
 
