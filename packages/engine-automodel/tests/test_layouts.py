@@ -7,11 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from layout_peers import run_peers
 from tiny_models import tiny_config, tiny_model
+from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
-from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    Memory,
+    ModelSource,
+    Parallelism,
+    sft_loss,
+)
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_automodel.engine import _refuse_compilation
 from engine_automodel.model import _refuse_indivisible, _refuse_sinks, _refuse_windows
@@ -57,6 +67,27 @@ def test_compiled_blocks_of_each_layout_compute_the_same(tmp_path: Path) -> None
     layouts: list[dict[str, int]] = [{}, {"cp": 2}, {"ep": 2}]
     run_peers("automodel", folder, 2, [{}, *({**one, "compile": 1} for one in layouts)])
     run_peers("automodel", folder, 2, [{"lora": 4}, {"lora": 4, "compile": 1}])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_with_experts_are_compiled(tmp_path: Path, recompute: Any) -> None:
+    """Experts end a graph, which inside of a recomputed call would leave the block uncompiled."""
+    write_checkpoint(tmp_path, TinyModel(family="qwen3_moe", num_layers=1))
+    config = EngineConfig(
+        model=ModelSource(path=str(tmp_path)), memory=Memory(recompute=recompute, compile=True)
+    )
+    engine: Any = EngineRegistry.create(backend="automodel", device="cpu", config=config)
+    engine.initialize()
+    torch._dynamo.reset()
+    counters.clear()
+    ids = list(range(5, 12))
+    batch = Batch.pack([{"input_ids": ids, "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}])
+    engine.train_batch(batch, sft_loss)
+    assert counters["stats"]["unique_graphs"] > 1
+    assert engine.resolved()["memory.compile"] is True
+    engine.close()
 
 
 def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:

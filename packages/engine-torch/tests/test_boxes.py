@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_api.weights import assemble
-from engine_torch.boxes import find_box, find_replica, find_row_group, is_replicated
+from engine_torch.boxes import find_box, find_replica, find_row_group
 
 PEERS = Path(__file__).with_name("boxes_peers.py")
 RANKS = 4
@@ -23,7 +23,6 @@ def test_a_plain_tensor_is_one_box() -> None:
     assert torch.equal(whole[box.slices], whole)
     assert find_replica(whole) == 0
     assert find_row_group(whole) is None
-    assert is_replicated(whole)
     assert find_box(torch.tensor(1.0)).shape == ()
 
 

@@ -132,6 +132,24 @@ def compute(
     }
 
 
+def export_in_bfloat16(path: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Return the whole export of masters in bfloat16 after a step, and check the shards' dtypes."""
+    config = EngineConfig(
+        model=ModelSource(path=path),
+        parallelism=Parallelism(**sizes),
+        optimizer=OptimizerConfig(lr=0.1),
+        precision=Precision(master="bfloat16", compute="bfloat16", reduce="bfloat16"),
+    )
+    engine: Any = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    engine.initialize()
+    engine.train_batch(Batch.pack(make_documents()), sft_loss)
+    whole = export(engine)
+    shards = {name: one.dtype for name, one, _ in engine.get_per_tensor_param_shard()}
+    engine.close()
+    assert shards == {name: one.dtype for name, one in whole.items()}
+    return whole
+
+
 def train_after_an_error(path: str, sizes: dict[str, int]) -> tuple[str, float]:
     """Return the type of a loss's error, and the gradient norm of the step after it."""
     engine = create(path, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,9 @@ from engine_api import (
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_conformance.ranks import RankPool
 from engine_torchtitan.model import _refuse_context, _refuse_indivisible
+
+# Ranks import their functions from here.
+sys.path.append(str(Path(__file__).parent))
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 16}
@@ -182,6 +186,34 @@ def test_the_bias_of_a_router_stays_float32_and_does_not_move(tmp_path: Path, ma
     assert all(torch.equal(given[name], saved[name]) for name in biases)
     assert all(saved[name].dtype == torch.float32 for name in biases)
     assert not torch.equal(given["lm_head.weight"], saved["lm_head.weight"].float())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_stage_exports_biases_as_they_are(tmp_path: Path, pool: RankPool) -> None:
+    """Masters in bfloat16, and biases in float32 that other stages hold."""
+    path = write(tmp_path / "model", "deepseek_v3", GROUPS)
+    given = load_file(Path(path, "model.safetensors"))
+    biases = [name for name in given if name.endswith("e_score_correction_bias")]
+    for whole in pool.run("pipeline_ranks:export_in_bfloat16", path=path, sizes={"pp": 2}):
+        assert all(torch.equal(whole[name], given[name]) for name in biases)
+        assert {one.dtype for name, one in whole.items() if name not in biases} == {torch.bfloat16}
+
+
+def test_biases_of_a_model_without_weights_are_those_that_are_exported(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", "deepseek_v3", GROUPS)
+    config = EngineConfig(model=ModelSource(path=path, init="random"), optimizer=None)
+    engine: Any = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    engine.initialize()
+    live = [one for name, one in engine.module.named_buffers() if name.endswith("expert_bias_E")]
+    exported = [
+        one.clone()
+        for name, one in engine.get_per_tensor_param()
+        if name.endswith("e_score_correction_bias")
+    ]
+    engine.close()
+    assert len(live) == len(exported) == 3
+    assert all(torch.equal(*pair) for pair in zip(live, exported, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ FOUR: list[dict[str, Any]] = [
 EXPERTS: list[dict[str, Any]] = [
     {"sizes": {"pp": 2, "ep": 2}},
     {"sizes": {"pp": 2, "tp": 2, "ep": 2}},
+    {"sizes": {"pp": 2, "tp": 2}, "options": {"sequence_parallel": False}},
 ]
 
 

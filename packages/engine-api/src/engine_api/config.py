@@ -198,8 +198,8 @@ class Precision:
 
     compute: DType = "float32"
     """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
-    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp and
-    engine-torchtitan have with torchao (scales of rows or of whole matrices).
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp,
+    engine-torchtitan and engine-automodel have with torchao (scales of rows or of whole matrices).
     """
 
     reduce: DType = "float32"
@@ -235,8 +235,8 @@ class Memory:
     """
 
     compile: bool = False
-    """True compiles each block with ``torch.compile``, which engine-fsdp and engine-torchtitan
-    have.
+    """True compiles each block with ``torch.compile``, which engine-fsdp, engine-torchtitan and
+    engine-automodel have.
     """
 
     share_prefixes: bool = False

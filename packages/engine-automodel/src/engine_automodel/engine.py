@@ -107,7 +107,8 @@ class AutomodelEngine(DecoderEngine):
 
     @property
     def _seed_rank(self) -> int:
-        # Tensor-parallel ranks drop the same inputs of an adapter, of which each has a copy.
+        # Tensor-parallel ranks drop the same inputs of an adapter of which each has a copy. Where
+        # they have different inputs, the same places among them are dropped.
         return self.topology.rank // self.layout.tp
 
     @property
@@ -122,7 +123,7 @@ class AutomodelEngine(DecoderEngine):
     def _choices(self) -> dict[str, Any]:
         chosen = super()._choices() | {
             "options.experts": self._choose_experts(),
-            "memory.compile": is_compiled(self._layers),
+            "memory.compile": is_compiled(self._layers.children()),
         }
         return chosen | {"precision.compute": "float8"} if self._float8 else chosen
 

@@ -280,7 +280,7 @@ def _refuse_differing(hf_config: Any) -> None:
     width = getattr(hf_config, "head_dim", None) or 0
     if width % 2 or (rotated is not None and rotated != width):
         _refuse("head_dim", width, "Automodel rotates whole pairs")
-    normalizes = getattr(hf_config, "norm_topk_prob", family == "minimax_m2")
+    normalizes = family == "minimax_m2" or getattr(hf_config, "norm_topk_prob", False)
     if normalizes and getattr(hf_config, "num_experts_per_tok", None) == 1:
         _refuse("num_experts_per_tok", 1, "Automodel does not normalize the weight of one expert")
 
@@ -308,6 +308,7 @@ def _refuse_sinks(twin: Any, cp: int) -> None:
 
 
 def _refuse(name: str, value: Any, why: str) -> None:
+    """Raise ``UnsupportedCapability`` for a field of config.json."""
     raise UnsupportedCapability(
         f"{name}: {value!r:.100} in config.json",
         where=CLASSES.engine,

@@ -156,15 +156,11 @@ class PackedLatentAttention(MLA):
         key, value = both.split([parts[0], self.v_head_dim], dim=-1)
         query = torch.cat([plain, rotated], dim=-1)
         key = torch.cat([key, shared.expand(-1, -1, self.n_heads, -1)], dim=-1)
-        if packing is not None and packing.context is not None:
-            # Keys and values are gathered as one tensor. Zeros change no score.
-            width = max(key.shape[-1], value.shape[-1])
-            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         out, _ = packed_attention(
             self, query, key, value, attention_mask, packing=packing, scaling=self.scaling
         )
-        return self.o_proj(out[..., : self.v_head_dim].flatten(2))
+        return self.o_proj(out.flatten(2))
 
 
 _ATTENTION: Mapping[type[nn.Module], type[nn.Module]] = {
@@ -193,7 +189,7 @@ class Rotary(nn.Module):
         """Compute the frequencies on a device."""
         with device:
             theirs = self._kind(hf_config)
-        # Detached it is no buffer, because nothing shall cast it.
+        # torch would register a buffer again, and cast it. Detached it is a plain tensor.
         self.frequencies = theirs.inv_freq.float().to(device).detach()
         self.amplitude = float(theirs.attention_scaling)
 
@@ -311,7 +307,7 @@ def _gate_clamped(values: Tensor, weights: Tensor, *, alpha: float, limit: float
     """Return ``gate · σ(alpha · gate) · (input + 1) · weight`` ``[R, I]`` of clamped values.
 
     Args:
-        values: gates and inputs of the tokens by turns ``[R, 2 · I]``.
+        values: gates and inputs of the tokens, interleaved, ``[R, 2 · I]``.
         weights: weight of each token's expert ``[R, 1]``.
         alpha: factor of the gate in the sigmoid.
         limit: largest gate, and largest absolute input.

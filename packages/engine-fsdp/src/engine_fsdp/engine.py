@@ -48,6 +48,7 @@ from engine_torch.model import (
     build_model,
     document_limit,
     initial_std,
+    is_compiled,
     reset_buffers,
 )
 from engine_torch.options import DTensorOptions
@@ -242,8 +243,7 @@ class FSDPEngine(DTensorEngine):
 
     def _choices(self) -> dict[str, Any]:
         lm: Any = self.module.lm
-        # torch keeps a block's compiled call under this name and has no public one.
-        compiled = all(block._compiled_call_impl is not None for block in self._blocks)  # noqa: SLF001
+        compiled = is_compiled(self._blocks)
         chosen = {"precision.compute": "float8"} if self._float8 else {}
         return {
             **super()._choices(),

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine_api.errors import UnsupportedCapability
 
-__all__ = ["Box", "find_box", "find_replica", "find_row_group", "is_replicated", "local_of"]
+__all__ = ["Box", "find_box", "find_replica", "find_row_group", "local_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +107,3 @@ def find_row_group(tensor: Tensor) -> Any:
     if len(cuts) != 1 or type(cuts[0][1]) is not Shard or cuts[0][1].dim != 0:
         return None
     return tensor.device_mesh.get_group(cuts[0][0])
-
-
-def is_replicated(tensor: Tensor) -> bool:
-    """Return whether every rank holds all of a tensor."""
-    return not isinstance(tensor, DTensor) or all(one.is_replicate() for one in tensor.placements)

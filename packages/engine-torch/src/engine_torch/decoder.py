@@ -25,7 +25,7 @@ from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
-from engine_torch.model import PackedModel, initial_std, is_recomputing
+from engine_torch.model import PackedModel, find_recomputed, initial_std, is_recomputing
 from engine_torch.parallel import is_plain, shard_model
 from engine_torch.weights import draw, fill, name_adapted, parameter_table
 
@@ -178,6 +178,8 @@ class DecoderEngine(DTensorEngine):
                 self.layout.mesh,
                 self.options.prefetch_blocks,
                 parts={} if expert_mesh is None else dict.fromkeys(built.experts, expert_mesh),
+                # Routing weights may be float32.
+                exact=built.experts,
             )
         home = torch.device("cpu") if config.memory.offload_params else self.device
         self.module.to_empty(device=home)
@@ -192,7 +194,10 @@ class DecoderEngine(DTensorEngine):
             self._keep_copies(built.blocks)
         if config.memory.compile:
             for block in built.blocks:
-                block.compile()
+                has_experts = not set(built.experts).isdisjoint(block.modules())
+                # Experts may run uncompiled, which inside of a recomputed call would leave the
+                # whole block so.
+                (find_recomputed(block) if has_experts else block).compile()
 
     def _fill(self, built: BuiltDecoder) -> None:
         std = initial_std(built.hf_config)

@@ -98,7 +98,9 @@ def _gather_by_name(entries: list[ShardedParam]) -> dict[str, Tensor]:
     for group in dict.fromkeys(entry.row_group for entry in entries):
         own = [entry for entry in entries if entry.row_group == group]
         gathered = _gather([(entry, entry.local.detach()) for entry in own], device)
-        found |= {entry.name: tensor for entry, (_, tensor) in zip(own, gathered, strict=True)}
+        # A part that is gathered alone comes on the device of its mesh.
+        pairs = zip(own, gathered, strict=True)
+        found |= {entry.name: tensor.to(device) for entry, (_, tensor) in pairs}
     return found
 
 

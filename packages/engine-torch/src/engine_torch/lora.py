@@ -16,6 +16,9 @@ from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_torch.weights import ShardedParam
 
+# Families whose kernels take the weight of a layer without its adapter, which peft refuses by them.
+_FUSED = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+
 
 def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) -> None:
     """Insert adapters into ``lm`` in place, and freeze all but them and a value head.
@@ -39,7 +42,7 @@ def inject(lm: Any, lora: LoraConfig, *, outside: Collection[nn.Module] = ()) ->
     elif targets.lower() == "all-linear":
         # peft knows the head of transformers' models alone.
         outside = {*outside, lm.get_output_embeddings()}
-        root = _hide_config(lm)
+        root = lm if lm.config.model_type in _FUSED else _hide_config(lm)
     # peft annotates lora_alpha as an integer and computes with it as a number.
     alpha: Any = lora.alpha
     config = PeftLoraConfig(
@@ -76,8 +79,8 @@ def freeze_base(lm: nn.Module) -> None:
 def _hide_config(lm: nn.Module) -> nn.Module:
     """Return a module of a model's children, without its configuration.
 
-    By that peft knows families whose experts once were linear layers, and takes ``all-linear`` to
-    mean the matrices of their experts too, which are none.
+    From it peft knows families whose experts once were linear layers. Of these ``all-linear`` would
+    mean the matrices of experts too, which are no linear layers now.
     """
     root = nn.Module()
     for name, child in lm.named_children():
@@ -106,7 +109,8 @@ def _refuse_unseen(lm: Any) -> None:
                     "lora.target_modules",
                     f"{name} cannot carry an adapter",
                     why="it is the output head" if head else "it is not a linear layer",
-                    remedy="name linear layers inside the blocks, or all-linear",
+                    remedy="name linear layers inside the blocks, or all-linear. Of a mixture of "
+                    "experts peft takes gate_proj, up_proj and down_proj for the matrices of these",
                 )
 
 

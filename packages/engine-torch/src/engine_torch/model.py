@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -642,7 +642,15 @@ def is_recomputing(layers: nn.Module) -> bool:
     return all(isinstance(block, CheckpointWrapper) for block in layers.children())
 
 
-def is_compiled(layers: nn.Module) -> bool:
-    """Return whether each child runs compiled."""
+def find_recomputed(block: nn.Module) -> nn.Module:
+    """Return the module inside the wrapper of a recomputed block, or the block without one."""
+    return getattr(block, "_checkpoint_wrapped_module", block)
+
+
+def is_compiled(blocks: Iterable[nn.Module]) -> bool:
+    """Return whether each block runs compiled, or the module inside its wrapper."""
     # torch keeps a module's compiled call under this name and has no public one.
-    return all(block._compiled_call_impl is not None for block in layers.children())  # noqa: SLF001
+    return all(
+        any(one._compiled_call_impl is not None for one in (block, find_recomputed(block)))  # noqa: SLF001
+        for block in blocks
+    )

@@ -236,6 +236,7 @@ def draw(table: list[ShardedParam], seed: int, std: float) -> None:
         parts = entry.views(entry.local.detach())
         for piece, part, spec in zip(entry.pieces, parts, entry.specs(), strict=True):
             part.copy_(random_weight(piece.name, spec, seed=seed, std=std))
+        entry.publish()
 
 
 def trainable(table: list[ShardedParam]) -> Iterator[ShardedParam]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from engine_torch.float8 import (
     refuse_without_torchao,
     round_up,
     takes_float8,
+    warn_uncompiled,
 )
 from engine_torch.float8_layers import refuse_divided
 from engine_torch.inputs import PackedInputs
@@ -62,6 +64,8 @@ from engine_torchtitan.pipeline import (
 
 __all__ = ["TorchTitanEngine"]
 
+log = logging.getLogger("engine_torchtitan")
+
 
 class TorchTitanEngine(DecoderEngine):
     """The engine for log-probs and entropy of torchtitan's causal language models.
@@ -83,9 +87,9 @@ class TorchTitanEngine(DecoderEngine):
     _tied: ShardedParam | None = None
     # The parameters that other stages hold.
     _absent: Collection[ShardedParam] = ()
-    # The saved tensors of each parameter and buffer of the whole model, and its shape.
+    # The saved tensors of each parameter and buffer of the whole model, and it without its values.
     _pieces: Mapping[str, list[Piece]]
-    _shapes: Mapping[str, tuple[int, ...]]
+    _whole: Mapping[str, Tensor]
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         install = "pip install 'engine-torchtitan[core,float8]'"
@@ -117,8 +121,12 @@ class TorchTitanEngine(DecoderEngine):
         _refuse_compilation(self.config, self.layout.tp)
         super()._build_model()
         self.pipeline = self._build_pipeline()
-        if self._float8 and self.config.memory.compile:
+        if not self._float8:
+            return
+        if self.config.memory.compile:
             compile_blocks(self._layers.children(), self.options.float8_recipe)
+        elif not self.options.float8_emulate and self.comm.rank == 0:
+            warn_uncompiled(log)
 
     def _build_decoder(self) -> BuiltDecoder:
         built = build_decoder(
@@ -133,7 +141,7 @@ class TorchTitanEngine(DecoderEngine):
 
     def _remove_other_stages(self, lm: Any) -> None:
         whole = [*lm.named_parameters(), *lm.named_buffers()]
-        self._shapes = {strip(name): tuple(tensor.shape) for name, tensor in whole}
+        self._whole = {strip(name): tensor for name, tensor in whole}
         remove_other_stages(lm, self.layout)
 
     def _build_pipeline(self) -> Pipeline | None:
@@ -143,7 +151,7 @@ class TorchTitanEngine(DecoderEngine):
         assert isinstance(self.module, PackedStage)
         held = {entry.name for entry in self.table}
         self.table = complete_table(
-            self.table, self._pieces, self._shapes, self.layout.ranks_per_stage
+            self.table, self._pieces, self._whole, self.layout.ranks_per_stage
         )
         ends = [entry for entry in self.table if entry.name == EMBEDDING]
         self._tied = ends[0] if is_tied(self._pieces) and held & {EMBEDDING, HEAD} else None
@@ -183,7 +191,7 @@ class TorchTitanEngine(DecoderEngine):
         return round_up(multiple) if self._float8 else multiple
 
     def _choices(self) -> dict[str, Any]:
-        chosen = super()._choices() | {"memory.compile": is_compiled(self._layers)}
+        chosen = super()._choices() | {"memory.compile": is_compiled(self._layers.children())}
         return chosen | {"precision.compute": "float8"} if self._float8 else chosen
 
     # --- a pipeline ----------------------------------------------------------------------------

@@ -180,8 +180,9 @@ def _refuse_indivisible(hf_config: Any, tp: int, ep: int) -> None:
     divided = ["num_attention_heads", "num_key_value_heads", "vocab_size"]
     if family.dense_width is not None:
         divided.append(family.dense_width)
-    if has_experts(hf_config) and ep == 1:
-        # Tensor-parallel ranks divide each expert, unless the experts are spread over them.
+    if has_experts(hf_config) and (ep == 1 or getattr(hf_config, "n_shared_experts", 0)):
+        # Tensor-parallel ranks divide each expert, unless the experts are spread over them. They
+        # always divide the expert of all tokens, whose width is a multiple of another's.
         divided.append(family.expert_width)
     for name in divided:
         check_divisible(hf_config, name, "tp", tp)

@@ -88,7 +88,7 @@ def remove_other_stages(lm: Any, layout: Layout) -> None:
 def complete_table(
     table: Sequence[ShardedParam],
     pieces: Mapping[str, list[Piece]],
-    shapes: Mapping[str, Sequence[int]],
+    whole: Mapping[str, Tensor],
     ranks: int,
 ) -> list[ShardedParam]:
     """Return the parameters of the whole model in its order, with empty boxes of other stages'.
@@ -98,7 +98,7 @@ def complete_table(
     Args:
         table: the parameters and saved buffers of this stage.
         pieces: saved tensors by parameter and saved buffer of the whole model, in its order.
-        shapes: their shapes.
+        whole: the parameters and buffers of the whole model, without values.
         ranks: number of ranks of a stage.
     """
     own = {entry.name: entry for entry in table}
@@ -106,12 +106,12 @@ def complete_table(
         if entry.owner is not None:
             # The table counts its copies over all ranks, and other stages have none.
             own[entry.name] = replace(entry, replica=entry.replica % ranks, _specs=None)
-    like = table[0].param
+    device = table[0].param.device
     tied = is_tied(pieces)
     if tied and HEAD in own:
         own[EMBEDDING] = _as_further_copy(own[HEAD])
     return [
-        own[name] if name in own else _make_absent(name, parts, shapes[name], like)
+        own[name] if name in own else _make_absent(name, parts, whole[name], device)
         for name, parts in pieces.items()
         if not (tied and name == HEAD)
     ]
@@ -141,12 +141,18 @@ def _as_further_copy(head: ShardedParam) -> ShardedParam:
 
 
 def _make_absent(
-    name: str, pieces: list[Piece], shape: Sequence[int], like: Tensor
+    name: str, pieces: list[Piece], whole: Tensor, device: torch.device
 ) -> ShardedParam:
-    """Return an entry for a parameter of this shape of which this rank holds nothing."""
-    empty = nn.Parameter(torch.empty(0, *shape[1:], dtype=like.dtype, device=like.device))
-    box = Box(offset=(0,) * empty.dim(), shape=tuple(empty.shape))
-    return ShardedParam(name=name, pieces=pieces, param=empty, box=box)
+    """Return an entry for a parameter or a saved buffer of which this rank holds nothing."""
+    empty = torch.empty(0, *whole.shape[1:], dtype=whole.dtype, device=device)
+    trainable = isinstance(whole, nn.Parameter)
+    return ShardedParam(
+        name=name,
+        pieces=pieces,
+        param=nn.Parameter(empty) if trainable else empty,
+        box=Box(offset=(0,) * empty.dim(), shape=tuple(empty.shape)),
+        trainable=trainable,
+    )
 
 
 def list_work(stage: int, stages: int, count: int) -> Iterator[Work]:
@@ -215,7 +221,8 @@ class PackedStage(PackedTorchTitan):
 class Pipeline:
     """This rank's stage, with its messages to and from other stages.
 
-    Messages do not wait for the rank that takes them. Hidden states travel in one group and
+    Messages do not wait for the rank that takes them, but for the first of two ranks in a group on
+    a GPU. Hidden states travel in one group and
     gradients in another, because messages of both directions in one group would wait for each other
     on a GPU.
 
@@ -339,12 +346,14 @@ class Pipeline:
         own = gradient.to(self.device).contiguous()
         other = torch.empty_like(own)
         there, here = layout.pp_group, layout.gradient_group
+        # The first message of two ranks in a group waits on a GPU until both of them have come to
+        # it, so that they come to both messages in one order.
         if layout.is_first:
             work = dist.isend(own, layout.rank_of(layout.pp - 1), there)
             dist.recv(other, layout.rank_of(layout.pp - 1), here)
         else:
-            work = dist.isend(own, layout.rank_of(0), here)
             dist.recv(other, layout.rank_of(0), there)
+            work = dist.isend(own, layout.rank_of(0), here)
         _wait([(work, own)])
         gradient.copy_(own + other)
 

@@ -188,7 +188,12 @@ def _refuse_unmapped(hf_config: Any, family: Family) -> None:
             _refuse(name, value, f"torchtitan's blocks compute {fixed[name]!r} alone")
     for name in family.needed:
         if getattr(hf_config, name) is None:
-            _refuse(name, None, "transformers computes no such model")
+            raise UnsupportedCapability(
+                f"{name}: null in config.json",
+                where=_ENGINE,
+                why="transformers computes no such model",
+                remedy=f"set {name} in config.json or in model.config_overrides",
+            )
     if hf_config.model_type == "deepseek_v3":
         _refuse_other_heads(hf_config)
     if "layer_types" in family.mapped:
@@ -197,7 +202,7 @@ def _refuse_unmapped(hf_config: Any, family: Family) -> None:
 
 
 def _refuse_other_heads(hf_config: Any) -> None:
-    """Raise ``UnsupportedCapability`` for sizes of latent heads that transformers has not."""
+    """Raise ``UnsupportedCapability`` for sizes of latent heads that transformers does not have."""
     heads = hf_config.num_attention_heads
     if hf_config.num_key_value_heads != heads:
         why = f"each of the {heads} heads has keys of its own"

@@ -45,6 +45,8 @@ class Phases:
         """Return the seconds of each phase, after waiting for the device to finish them."""
         found = dict(self._seconds)
         for name, spans in self._spans.items():
-            spans[-1][1].synchronize()
+            for _, last in spans:
+                # They may lie on different streams.
+                last.synchronize()
             found[name] = found.get(name, 0.0) + sum(a.elapsed_time(b) for a, b in spans) / 1e3
         return found

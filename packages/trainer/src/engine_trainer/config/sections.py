@@ -48,8 +48,8 @@ class PrecisionSection(Precision):
 
     compute: Literal["auto", "float32", "bfloat16", "float16", "float8"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
-    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp and
-    engine-torchtitan have with torchao (scales of rows or of whole matrices).
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp,
+    engine-torchtitan and engine-automodel have with torchao (scales of rows or of whole matrices).
 
     ``auto`` is ``bfloat16`` on CUDA and NPUs where the engine declares it, and ``float32``
     elsewhere.
