@@ -224,7 +224,6 @@ def test_biases_of_a_model_without_weights_are_those_that_are_exported(tmp_path:
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("deepseek_v3", {"head_dim": 16}, "head_dim"),
-        ("deepseek_v3", {"n_group": None}, "n_group"),
         ("deepseek_v3", {"invented_by_a_vendor": 3}, "invented_by_a_vendor"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window"),
@@ -240,6 +239,14 @@ def test_a_field_without_a_mapping_is_refused_by_name(
     with pytest.raises(UnsupportedCapability, match=named) as caught:
         create_on("torchtitan", tmp_path).initialize()
     assert "fsdp2" in caught.value.remedy
+
+
+def test_a_field_that_transformers_needs_is_to_be_set(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    edit_config(tmp_path, n_group=None)
+    with pytest.raises(UnsupportedCapability, match="n_group: null in config.json") as caught:
+        create_on("torchtitan", tmp_path).initialize()
+    assert caught.value.remedy == "set n_group in config.json or in model.config_overrides"
 
 
 def test_fields_of_published_models_that_change_nothing_are_taken(tmp_path: Path) -> None:
