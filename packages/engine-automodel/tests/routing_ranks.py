@@ -1,4 +1,4 @@
-"""What the ranks of test_routing run."""
+"""Functions that the ranks of test_routing run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_pipeline run."""
+"""Functions that the ranks of test_pipeline and test_families run."""
 
 from __future__ import annotations
 
