@@ -244,7 +244,7 @@ def test_a_field_without_a_mapping_is_refused_by_name(
 def test_a_field_that_transformers_needs_is_to_be_set(tmp_path: Path) -> None:
     tiny_model("deepseek_v3").save_pretrained(tmp_path)
     edit_config(tmp_path, n_group=None)
-    with pytest.raises(UnsupportedCapability, match="n_group: null in config.json") as caught:
+    with pytest.raises(UnsupportedCapability, match=r"n_group: null in config\.json") as caught:
         create_on("torchtitan", tmp_path).initialize()
     assert caught.value.remedy == "set n_group in config.json or in model.config_overrides"
 
