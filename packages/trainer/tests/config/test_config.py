@@ -18,6 +18,7 @@ from engine_trainer.config import (
     SFTConfig,
 )
 from engine_trainer.config.loading import from_tree, load_config, to_plain, to_yaml
+from engine_trainer.config.tasks import find_task
 
 BASE = {
     "engine": {"model": {"path": "m"}},
@@ -537,9 +538,9 @@ RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
 def test_every_recipe_loads(path):
-    kinds = {"dpo": DPOConfig, "kto": KTOConfig, "reward_model": RewardModelConfig}
-    kinds |= {"rl": RLConfig, "distill": RLConfig}
-    kind = kinds.get(Path(path).parts[0]) or kinds.get(Path(path).stem, SFTConfig)
+    kinds = {"sft": SFTConfig, "rl": RLConfig, "dpo": DPOConfig, "kto": KTOConfig}
+    kinds["rm"] = RewardModelConfig
+    kind = kinds[find_task(RECIPES / path, [], list(kinds))]
     given = ["engine.model.path=m", "run.output_dir=o"]
     text = (RECIPES / path).read_text() + (RECIPES / "sft" / "chat.yaml").read_text() * (
         "base: chat" in (RECIPES / path).read_text()
