@@ -59,7 +59,7 @@ API, FSDP, TRAINER, SUITE = (
 )
 ROLLOUT = "packages/rollout-fp8"
 # Packages with tests of FP8 in training.
-FLOAT8 = ("engine-torch", "engine-fsdp", "engine-torchtitan", "engine-automodel")
+FLOAT8 = ("engine-torch", "engine-fsdp", "engine-torchtitan", "engine-automodel", "engine-veomni")
 # Folders whose tests take minutes, the longest first.
 LONGEST = (TRAINER, SUITE, "packages/engine-megatron", ".", ROLLOUT, "packages/engine-npu", API)
 EXAMPLES = ("examples/engine-ddp", "examples/engine-minimal")

@@ -175,6 +175,8 @@ BEST: dict[str, dict[str, object]] = {
     "torchtitan": {},
     "automodel": {},
 }
+# Liger's kernels would be calls between the compiled parts of a block.
+UNCOMPILED = {"veomni": ("--no-compile",)}
 # A micro-batch is half a step there, whose gradients would not be sharded before its end.
 REDUCING = {"reduce_each_micro_batch": True}
 OWN_OF_TWO: dict[str, dict[str, object]] = {"megatron": {"sequence_parallel": True}}
@@ -203,6 +205,7 @@ def engines(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
         layout = ":tp=2" if backend == "megatron" and gpus > 1 else ""
         given = own | (OWN_OF_TWO.get(backend, {}) if gpus > 1 else {})
         best = ("--options", json.dumps({backend: given})) if given else ()
+        best += UNCOMPILED.get(backend, ())
         recompute = ("--recompute", "full") if gpus > 1 else ()
         gib, smaller = LARGE.get(f"{name}-{backend}", (0, ()))
         steps[f"{name}-{backend}"] = replace(
@@ -244,6 +247,7 @@ def keeping(name: str, shape: str, seconds: int, *arguments: str, gpus: int) -> 
             "8192",
             "--options",
             json.dumps({backend: given}),
+            *UNCOMPILED.get(backend, ()),
             gpus=gpus,
         )
         steps[f"{name}-{backend}"] = replace(step, gib=90)

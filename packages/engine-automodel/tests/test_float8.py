@@ -150,10 +150,10 @@ def test_compiled_blocks_compute_the_same_in_float8(folder: Path) -> None:
 def test_without_compilation_a_warning_says_that_float8_is_slow(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine_automodel.engine.check_float8", lambda *_, **__: None)
+    monkeypatch.setattr("engine_torch.decoder.check_float8", lambda *_, **__: None)
     # Building casts nothing: the products are those of a device with FP8.
     engine = create(folder, options={})
-    with caplog.at_level(logging.WARNING, "engine_automodel"):
+    with caplog.at_level(logging.WARNING, "engine_torch"):
         engine.initialize()
     assert "set memory.compile: true" in caplog.text
     engine.close()

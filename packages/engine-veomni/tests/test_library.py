@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource
+from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_veomni import library
@@ -99,8 +99,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert Hold._count == 0
 
 
-def create(folder: Path, **options: Any) -> Any:
-    config = EngineConfig(model=ModelSource(path=str(folder)), options=options)
+def create(folder: Path, memory: Memory | None = None, **options: Any) -> Any:
+    source = ModelSource(path=str(folder))
+    config = EngineConfig(model=source, memory=memory or Memory(), options=options)
     return EngineRegistry.create(backend="veomni", device="cpu", config=config)
 
 
@@ -128,6 +129,25 @@ def test_a_chosen_kernel_computes_until_the_last_engine_is_closed(
     assert float((infer(plain) - with_kernel).abs().max()) < 1e-4
     assert not fused
     plain.close()
+
+
+def test_a_chosen_kernel_is_called_between_the_compiled_parts_of_a_block(
+    folder: Path, fused: list[str]
+) -> None:
+    """Traced, it would be called as long as the compiler traces, and no more."""
+    plain = create(folder, rms_norm="for_tests")
+    plain.initialize()
+    fused.clear()
+    want = infer(plain)
+    calls = len(fused)
+    plain.close()
+    engine = create(folder, memory=Memory(compile=True), rms_norm="for_tests")
+    engine.initialize()
+    for _ in range(2):
+        fused.clear()
+        assert float((infer(engine) - want).abs().max()) < 1e-5
+        assert len(fused) == calls
+    engine.close()
 
 
 def test_other_kernels_than_those_of_a_living_engine_are_refused(

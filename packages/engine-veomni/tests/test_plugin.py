@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism, Precision
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.capabilities import MECHANISMS, Capability
 from engine_api.config import build_options
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp.plugin import PLUGIN as FSDP
+from engine_npu.plugin import FSDP as NPU_FSDP
 from engine_veomni import plugin
 
 
@@ -68,19 +69,15 @@ def test_without_engine_npu_an_npu_is_refused_with_the_package_to_install(
 
 def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> None:
     untested = MECHANISMS - {Capability.SAVED_BUFFERS, Capability.SINKS}
-    lacks = untested | {Capability.COMPILE, Capability.VIDEO}
+    lacks = untested | {Capability.VIDEO}
     assert lacks == FSDP.capabilities - plugin.PLUGIN.capabilities
     assert plugin.PLUGIN.capabilities < FSDP.capabilities
     assert plugin.PLUGIN.one_layout
 
 
-def test_on_an_npu_four_capabilities_are_not_declared() -> None:
-    """The attention of engine-npu takes no tree of documents and no sinks.
-
-    No test has spread experts over NPUs or run a tower on one.
-    """
-    lacks = {Capability.EP, Capability.SHARED_PREFIXES, Capability.SINKS, Capability.VISION}
-    assert plugin.PLUGIN.capabilities - plugin.NPU.capabilities == lacks
+def test_on_an_npu_it_declares_what_engine_npu_has_but_sinks() -> None:
+    both = plugin.PLUGIN.capabilities & NPU_FSDP.capabilities
+    assert plugin.NPU.capabilities == both - {Capability.SINKS}
     served = {device for row in plugin.PLUGIN.rows for device in row.devices}
     assert served == {"cuda", "cpu"}
     assert {device for row in plugin.NPU.rows for device in row.devices} == {"npu"}
@@ -90,11 +87,9 @@ def test_on_an_npu_four_capabilities_are_not_declared() -> None:
 @pytest.mark.parametrize(
     ("asked", "capability"),
     [
-        ({"memory": Memory(compile=True)}, "compile"),
         ({"parallelism": Parallelism(tp=2)}, "tp"),
         ({"parallelism": Parallelism(pp=2)}, "pp"),
         ({"parallelism": Parallelism(cp=2)}, "cp"),
-        ({"precision": Precision(compute="float8")}, "fp8"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capability: str) -> None:
@@ -104,9 +99,8 @@ def test_what_is_not_declared_is_refused_by_name(asked: dict[str, Any], capabili
 
 
 @pytest.mark.parametrize("option", ["float8_recipe", "float8_emulate", "compile_mode"])
-@pytest.mark.parametrize("described", [plugin.PLUGIN, plugin.NPU], ids=lambda one: one.name)
-def test_options_of_what_is_not_declared_are_unknown(described: Any, option: str) -> None:
-    module, _, name = described.options.partition(":")
+def test_options_of_what_an_npu_lacks_are_unknown_there(option: str) -> None:
+    module, _, name = plugin.NPU.options.partition(":")
     with pytest.raises(ConfigError, match=f"{option}.*unknown key"):
         build_options({option: "any"}, getattr(importlib.import_module(module), name))
 

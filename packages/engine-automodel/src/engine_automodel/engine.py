@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 from torch import nn
 
-from engine_api.config import EngineConfig
-from engine_api.errors import ConfigError
-from engine_api.registry import Resolution
 from engine_automodel.library import synchronize_tp_replica_gradients
 from engine_automodel.model import PackedAutomodel, build_decoder, place_positions, tie
 from engine_automodel.options import AutomodelOptions
 from engine_automodel.parallel import Layout, build_layout, limit_groups
 from engine_torch.decoder import BuiltDecoder, DecoderEngine
-from engine_torch.float8 import (
-    check_float8,
-    compile_blocks,
-    compute_in_bfloat16,
-    refuse_without_torchao,
-    round_up,
-    takes_float8,
-    warn_uncompiled,
-)
-from engine_torch.float8_layers import quantize_blocks, refuse_divided, refuse_model
-from engine_torch.model import is_compiled
+from engine_torch.float8_layers import quantize_blocks, refuse_model
 from engine_torch.options import DTensorOptions
 
 __all__ = ["AutomodelEngine"]
-
-log = logging.getLogger("engine_automodel")
 
 
 class AutomodelEngine(DecoderEngine):
@@ -38,19 +22,10 @@ class AutomodelEngine(DecoderEngine):
 
     options_class: ClassVar[type[DTensorOptions]] = AutomodelOptions
 
+    float8_install = "pip install 'engine-automodel[core,float8]'"
+    uncompiled_tp = "no test has compared compiled blocks of divided layers"
+
     layout: Layout
-
-    _float8 = False
-
-    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        install = "pip install 'engine-automodel[core,float8]'"
-        refuse_without_torchao(config, resolution.plugin.name, install)
-        super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
-        self._float8 = takes_float8(config)
-        if self._float8:
-            refuse_divided(config.parallelism)
-            self.config = compute_in_bfloat16(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -58,16 +33,6 @@ class AutomodelEngine(DecoderEngine):
         self.layout = build_layout(self.config.parallelism, self.device_type)
         limit_groups(self.layout, self.device_type, self.options.timeout_s)
         self.topology = self.layout.topology
-
-    def _build_model(self) -> None:
-        _refuse_compilation(self.config, self.layout.tp)
-        super()._build_model()
-        if not self._float8:
-            return
-        if self.config.memory.compile:
-            compile_blocks(self._layers.children(), self.options.float8_recipe)
-        elif not self.options.float8_emulate and self.comm.rank == 0:
-            warn_uncompiled(log)
 
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(
@@ -115,17 +80,8 @@ class AutomodelEngine(DecoderEngine):
     def _layers(self) -> nn.Module:
         return self.module.lm.model.layers
 
-    @property
-    def _multiple(self) -> int:
-        multiple = self.config.memory.pad_to_multiple
-        return round_up(multiple) if self._float8 else multiple
-
     def _choices(self) -> dict[str, Any]:
-        chosen = super()._choices() | {
-            "options.experts": self._choose_experts(),
-            "memory.compile": is_compiled(self._layers.children()),
-        }
-        return chosen | {"precision.compute": "float8"} if self._float8 else chosen
+        return super()._choices() | {"options.experts": self._choose_experts()}
 
     # --- running -------------------------------------------------------------------------------
 
@@ -133,14 +89,3 @@ class AutomodelEngine(DecoderEngine):
         # Norms of queries and keys have the gradient of a rank's own heads until then.
         synchronize_tp_replica_gradients([self.module.lm], self.layout.root)
         return super()._clip_gradients(max_norm)
-
-
-def _refuse_compilation(config: EngineConfig, tp: int) -> None:
-    """Raise ``ConfigError`` for compiled blocks under tensor parallelism."""
-    if config.memory.compile and tp > 1:
-        raise ConfigError(
-            "memory.compile",
-            f"expected false with parallelism.tp {tp}, got true",
-            why="no test has compared compiled blocks of divided layers",
-            remedy="turn it off, or use context or data parallelism",
-        )

@@ -22,7 +22,6 @@ from engine_api.prepare import MicroBatches
 from engine_api.registry import Resolution
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
-from engine_fsdp.plugin import PLUGIN
 from engine_torch import lora
 from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
@@ -51,7 +50,7 @@ from engine_torch.model import (
     is_compiled,
     reset_buffers,
 )
-from engine_torch.options import DTensorOptions
+from engine_torch.options import DTensorOptions, Float8Options
 from engine_torch.parallel import is_plain
 from engine_torch.verify import verify_model
 from engine_torch.vision import tower_of
@@ -78,6 +77,9 @@ class FSDPEngine(DTensorEngine):
     classes: ClassVar[ModelClasses] = FSDPModelClasses()
     """Classes that the model is built of, in which an engine on another library's derives."""
 
+    float8_install: ClassVar[str] = "pip install 'engine-fsdp[float8]'"
+    """Command that installs the engine with the torchao that computes in FP8."""
+
     _float8 = False
 
     _balance: Balance | None = None
@@ -87,13 +89,13 @@ class FSDPEngine(DTensorEngine):
     """Scales of the weights that are gathered in FP8, or None for none."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        if resolution.plugin.name == PLUGIN.name:
-            install = "pip install 'engine-fsdp[float8]'"
-            refuse_without_torchao(config, PLUGIN.name, install)
+        # Engines on this code that have no FP8 have none of its options.
+        has_float8 = issubclass(self.options_class, Float8Options)
+        if has_float8:
+            refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
         super().__init__(config, resolution=resolution)
         self._float8 = takes_float8(config)
-        # Engines on this code that have no FP8 have none of its options.
-        emulate = self._float8 and self.options.float8_emulate
+        emulate = has_float8 and self.options.float8_emulate
         check_float8(config, resolution.device, emulate=emulate)
         if self._float8:
             self.config = compute_in_bfloat16(config)

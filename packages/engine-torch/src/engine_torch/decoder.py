@@ -6,10 +6,11 @@ is the same for all of them: ``fully_shard``, weights from files or drawn, packi
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +18,46 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine_api.batch import Batch
 from engine_api.comm import together
+from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece
+from engine_api.registry import Resolution
 from engine_torch import lora
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
+from engine_torch.float8 import (
+    check_float8,
+    compile_blocks,
+    compute_in_bfloat16,
+    refuse_without_torchao,
+    round_up,
+    takes_float8,
+    warn_uncompiled,
+)
+from engine_torch.float8_layers import refuse_divided
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
-from engine_torch.model import PackedModel, find_recomputed, initial_std, is_recomputing
+from engine_torch.model import (
+    PackedModel,
+    find_recomputed,
+    initial_std,
+    is_compiled,
+    is_recomputing,
+)
 from engine_torch.parallel import is_plain, shard_model
 from engine_torch.weights import draw, fill, name_adapted, parameter_table
 
 __all__ = ["BuiltDecoder", "DecoderEngine", "DecoderLayout", "PackedDecoder", "check_divisible"]
 
+log = logging.getLogger("engine_torch")
+
 
 class DecoderLayout(Protocol):
     """The meshes of an engine, and this rank's place in them."""
+
+    tp: int
+    """Number of tensor-parallel ranks."""
 
     cp: int
     """Number of context-parallel ranks."""
@@ -124,14 +148,34 @@ class DecoderEngine(DTensorEngine):
 
     kind = "language_model"
 
+    float8_install: ClassVar[str]
+    """Command that installs the engine with the torchao that computes in FP8."""
+
+    uncompiled_tp: ClassVar[str]
+    """Reason why blocks that tensor parallelism divides are not compiled."""
+
     layout: DecoderLayout
     """The meshes, set by ``_build_layout``."""
+
+    _float8 = False
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
+        super().__init__(config, resolution=resolution)
+        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
+        self._float8 = takes_float8(config)
+        if self._float8:
+            refuse_divided(config.parallelism)
+            self.config = compute_in_bfloat16(config)
 
     # --- hooks that a derived engine provides --------------------------------------------------
 
     @abstractmethod
     def _build_decoder(self) -> BuiltDecoder:
-        """Build the model on this rank, divided by tensor and expert parallelism."""
+        """Build the model on this rank, divided by tensor and expert parallelism.
+
+        Where ``_float8`` is true, the linear layers of its blocks compute in FP8.
+        """
 
     @abstractmethod
     def _pack(self, lm: Any) -> PackedDecoder:
@@ -149,7 +193,8 @@ class DecoderEngine(DTensorEngine):
     @property
     def _multiple(self) -> int:
         """Number of tokens of which a micro-batch with its padding is a multiple."""
-        return self.config.memory.pad_to_multiple
+        multiple = self.config.memory.pad_to_multiple
+        return round_up(multiple) if self._float8 else multiple
 
     def _number_copies(self) -> None:
         """Correct the number of a copy in the table, where placements do not say it."""
@@ -159,6 +204,7 @@ class DecoderEngine(DTensorEngine):
     def _build_model(self) -> None:
         config = self.config
         _refuse_kernel(self.kernel, self.layout.cp)
+        self._refuse_compilation()
         models: list[BuiltDecoder] = []
         # A folder may be damaged, or absent, on one machine only.
         together(self.comm, lambda: models.append(self._build_decoder()))
@@ -193,11 +239,29 @@ class DecoderEngine(DTensorEngine):
         if copies:
             self._keep_copies(built.blocks)
         if config.memory.compile:
-            for block in built.blocks:
-                has_experts = not set(built.experts).isdisjoint(block.modules())
-                # Experts may run uncompiled, which inside of a recomputed call would leave the
-                # whole block so.
-                (find_recomputed(block) if has_experts else block).compile()
+            self._compile(built)
+        elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
+            warn_uncompiled(log)
+
+    def _refuse_compilation(self) -> None:
+        """Raise ``ConfigError`` for compiled blocks under tensor parallelism."""
+        if self.config.memory.compile and self.layout.tp > 1:
+            raise ConfigError(
+                "memory.compile",
+                f"expected false with parallelism.tp {self.layout.tp}, got true",
+                why=self.uncompiled_tp,
+                remedy="turn it off, or use context or data parallelism",
+            )
+
+    def _compile(self, built: BuiltDecoder) -> None:
+        if self._float8:
+            compile_blocks(built.blocks, self.options.float8_recipe)
+            return
+        for block in built.blocks:
+            has_experts = not set(built.experts).isdisjoint(block.modules())
+            # Experts may run uncompiled, which inside of a recomputed call would leave the whole
+            # block so.
+            (find_recomputed(block) if has_experts else block).compile()
 
     def _fill(self, built: BuiltDecoder) -> None:
         std = initial_std(built.hf_config)
@@ -216,9 +280,13 @@ class DecoderEngine(DTensorEngine):
         if kernel == "auto":
             # The kernel depends on the micro-batch where two are as good.
             kernel = "varlen" if self.layout.cp > 1 else "cudnn or varlen"
-        return super()._choices() | {
+        chosen = {"precision.compute": "float8"} if self._float8 else {}
+        return {
+            **super()._choices(),
+            **chosen,
             "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self._layers) else "none",
+            "memory.compile": is_compiled(self._layers.children()),
             "memory.logit_chunk": self.module.logit_chunk,
         }
 

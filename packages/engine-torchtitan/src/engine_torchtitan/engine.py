@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,31 +12,18 @@ from torch import Tensor, nn
 from engine_api.arguments import check_export
 from engine_api.batch import Batch
 from engine_api.comm import together
-from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.distillation import DIVERGENCE, OutputHead, teaching_of
-from engine_api.errors import ConfigError
 from engine_api.heartbeat import watched_each
 from engine_api.hf_names import Piece
 from engine_api.losses import LossFn, coefficients_of, needs_of
-from engine_api.registry import Resolution
 from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardSpec, WeightExport
 from engine_torch import checkpoint, export
 from engine_torch.boxes import local_of
 from engine_torch.decoder import BuiltDecoder, DecoderEngine
-from engine_torch.float8 import (
-    check_float8,
-    compile_blocks,
-    compute_in_bfloat16,
-    refuse_without_torchao,
-    round_up,
-    takes_float8,
-    warn_uncompiled,
-)
-from engine_torch.float8_layers import refuse_divided
 from engine_torch.inputs import PackedInputs
-from engine_torch.model import DTYPES, is_compiled
+from engine_torch.model import DTYPES
 from engine_torch.optimizer import measure_gradients, scale_gradients
 from engine_torch.options import DTensorOptions
 from engine_torch.weights import ShardedParam, strip
@@ -64,8 +50,6 @@ from engine_torchtitan.pipeline import (
 
 __all__ = ["TorchTitanEngine"]
 
-log = logging.getLogger("engine_torchtitan")
-
 
 class TorchTitanEngine(DecoderEngine):
     """The engine for log-probs and entropy of torchtitan's causal language models.
@@ -76,13 +60,18 @@ class TorchTitanEngine(DecoderEngine):
 
     options_class: ClassVar[type[DTensorOptions]] = TorchTitanOptions
 
+    float8_install = "pip install 'engine-torchtitan[core,float8]'"
+    uncompiled_tp = (
+        "torchtitan hands each block a tensor that is still being gathered, which torch.compile "
+        "does not take"
+    )
+
     layout: Layout
 
     pipeline: Pipeline | None = None
     """This rank's stage, or None without a pipeline."""
 
     _hold: Hold | None = None
-    _float8 = False
     # The embedding where the first and the last stage hold it, on these two stages.
     _tied: ShardedParam | None = None
     # The parameters that other stages hold.
@@ -90,16 +79,6 @@ class TorchTitanEngine(DecoderEngine):
     # The saved tensors of each parameter and buffer of the whole model, and it without its values.
     _pieces: Mapping[str, list[Piece]]
     _whole: Mapping[str, Tensor]
-
-    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        install = "pip install 'engine-torchtitan[core,float8]'"
-        refuse_without_torchao(config, resolution.plugin.name, install)
-        super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
-        self._float8 = takes_float8(config)
-        if self._float8:
-            refuse_divided(config.parallelism)
-            self.config = compute_in_bfloat16(config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -118,15 +97,8 @@ class TorchTitanEngine(DecoderEngine):
         self.topology = self.layout.topology
 
     def _build_model(self) -> None:
-        _refuse_compilation(self.config, self.layout.tp)
         super()._build_model()
         self.pipeline = self._build_pipeline()
-        if not self._float8:
-            return
-        if self.config.memory.compile:
-            compile_blocks(self._layers.children(), self.options.float8_recipe)
-        elif not self.options.float8_emulate and self.comm.rank == 0:
-            warn_uncompiled(log)
 
     def _build_decoder(self) -> BuiltDecoder:
         built = build_decoder(
@@ -187,12 +159,7 @@ class TorchTitanEngine(DecoderEngine):
     @property
     def _multiple(self) -> int:
         # Sequence parallelism divides the tokens over the tensor-parallel ranks.
-        multiple = self.config.memory.pad_to_multiple * self.layout.tp
-        return round_up(multiple) if self._float8 else multiple
-
-    def _choices(self) -> dict[str, Any]:
-        chosen = super()._choices() | {"memory.compile": is_compiled(self._layers.children())}
-        return chosen | {"precision.compute": "float8"} if self._float8 else chosen
+        return super()._multiple * self.layout.tp
 
     # --- a pipeline ----------------------------------------------------------------------------
 
@@ -361,15 +328,3 @@ def _name_outputs(names: Sequence[str], values: Iterable[Tensor]) -> TokenOutput
 def _list_coefficients(loss: LossFn, parts: Sequence[Batch]) -> list[Tensor | None]:
     """Return the derivative of the loss in each micro-batch, where it is known in advance."""
     return [coefficients_of(loss, part) if part.num_tokens else None for part in parts]
-
-
-def _refuse_compilation(config: EngineConfig, tp: int) -> None:
-    """Raise ``ConfigError`` for compiled blocks under tensor parallelism."""
-    if config.memory.compile and tp > 1:
-        raise ConfigError(
-            "memory.compile",
-            f"expected false with parallelism.tp {tp}, got true",
-            why="torchtitan hands each block a tensor that is still being gathered, which "
-            "torch.compile does not take",
-            remedy="turn it off, or use context or data parallelism",
-        )

@@ -9,7 +9,7 @@ from engine_torch.model import BuiltModel, ModelClasses
 from engine_torch.options import DTensorOptions
 from engine_veomni.library import Hold
 from engine_veomni.model import VeOmniClasses
-from engine_veomni.options import VeOmniOptions
+from engine_veomni.options import KernelOptions, VeOmniOptions
 
 __all__ = ["VeOmniEngine", "VeOmniEngineWithLMHead", "VeOmniEngineWithValueHead"]
 
@@ -19,6 +19,7 @@ class VeOmniEngine(FSDPEngine):
 
     options_class: ClassVar[type[DTensorOptions]] = VeOmniOptions
     classes: ClassVar[ModelClasses] = VeOmniClasses()
+    float8_install: ClassVar[str] = "pip install 'engine-veomni[core,float8]'"
 
     _hold: Hold | None = None
 
@@ -43,7 +44,7 @@ class VeOmniEngine(FSDPEngine):
         return built
 
     def _list_kernels(self) -> dict[str, str]:
-        assert isinstance(self.options, VeOmniOptions)
+        assert isinstance(self.options, KernelOptions)
         return dict(self.options.list_kernels())
 
     def _choices(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The options that this engine has in addition to those it shares with engine-fsdp."""
+"""The options that this engine has in addition to those of engine-fsdp."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine_fsdp.options import SharedOptions
+from engine_fsdp.options import FSDPOptions, SharedOptions
 
 # The options that choose a kernel, which have VeOmni's names of the operators.
 KERNELS = ("rms_norm", "rotary_pos_emb", "swiglu_mlp")
@@ -13,9 +13,13 @@ KERNELS = ("rms_norm", "rotary_pos_emb", "swiglu_mlp")
 EAGER = "eager"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VeOmniOptions(SharedOptions):
-    """The options of engine-veomni (``EngineConfig.options``)."""
+# Python refuses a class of two bases with slots.
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """The choice of VeOmni's kernels, a mix-in for the options of its engines.
+
+    A kernel other than ``eager`` is a call of its own between the compiled parts of a block.
+    """
 
     rms_norm: str = EAGER
     """VeOmni's kernel for RMSNorm.
@@ -33,3 +37,13 @@ class VeOmniOptions(SharedOptions):
     def list_kernels(self) -> Mapping[str, str]:
         """Return the chosen kernel of each operator."""
         return {name: getattr(self, name) for name in KERNELS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VeOmniOptions(KernelOptions, FSDPOptions):
+    """The options of engine-veomni (``EngineConfig.options``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NPUVeOmniOptions(KernelOptions, SharedOptions):
+    """The options of engine-veomni on Ascend NPUs, which neither compiles nor computes in FP8."""

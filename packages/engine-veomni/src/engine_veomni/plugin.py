@@ -53,11 +53,8 @@ PLUGIN = EnginePlugin(
     name="engine-veomni",
     contract="1.4",
     rows=_rows(_DEVICES, "engine", "VeOmni"),
-    # No case has compared VeOmni's classes under torch.compile, without which FP8 is slower than
-    # bfloat16, nor its code for videos.
-    capabilities=FSDP.capabilities
-    - {Capability.COMPILE, Capability.FP8, Capability.VIDEO}
-    - (MECHANISMS - _MECHANISMS),
+    # No case has compared VeOmni's code for videos.
+    capabilities=FSDP.capabilities - {Capability.VIDEO} - (MECHANISMS - _MECHANISMS),
     families=_FAMILIES,
     options="engine_veomni.options:VeOmniOptions",
     # VeOmni keeps its kernels and its parallel state in global variables.
@@ -70,9 +67,18 @@ NPU = replace(
     PLUGIN,
     name="engine-veomni-npu",
     rows=_rows(_NPU, "npu", "NPUVeOmni"),
-    # The kernel of attention takes documents, and no tree of them. The simulated device has no
-    # convolution, so no test has run a vision tower. None has spread experts over several NPUs.
-    # CANN's kernel knows no sinks.
+    # engine-npu has no backend of torch.compile, and products of FP8 are CUDA's. The kernel of
+    # attention takes documents, and no tree of them. The simulated device has no convolution, so no
+    # test has run a vision tower. None has spread experts over several NPUs. CANN's kernel knows no
+    # sinks.
     capabilities=PLUGIN.capabilities
-    - {Capability.EP, Capability.SHARED_PREFIXES, Capability.SINKS, Capability.VISION},
+    - {
+        Capability.COMPILE,
+        Capability.FP8,
+        Capability.EP,
+        Capability.SHARED_PREFIXES,
+        Capability.SINKS,
+        Capability.VISION,
+    },
+    options="engine_veomni.options:NPUVeOmniOptions",
 )
