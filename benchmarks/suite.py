@@ -175,7 +175,7 @@ BEST: dict[str, dict[str, object]] = {
     "torchtitan": {},
     "automodel": {},
 }
-# Liger's kernels would be calls between the compiled parts of a block.
+# VeOmni compiles no blocks that hold Liger's kernels.
 UNCOMPILED = {"veomni": ("--no-compile",)}
 # A micro-batch is half a step there, whose gradients would not be sharded before its end.
 REDUCING = {"reduce_each_micro_batch": True}

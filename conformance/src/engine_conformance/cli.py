@@ -244,8 +244,8 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     simulated = _SIMULATED.get(options.device) if options.shim else None
     if options.shim and simulated is None:
         raise UsageError(
-            f"--shim: expected --device {' or '.join(_SIMULATED)}, got {options.device}. It simulates "
-            "CUDA on the CPU, or an NPU; without it the engine runs on the device"
+            f"--shim: expected --device {' or '.join(_SIMULATED)}, got {options.device}. "
+            "It simulates CUDA on the CPU, or an NPU; without it the engine runs on the device"
         )
     if options.certify and options.device == "npu" and (simulated or npu_is_simulated()):
         raise UsageError(

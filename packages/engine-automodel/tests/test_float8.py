@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ignore_reads_of_compile
 from float8_peers import make_batch
 from torch import Tensor, nn
 
@@ -132,10 +133,7 @@ def test_recomputed_activations_give_the_same_gradients(folder: Path) -> None:
 
 @needs_torchao
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"
-    r":torch\._(dynamo|subclasses)\."
-)
+@ignore_reads_of_compile
 def test_compiled_blocks_compute_the_same_in_float8(folder: Path) -> None:
     # A CPU's compiler has no casts of rows.
     found, want = (
@@ -150,7 +148,7 @@ def test_compiled_blocks_compute_the_same_in_float8(folder: Path) -> None:
 def test_without_compilation_a_warning_says_that_float8_is_slow(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine_torch.decoder.check_float8", lambda *_, **__: None)
+    monkeypatch.setattr("engine_torch.engine.check_float8", lambda *_, **__: None)
     # Building casts nothing: the products are those of a device with FP8.
     engine = create(folder, options={})
     with caplog.at_level(logging.WARNING, "engine_torch"):

@@ -23,7 +23,6 @@ from engine_api import (
     sft_loss,
 )
 from engine_api.errors import ConfigError, UnsupportedCapability
-from engine_automodel.engine import _refuse_compilation
 from engine_automodel.model import _refuse_indivisible, _refuse_sinks, _refuse_windows
 from engine_automodel.parallel import _refuse_experts
 from engine_conformance.fixtures import TinyModel, write_checkpoint
@@ -91,10 +90,11 @@ def test_blocks_with_experts_are_compiled(tmp_path: Path, recompute: Any) -> Non
 
 
 def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:
-    config = EngineConfig(model=ModelSource(path="any"), memory=Memory(compile=True))
-    _refuse_compilation(config, 1)
+    config = EngineConfig(
+        model=ModelSource(path="any"), memory=Memory(compile=True), parallelism=Parallelism(tp=2)
+    )
     with pytest.raises(ConfigError, match=r"expected false with parallelism\.tp 2") as caught:
-        _refuse_compilation(config, 2)
+        EngineRegistry.create(backend="automodel", device="cpu", config=config)
     assert caught.value.field == "memory.compile"
 
 

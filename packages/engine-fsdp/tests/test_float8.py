@@ -16,6 +16,7 @@ from typing import Any
 import float8_peers
 import pytest
 import torch
+from compiling import ignore_reads_of_compile
 from float8_peers import make_batch, run
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -52,13 +53,6 @@ NEAR_GRADIENT = 0.5
 FAR_FROM_BFLOAT16 = 3.0
 
 needs_torchao = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
-# torch.compile asks every argument for its gradient, those that are no leaves too, and hides the
-# warning by a ``warnings.showwarning`` of its own. Where warnings are errors, none is shown: it is
-# raised before. A read of our own is an error still.
-ignore_reads_of_compile = pytest.mark.filterwarnings(
-    r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"
-    r":torch\._(dynamo|subclasses)\."
-)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +333,7 @@ def test_the_check_at_the_start_sees_a_wrong_computation_in_bfloat16(
 def test_without_compilation_a_warning_says_that_float8_is_slow(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine_fsdp.engine.check_float8", lambda *_, **__: None)
+    monkeypatch.setattr("engine_torch.engine.check_float8", lambda *_, **__: None)
     # Building casts nothing: the products are those of a device with FP8.
     with caplog.at_level(logging.WARNING, "engine_fsdp"):
         make(folder, options={"verify_model": False}).close()

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, Parallelism
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_torchtitan.engine import _refuse_compilation
 from engine_torchtitan.model import _refuse_indivisible
 
 DENSE: dict[int, list[dict[str, int]]] = {
@@ -71,9 +70,11 @@ def test_compiled_blocks_compute_the_same_in_parts_of_a_pack_and_of_the_experts(
 
 
 def test_compiled_blocks_under_tensor_parallelism_are_refused() -> None:
-    config = EngineConfig(model=ModelSource(path="any"), memory=Memory(compile=True))
+    config = EngineConfig(
+        model=ModelSource(path="any"), memory=Memory(compile=True), parallelism=Parallelism(tp=2)
+    )
     with pytest.raises(ConfigError, match=r"expected false with parallelism\.tp 2") as caught:
-        _refuse_compilation(config, 2)
+        EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
     assert caught.value.field == "memory.compile"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ignore_reads_of_compile
 from float8_peers import make_batch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ import engine_torch.float8
 from engine_api import (
     EngineConfig,
     EngineRegistry,
+    Memory,
     ModelSource,
     OptimizerConfig,
     Precision,
@@ -31,15 +33,16 @@ needs_torchao = pytest.mark.skipif(not has_torchao(), reason="torchao is not ins
 
 
 def create(
-    folder: Path, backend: str = "veomni", recipe: str = "rowwise", device: str = "cpu"
+    folder: Path, backend: str = "veomni", recipe: str = "rowwise", compiles: bool = False
 ) -> Any:
     config = EngineConfig(
         model=ModelSource(path=str(folder)),
         optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None),
         precision=Precision(compute="float8"),
+        memory=Memory(compile=compiles),
         options={"float8_recipe": recipe, "float8_emulate": True},
     )
-    return EngineRegistry.create(backend=backend, device=device, config=config)
+    return EngineRegistry.create(backend=backend, device="cpu", config=config)
 
 
 def run(engine: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -67,6 +70,19 @@ def test_log_probs_and_updates_are_those_of_engine_fsdp(
 ) -> None:
     folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family=family)))
     found, want = (run(create(folder, backend, recipe)) for backend in ("veomni", "fsdp2"))
+    assert torch.equal(found[0], want[0])
+    assert all(torch.equal(found[1][name], one) for name, one in want[1].items())
+
+
+@needs_torchao
+@pytest.mark.slow
+@ignore_reads_of_compile
+def test_compiled_blocks_compute_what_those_of_engine_fsdp_do(tmp_path: Path) -> None:
+    folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family="qwen3")))
+    # A CPU's compiler has no casts of rows.
+    found, want = (
+        run(create(folder, backend, "tensorwise", compiles=True)) for backend in ("veomni", "fsdp2")
+    )
     assert torch.equal(found[0], want[0])
     assert all(torch.equal(found[1][name], one) for name, one in want[1].items())
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource
+from engine_api.capabilities import Capability
 from engine_api.errors import ConfigError
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_veomni import library
 from engine_veomni.library import Hold
-from engine_veomni.options import EAGER, KERNELS
+from engine_veomni.options import EAGER, KERNELS, VeOmniOptions
 
 IMPORT = """
 import logging, os
@@ -99,9 +100,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert Hold._count == 0
 
 
-def create(folder: Path, memory: Memory | None = None, **options: Any) -> Any:
-    source = ModelSource(path=str(folder))
-    config = EngineConfig(model=source, memory=memory or Memory(), options=options)
+def create(folder: Path, **options: Any) -> Any:
+    config = EngineConfig(model=ModelSource(path=str(folder)), options=options)
     return EngineRegistry.create(backend="veomni", device="cpu", config=config)
 
 
@@ -131,23 +131,18 @@ def test_a_chosen_kernel_computes_until_the_last_engine_is_closed(
     plain.close()
 
 
-def test_a_chosen_kernel_is_called_between_the_compiled_parts_of_a_block(
-    folder: Path, fused: list[str]
-) -> None:
-    """Traced, it would be called as long as the compiler traces, and no more."""
-    plain = create(folder, rms_norm="for_tests")
-    plain.initialize()
-    fused.clear()
-    want = infer(plain)
-    calls = len(fused)
-    plain.close()
-    engine = create(folder, memory=Memory(compile=True), rms_norm="for_tests")
-    engine.initialize()
-    for _ in range(2):
-        fused.clear()
-        assert float((infer(engine) - want).abs().max()) < 1e-5
-        assert len(fused) == calls
-    engine.close()
+@pytest.mark.parametrize("kernel", ["liger_kernel", "npu"])
+def test_a_chosen_kernel_excludes_compiled_blocks(folder: Path, kernel: str) -> None:
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)),
+        memory=Memory(compile=True),
+        options={"swiglu_mlp": kernel},
+    )
+    with pytest.raises(ConfigError, match=f"false with options.swiglu_mlp {kernel}") as caught:
+        EngineRegistry.create(backend="veomni", device="cpu", config=config)
+    assert caught.value.field == "memory.compile"
+    assert VeOmniOptions(swiglu_mlp=kernel).excluded == {Capability.COMPILE}
+    assert not VeOmniOptions().excluded
 
 
 def test_other_kernels_than_those_of_a_living_engine_are_refused(

@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ignore_reads_of_compile
 from safetensors.torch import load_file
 from tiny_models import documents, log_probs, models_of, oracle, tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    sft_loss,
+)
 from engine_api.errors import ConfigError, EngineError
 from engine_torch.model import ModelClasses
 from engine_veomni import library, plugin
@@ -34,20 +43,27 @@ REFUSED = {
 }
 
 
-def create(folder: Path, **model: Any) -> Any:
+def create(folder: Path, *, compiles: bool = False, **model: Any) -> Any:
     config = EngineConfig(
         model=ModelSource(path=str(folder), **model),
+        memory=Memory(compile=compiles),
         optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.0),
     )
     return EngineRegistry.create(backend="veomni", device="cpu", config=config)
 
 
+@ignore_reads_of_compile
+@pytest.mark.parametrize(
+    "compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("model_type", sorted(TAKEN))
-def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
+def test_a_family_is_computed_as_transformers_does(
+    tmp_path: Path, model_type: str, compiles: bool
+) -> None:
     """Each token's log-prob, the gradient of every weight, and the names that are saved."""
     tiny_model(model_type).save_pretrained(tmp_path)
     model = oracle(str(tmp_path))
-    engine = create(tmp_path)
+    engine = create(tmp_path, compiles=compiles)
     engine.initialize()
 
     assert type(engine.module.lm).__module__.startswith("veomni.")

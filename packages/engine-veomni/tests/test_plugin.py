@@ -67,7 +67,7 @@ def test_without_engine_npu_an_npu_is_refused_with_the_package_to_install(
     assert (answer.ok, answer.remedy) == (False, "pip install engine-npu")
 
 
-def test_it_declares_what_engine_fsdp_has_but_what_no_test_has_compared() -> None:
+def test_it_declares_what_engine_fsdp_has_but_videos_and_untested_mechanisms() -> None:
     untested = MECHANISMS - {Capability.SAVED_BUFFERS, Capability.SINKS}
     lacks = untested | {Capability.VIDEO}
     assert lacks == FSDP.capabilities - plugin.PLUGIN.capabilities

@@ -198,7 +198,7 @@ class Precision:
 
     compute: DType = "float32"
     """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
-    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp,
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp, engine-veomni,
     engine-torchtitan and engine-automodel have with torchao (scales of rows or of whole matrices).
     """
 
@@ -235,8 +235,8 @@ class Memory:
     """
 
     compile: bool = False
-    """True compiles each block with ``torch.compile``, which engine-fsdp, engine-torchtitan and
-    engine-automodel have.
+    """True compiles each block with ``torch.compile``, which engine-fsdp, engine-veomni,
+    engine-torchtitan and engine-automodel have.
     """
 
     share_prefixes: bool = False

@@ -27,13 +27,9 @@ from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
     GatherScales,
-    check_float8,
     compile_blocks,
-    compute_in_bfloat16,
     in_bfloat16,
-    refuse_without_torchao,
     round_up,
-    takes_float8,
     warn_uncompiled,
 )
 from engine_torch.float8_layers import gathers_float8, quantize_blocks, refuse_model
@@ -50,7 +46,7 @@ from engine_torch.model import (
     is_compiled,
     reset_buffers,
 )
-from engine_torch.options import DTensorOptions, Float8Options
+from engine_torch.options import DTensorOptions
 from engine_torch.parallel import is_plain
 from engine_torch.verify import verify_model
 from engine_torch.vision import tower_of
@@ -78,9 +74,6 @@ class FSDPEngine(DTensorEngine):
     """Classes that the model is built of, in which an engine on another library's derives."""
 
     float8_install: ClassVar[str] = "pip install 'engine-fsdp[float8]'"
-    """Command that installs the engine with the torchao that computes in FP8."""
-
-    _float8 = False
 
     _balance: Balance | None = None
     """Balance loss of the micro-batch that was packed last, or None for none."""
@@ -89,16 +82,7 @@ class FSDPEngine(DTensorEngine):
     """Scales of the weights that are gathered in FP8, or None for none."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        # Engines on this code that have no FP8 have none of its options.
-        has_float8 = issubclass(self.options_class, Float8Options)
-        if has_float8:
-            refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
         super().__init__(config, resolution=resolution)
-        self._float8 = takes_float8(config)
-        emulate = has_float8 and self.options.float8_emulate
-        check_float8(config, resolution.device, emulate=emulate)
-        if self._float8:
-            self.config = compute_in_bfloat16(config)
         if self.options.balance_loss:
             check_balanced(config)
 

@@ -26,15 +26,7 @@ from engine_api.registry import Resolution
 from engine_torch import lora
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
-from engine_torch.float8 import (
-    check_float8,
-    compile_blocks,
-    compute_in_bfloat16,
-    refuse_without_torchao,
-    round_up,
-    takes_float8,
-    warn_uncompiled,
-)
+from engine_torch.float8 import compile_blocks, round_up, warn_uncompiled
 from engine_torch.float8_layers import refuse_divided
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
@@ -55,9 +47,6 @@ log = logging.getLogger("engine_torch")
 
 class DecoderLayout(Protocol):
     """The meshes of an engine, and this rank's place in them."""
-
-    tp: int
-    """Number of tensor-parallel ranks."""
 
     cp: int
     """Number of context-parallel ranks."""
@@ -148,25 +137,23 @@ class DecoderEngine(DTensorEngine):
 
     kind = "language_model"
 
-    float8_install: ClassVar[str]
-    """Command that installs the engine with the torchao that computes in FP8."""
-
     uncompiled_tp: ClassVar[str]
     """Reason why blocks that tensor parallelism divides are not compiled."""
 
     layout: DecoderLayout
     """The meshes, set by ``_build_layout``."""
 
-    _float8 = False
-
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
         super().__init__(config, resolution=resolution)
-        check_float8(config, resolution.device, emulate=self.options.float8_emulate)
-        self._float8 = takes_float8(config)
         if self._float8:
             refuse_divided(config.parallelism)
-            self.config = compute_in_bfloat16(config)
+        if config.memory.compile and config.parallelism.tp > 1:
+            raise ConfigError(
+                "memory.compile",
+                f"expected false with parallelism.tp {config.parallelism.tp}, got true",
+                why=self.uncompiled_tp,
+                remedy="turn it off, or use context or data parallelism",
+            )
 
     # --- hooks that a derived engine provides --------------------------------------------------
 
@@ -204,7 +191,6 @@ class DecoderEngine(DTensorEngine):
     def _build_model(self) -> None:
         config = self.config
         _refuse_kernel(self.kernel, self.layout.cp)
-        self._refuse_compilation()
         models: list[BuiltDecoder] = []
         # A folder may be damaged, or absent, on one machine only.
         together(self.comm, lambda: models.append(self._build_decoder()))
@@ -243,17 +229,8 @@ class DecoderEngine(DTensorEngine):
         elif self._float8 and not self.options.float8_emulate and self.comm.rank == 0:
             warn_uncompiled(log)
 
-    def _refuse_compilation(self) -> None:
-        """Raise ``ConfigError`` for compiled blocks under tensor parallelism."""
-        if self.config.memory.compile and self.layout.tp > 1:
-            raise ConfigError(
-                "memory.compile",
-                f"expected false with parallelism.tp {self.layout.tp}, got true",
-                why=self.uncompiled_tp,
-                remedy="turn it off, or use context or data parallelism",
-            )
-
     def _compile(self, built: BuiltDecoder) -> None:
+        """Compile each block, or what it recomputes where it holds experts."""
         if self._float8:
             compile_blocks(built.blocks, self.options.float8_recipe)
             return

@@ -41,11 +41,17 @@ from engine_torch.copies import (
     move_masters,
     refresh_copies,
 )
+from engine_torch.float8 import (
+    check_float8,
+    compute_in_bfloat16,
+    refuse_without_torchao,
+    takes_float8,
+)
 from engine_torch.fsdp_modules import LateGradients, reset_after_failure
 from engine_torch.inputs import PackedInputs
 from engine_torch.model import DTYPES, Kind, PackedModel
 from engine_torch.optimizer import clip, move_state
-from engine_torch.options import DTensorOptions
+from engine_torch.options import DTensorOptions, Float8Options
 from engine_torch.parallel import keeps_copies
 from engine_torch.weights import ShardedParam, trainable
 
@@ -69,6 +75,12 @@ class DTensorEngine(BaseEngine):
     It is wrapped by ``fully_shard``, unless there is nothing to shard, reduce or cast.
     """
 
+    float8_install: ClassVar[str]
+    """Command that installs the engine with the torchao that computes in FP8.
+
+    An engine has FP8 where ``options_class`` derives ``Float8Options``, and needs it then.
+    """
+
     table: list[ShardedParam]
     """The parameters of ``module`` with their saved tensors and boxes, set by ``_build_model``."""
 
@@ -82,8 +94,16 @@ class DTensorEngine(BaseEngine):
     """
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        has_float8 = issubclass(self.options_class, Float8Options)
+        if has_float8:
+            refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
         super().__init__(config, resolution=resolution)
         self.options: Any = build_options(config.options, self.options_class)
+        self._float8 = takes_float8(config)
+        emulate = has_float8 and self.options.float8_emulate
+        check_float8(config, resolution.device, emulate=emulate)
+        if self._float8:
+            self.config = compute_in_bfloat16(config)
         self._late: LateGradients | None = None
 
     # --- hooks that a derived engine provides --------------------------------------------------

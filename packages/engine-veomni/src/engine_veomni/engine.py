@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
+from engine_api.errors import ConfigError
+from engine_api.registry import Resolution
 from engine_fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from engine_torch.model import BuiltModel, ModelClasses
 from engine_torch.options import DTensorOptions
 from engine_veomni.library import Hold
 from engine_veomni.model import VeOmniClasses
-from engine_veomni.options import KernelOptions, VeOmniOptions
+from engine_veomni.options import EAGER, KernelOptions, VeOmniOptions
 
 __all__ = ["VeOmniEngine", "VeOmniEngineWithLMHead", "VeOmniEngineWithValueHead"]
 
@@ -22,6 +26,19 @@ class VeOmniEngine(FSDPEngine):
     float8_install: ClassVar[str] = "pip install 'engine-veomni[core,float8]'"
 
     _hold: Hold | None = None
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        if config.memory.compile and Capability.COMPILE in self.options.excluded:
+            chosen = {name: one for name, one in self._list_kernels().items() if one != EAGER}
+            raise ConfigError(
+                "memory.compile",
+                "expected false with "
+                + ", ".join(f"options.{name} {one}" for name, one in chosen.items())
+                + ", got true",
+                why="no test has compared compiled blocks that hold one of VeOmni's kernels",
+                remedy=f"turn it off, or use {EAGER} kernels, which are compiled",
+            )
 
     def _build(self) -> None:
         try:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers.integrations.hub_kernels
 
 from engine_api.errors import ConfigError
@@ -134,8 +133,7 @@ def bind_kernels(cls: Any, kernels: Mapping[str, str]) -> None:
     """Choose the kernels of a class's module, for all models of this process that have them.
 
     An operator that ``kernels`` does not name is computed in plain PyTorch, which some classes want
-    to be told (gpt-oss). torch.compile leaves the kernels as they are: nobody has compared what it
-    would make of them.
+    to be told (gpt-oss).
 
     Raises:
         ConfigError: VeOmni has no such kernel for the family, or it cannot run here.
@@ -149,8 +147,6 @@ def bind_kernels(cls: Any, kernels: Mapping[str, str]) -> None:
         try:
             with _contain_changes():
                 slot.bind(kernel)
-            if slot.use_non_eager_impl:
-                slot._kernel = torch.compiler.disable(slot._kernel)  # noqa: SLF001
         # For an unknown name, a device that is absent, and a package that is not installed.
         except (KeyError, RuntimeError, ImportError) as error:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine_api.capabilities import Capability
 from engine_fsdp.options import FSDPOptions, SharedOptions
 
 # The options that choose a kernel, which have VeOmni's names of the operators.
@@ -18,7 +19,7 @@ EAGER = "eager"
 class KernelOptions:
     """The choice of VeOmni's kernels, a mix-in for the options of its engines.
 
-    A kernel other than ``eager`` is a call of its own between the compiled parts of a block.
+    Kernels other than ``eager`` exclude ``memory.compile``.
     """
 
     rms_norm: str = EAGER
@@ -33,6 +34,15 @@ class KernelOptions:
 
     swiglu_mlp: str = EAGER
     """VeOmni's kernel for gated dense layers: ``eager`` or ``liger_kernel``."""
+
+    @property
+    def excluded(self) -> frozenset[Capability]:
+        """The capabilities that the engine lacks with these kernels.
+
+        No test has compared compiled blocks that hold one of VeOmni's.
+        """
+        kernels = set(self.list_kernels().values())
+        return frozenset() if kernels == {EAGER} else frozenset({Capability.COMPILE})
 
     def list_kernels(self) -> Mapping[str, str]:
         """Return the chosen kernel of each operator."""

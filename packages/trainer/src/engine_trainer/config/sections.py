@@ -48,7 +48,7 @@ class PrecisionSection(Precision):
 
     compute: Literal["auto", "float32", "bfloat16", "float16", "float8"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Dtype of forward and backward. ``float8`` is FP8 in matrix products on CUDA, which
-    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp,
+    engine-megatron has with Transformer Engine (scales of blocks), and engine-fsdp, engine-veomni,
     engine-torchtitan and engine-automodel have with torchao (scales of rows or of whole matrices).
 
     ``auto`` is ``bfloat16`` on CUDA and NPUs where the engine declares it, and ``float32``
@@ -86,12 +86,13 @@ class MemorySection(Memory):
     """
 
     compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """True compiles each block with ``torch.compile``, which engine-fsdp and engine-torchtitan
-    have.
+    """True compiles each block with ``torch.compile``, which engine-fsdp, engine-veomni,
+    engine-torchtitan and engine-automodel have.
 
-    ``auto`` is true on CUDA where the engine declares it and trains a model without experts, with
-    ``parallelism.tp: 1`` and its weights on the device, and false elsewhere. With ``float8``, which
-    is slower than ``bfloat16`` without it, it is also true where the engine only infers.
+    ``auto`` is true on CUDA where the engine, with its options, declares it and trains a model
+    without experts, with ``parallelism.tp: 1`` and its weights on the device, and false elsewhere.
+    With ``float8``, which is slower than ``bfloat16`` without it, it is also true where the engine
+    only infers.
     """
 
 

@@ -371,7 +371,9 @@ def _choose_compile(section: EngineSection, around: Surroundings, text: Any) -> 
     casts = section.precision.compute == "float8"
     reasons = {
         where: not device_of(around.device).compiles_elementwise,
-        "the engine declares no compile": Capability.COMPILE not in around.capabilities,
+        "the engine declares no compile with its options": (
+            Capability.COMPILE not in around.capabilities
+        ),
         "an engine that only infers": section.optimizer is None and not casts,
         f"parallelism.tp is {section.parallelism.tp}": section.parallelism.tp > 1,
         "weights on the host": section.memory.offload_params,

@@ -206,7 +206,7 @@ class Launcher(Protocol):
     def resolve(
         self, section: EngineSection, other: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
-        """Return the device type that the engine takes, and its plug-in's capabilities.
+        """Return the device type that the engine takes, and what it declares with its options.
 
         Both are found where the engine will run.
 

@@ -43,6 +43,7 @@ from engine_trainer.placement.replica import (
 )
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
+from engine_trainer.utils.plugins import find_capabilities
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +260,7 @@ class Spmd:
                     why=f"engines of {found.plugin.name} in one process have one layout",
                     remedy="give both the same sizes, or one of them another backend",
                 )
-        return found.device, found.plugin.capabilities
+        return found.device, find_capabilities(found.plugin, found.source, section.options)
 
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Return what each rank has free (see ``Launcher``)."""

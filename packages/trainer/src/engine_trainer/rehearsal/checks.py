@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_api.capabilities import refuse_undeclared
-from engine_api.config import build_options
-from engine_api.discovery import import_target
 from engine_api.errors import ConfigError, EngineError
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import Config
@@ -19,6 +17,7 @@ from engine_trainer.data import ChatTokenizer
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
 from engine_trainer.preview.collect import Preview, PreviewRow, collect
+from engine_trainer.utils.plugins import find_capabilities
 
 ROWS = 8
 """Number of rows to train on, which two steps read."""
@@ -56,14 +55,13 @@ def check_engine(config: Config, gpus: int | None) -> str:
     if not found or found[0].plugin is None:
         return f"{section.backend} is not installed: its options were not checked"
     plugin = found[0].plugin
-    refuse_undeclared(engine, plugin.capabilities, plugin.name)
-    if plugin.options is not None:
-        try:
-            build_options(engine.options, import_target(plugin.options, found[0].source))
-        except ConfigError as error:
-            raise ConfigError(
-                f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
-            ) from error
+    try:
+        capabilities = find_capabilities(plugin, found[0].source, engine.options)
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
+        ) from error
+    refuse_undeclared(engine, capabilities, plugin.name)
     return f"{section.backend} declares all that is asked of it"
 
 

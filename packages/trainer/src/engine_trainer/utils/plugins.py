@@ -1,0 +1,28 @@
+"""The capabilities of an engine with the options that a run gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_api.capabilities import Capability
+from engine_api.config import build_options
+from engine_api.discovery import import_target
+from engine_api.plugin import EnginePlugin
+
+
+def find_capabilities(plugin: EnginePlugin, source: str, options: Any) -> frozenset[Capability]:
+    """Return what an engine declares, but for what its options exclude.
+
+    The class of the options may have a property ``excluded``, a set of capabilities.
+
+    Args:
+        plugin: the engine's descriptor.
+        source: the package that it comes from, for an error.
+        options: the engine's own options.
+
+    Raises ``ConfigError`` for an unknown option, and ``PluginLoadError``.
+    """
+    if plugin.options is None:
+        return plugin.capabilities
+    built = build_options(options, import_target(plugin.options, source))
+    return plugin.capabilities - getattr(built, "excluded", frozenset())
