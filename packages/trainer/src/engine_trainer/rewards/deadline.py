@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +16,10 @@ from engine_api.errors import ConfigError
 RETRY_S = 0.1
 # Prefix of the file names of the import system's own frames.
 IMPORTING = "<frozen importlib"
+# Files of the functions that Python calls for a weak set or mapping whose object has gone.
+_OF_WEAK_REFERENCES = {
+    kind.__init__.__code__.co_filename for kind in (weakref.WeakSet, weakref.WeakValueDictionary)
+}
 
 
 class DeadlineExceeded(BaseException):
@@ -49,11 +54,11 @@ class Alarm:
         """Raise ``DeadlineExceeded``, or ring again soon if raising would be wrong.
 
         An exception in the middle of an import can leave a C module half initialized, and its next
-        use would end the process. While an event loop waits, none of its functions blocks it, so
-        the delay is the process's own.
+        use would end the process. Python drops what a finalizer raises. While an event loop waits,
+        none of its functions blocks it, so the delay is the process's own.
         """
         del number
-        if _imports(frame) or _event_loop_waits():
+        if _imports(frame) or _finalizes(frame) or _event_loop_waits():
             signal.setitimer(signal.ITIMER_REAL, RETRY_S, self.seconds if self._again else 0.0)
             return
         raise DeadlineExceeded
@@ -101,8 +106,20 @@ def _event_loop_waits() -> bool:
 
 
 def _imports(frame: FrameType | None) -> bool:
+    """Return whether the import system is among a frame and its callers."""
+    return any(one.f_code.co_filename.startswith(IMPORTING) for one in _list_frames(frame))
+
+
+def _finalizes(frame: FrameType | None) -> bool:
+    """Return whether a finalizer is among a frame and its callers."""
+    return any(
+        one.f_code.co_name == "__del__" or one.f_code.co_filename in _OF_WEAK_REFERENCES
+        for one in _list_frames(frame)
+    )
+
+
+def _list_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(IMPORTING):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
