@@ -465,7 +465,9 @@ def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     alone_of(2, monkeypatch)
     plugin = EngineRegistry.resolve(model_type="value_model", backend="fsdp2", device="cpu").plugin
-    shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
+    shared = SimpleNamespace(
+        plugin=replace(plugin, one_layout=True), device="cpu", source="engine-fsdp"
+    )
     monkeypatch.setattr("engine_trainer.placement.spmd.EngineRegistry.resolve", lambda **_: shared)
     critic = {**GAE["critic"], "parallelism": {"ulysses": 2}}
     with pytest.raises(ConfigError, match="data-parallel ranks alone, got ulysses 2") as caught:
