@@ -1,4 +1,4 @@
-"""What tests of compiled blocks have in common."""
+"""Marks that tests of compiled blocks share."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ignore_reads_of_compile
 from layout_peers import run_peers
 from tiny_models import tiny_config, tiny_model
 from torch._dynamo.utils import counters
@@ -69,7 +70,7 @@ def test_compiled_blocks_of_each_layout_compute_the_same(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@ignore_reads_of_compile
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_blocks_with_experts_are_compiled(tmp_path: Path, recompute: Any) -> None:
     """Experts end a graph, which inside of a recomputed call would leave the block uncompiled."""

@@ -29,7 +29,6 @@ from engine_torch.float8 import (
     GatherScales,
     compile_blocks,
     in_bfloat16,
-    round_up,
     warn_uncompiled,
 )
 from engine_torch.float8_layers import gathers_float8, quantize_blocks, refuse_model
@@ -230,10 +229,8 @@ class FSDPEngine(DTensorEngine):
     def _choices(self) -> dict[str, Any]:
         lm: Any = self.module.lm
         compiled = is_compiled(self._blocks)
-        chosen = {"precision.compute": "float8"} if self._float8 else {}
         return {
             **super()._choices(),
-            **chosen,
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
             "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",
@@ -247,9 +244,7 @@ class FSDPEngine(DTensorEngine):
         if limit is None:
             return
         # Padding becomes a document of its own.
-        padding = self.config.memory.pad_to_multiple * self.layout.ulysses
-        if self._float8:
-            padding = round_up(self.config.memory.pad_to_multiple) * self.layout.ulysses
+        padding = self._multiple * self.layout.ulysses
         if padding > limit.tokens:
             raise ConfigError(
                 "memory.pad_to_multiple",
@@ -293,11 +288,8 @@ class FSDPEngine(DTensorEngine):
 
     def pack(self, batch: Batch, **given: Any) -> PackedInputs:
         """Return a micro-batch as the module takes it (see ``DTensorEngine.pack``)."""
-        memory = self.config.memory
-        multiple = memory.pad_to_multiple
-        if self._float8:
-            multiple = round_up(multiple)
-        if memory.share_prefixes:
+        multiple = self._multiple
+        if self.config.memory.share_prefixes:
             return pack_tree(
                 batch, kernel=self.kernel, multiple=multiple, device=self.device, **given
             )

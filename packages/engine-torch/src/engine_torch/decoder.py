@@ -26,7 +26,7 @@ from engine_api.registry import Resolution
 from engine_torch import lora
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
-from engine_torch.float8 import compile_blocks, round_up, warn_uncompiled
+from engine_torch.float8 import compile_blocks, warn_uncompiled
 from engine_torch.float8_layers import refuse_divided
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
@@ -177,12 +177,6 @@ class DecoderEngine(DTensorEngine):
     def _layers(self) -> nn.Module:
         """The module whose children are the blocks."""
 
-    @property
-    def _multiple(self) -> int:
-        """Number of tokens of which a micro-batch with its padding is a multiple."""
-        multiple = self.config.memory.pad_to_multiple
-        return round_up(multiple) if self._float8 else multiple
-
     def _number_copies(self) -> None:
         """Correct the number of a copy in the table, where placements do not say it."""
 
@@ -257,10 +251,8 @@ class DecoderEngine(DTensorEngine):
         if kernel == "auto":
             # The kernel depends on the micro-batch where two are as good.
             kernel = "varlen" if self.layout.cp > 1 else "cudnn or varlen"
-        chosen = {"precision.compute": "float8"} if self._float8 else {}
         return {
             **super()._choices(),
-            **chosen,
             "model.attention": kernel,
             "memory.recompute": "full" if is_recomputing(self._layers) else "none",
             "memory.compile": is_compiled(self._layers.children()),

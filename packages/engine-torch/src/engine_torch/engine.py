@@ -45,6 +45,7 @@ from engine_torch.float8 import (
     check_float8,
     compute_in_bfloat16,
     refuse_without_torchao,
+    round_up,
     takes_float8,
 )
 from engine_torch.fsdp_modules import LateGradients, reset_after_failure
@@ -173,10 +174,18 @@ class DTensorEngine(BaseEngine):
             gathers_float8=gathers_float8,
         )
 
+    @property
+    def _multiple(self) -> int:
+        """Number of tokens of which a rank's part of a micro-batch is a multiple."""
+        multiple = self.config.memory.pad_to_multiple
+        return round_up(multiple) if self._float8 else multiple
+
     def _choices(self) -> dict[str, Any]:
         precision = self.config.precision
         casts = precision.compute != precision.master
+        chosen = {"precision.compute": "float8"} if self._float8 else {}
         return {
+            **chosen,
             "options.cast_each_pass": casts and all(one.copy is None for one in self.table),
         }
 

@@ -1,4 +1,4 @@
-"""What an engine declares with the options that a run gives it."""
+"""Capabilities of an engine with the options that a run gives it."""
 
 from __future__ import annotations
 
