@@ -23,10 +23,14 @@ _DEFAULTS = {
     # FlashInfer compiles these at their first use. Its sampler cannot report log-probs either.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # vLLM 0.32 would otherwise choose a model runner with another interface for processors of
+    # logits, which refuses the rollout's own. 0.26 chooses the older one by itself.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     # On a CPU vLLM would otherwise bind threads to cores, the trainer's own among them, and require
     # a NUMA node for each worker.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+_WITH_TABLES = ("flashinfer", "compressed_tensors.compressors.nvfp4.helpers")
 
 
 def prepare() -> None:
@@ -49,14 +53,16 @@ def prepare() -> None:
         )
 
 
-def import_kernels() -> None:
-    """Import FlashInfer where it is installed, before vLLM does so while it builds a model.
+def import_tables() -> None:
+    """Import modules that make a table at their import, before vLLM imports them in a start.
 
-    One of its modules makes a table at its import: on the device, and in the memory that can sleep,
-    which that table would keep from the next engine of the process (0.6.14, ``fp4_quantization``).
+    The table would be on the device, and in the memory that can sleep, which it would keep from the
+    next engine of the process (flashinfer 0.6.14, ``fp4_quantization``; compressed-tensors 0.17.0,
+    ``kE2M1ToFloat``, with vLLM 0.32.0).
     """
-    if importlib.util.find_spec("flashinfer") is not None:
-        importlib.import_module("flashinfer")
+    for name in _WITH_TABLES:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models import interfaces
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.sample import rejection_sampler
@@ -57,6 +59,7 @@ def shut_down(engine: Any) -> None:
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
         _forget_compiled(model)
+        _forget_tower(model)
     _forget_adapters()
     engine.collective_rpc("shutdown")
     leave_groups()
@@ -88,6 +91,21 @@ def _forget_reloads(model: Any) -> None:
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
+
+
+def _forget_tower(model: Any) -> None:
+    """Free a model with a tower, which outlives its engine in caches of vLLM.
+
+    One has the language model of each model (0.26.0, ``_language_model_by_module``; 0.32.0 has weak
+    keys), others are of methods, and keep the modules whose methods were called (0.26.0,
+    ``Qwen2_5_VisionTransformer.get_rope_by_thw``). Upstream: no thread known.
+    """
+    for module in model.modules():
+        interfaces._language_model_by_module.pop(module, None)  # noqa: SLF001
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for function in (value for one in classes for value in vars(one).values()):
+        if isinstance(function, functools._lru_cache_wrapper):  # noqa: SLF001
+            function.cache_clear()
 
 
 def _forget_adapters() -> None:

@@ -122,7 +122,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
     try:
         if plan.in_process:
             if plan.device.type == "cuda":
-                environment.import_kernels()
+                environment.import_tables()
                 private.clear_allocator_error()
             if not _living:
                 # This frees the memory that frames of a failed start have released since.
