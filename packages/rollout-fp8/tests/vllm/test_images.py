@@ -121,6 +121,14 @@ def test_a_siglip_tower_is_synced_under_the_names_of_either_folder(
     assert call(pool, "sync_audited", folder)
 
 
+@pytest.mark.turn
+def test_nothing_of_a_closed_rollout_is_left_and_another_begins(
+    pool: RankPool, folder: Path
+) -> None:
+    """vLLM 0.26 keeps a model with a tower in a table and in caches of its methods."""
+    call(pool, "one_after_another", folder)
+
+
 def test_no_completion_has_a_token_of_an_image_or_a_video(found: dict[str, Any]) -> None:
     """Nearly each token is as likely as any other at a temperature of 50."""
     tokens = {token for one in found["flat"] for token in one.tokens}

@@ -60,6 +60,10 @@ def test_the_compiler_of_a_failed_start_keeps_no_layer() -> None:
     assert call(peers.attention_of_failed_start) == []
 
 
+def test_vllms_caches_keep_no_tower() -> None:
+    assert call(peers.tower_in_caches) == []
+
+
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     woken = ["weights", "kv_cache"]
     assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == (

@@ -33,6 +33,7 @@ def import_torchvision() -> None:
 
 import_torchvision()
 
+from holders import sleepable  # noqa: E402
 from pictured_models import draw, write_rows  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
@@ -43,7 +44,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
     is_layer_skipped,
 )
 from vllm.model_executor.models import registry  # noqa: E402
-from vllm_peers import DEVICE, error_of  # noqa: E402
+from vllm_peers import DEVICE, assert_gone, error_of, weights_of  # noqa: E402
 
 from engine_api.config import ModelSource  # noqa: E402
 from engine_api.errors import EngineError  # noqa: E402
@@ -74,6 +75,21 @@ def served(folder: str, **arguments: Any) -> Iterator[Any]:
         yield rollout
     finally:
         rollout.close()
+
+
+def one_after_another(folder: str) -> None:
+    """Start, use and close two rollouts, and check that nothing of either is in memory."""
+    vision = read_vision(AutoConfig.from_pretrained(folder), "test")
+    assert vision is not None
+    prompts, images = draw_prompts(vision)
+    for _ in range(2):
+        with served(folder, memory_saver=DEVICE == "cuda") as rollout:
+            rollout.generate(prompts, SAMPLED, images=images)
+            # Towers share activations, which hold no tensor, with later models.
+            weights = [one for one in weights_of(rollout) if isinstance(one(), torch.Tensor)]
+        # Before anything else is collected: vLLM's next engine looks only there.
+        assert sleepable() == []
+        assert_gone(weights)
 
 
 def negative(images: PromptImages) -> PromptImages:

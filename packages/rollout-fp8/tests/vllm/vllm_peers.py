@@ -58,6 +58,8 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
         yield rollout
     finally:
         rollout.close()
+    # Before anything else is collected: vLLM's next engine looks only there.
+    assert sleepable() == []
     assert_gone(weights)
     assert compiled_functions() <= compiled
 
