@@ -163,7 +163,8 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
     subprocess.run(
         [
             *(sys.executable, str(tools / "gpu_jobs.py"), str(jobs), "--reports", str(tmp_path)),
-            *("--commit", "0" * 40, "--certify", "megatron", "--parts", "2", "--renew", "fsdp2"),
+            *("--commit", "0" * 40, "--certify", "megatron,vllm", "--parts", "2"),
+            *("--worlds", "1", "--renew", "fsdp2"),
             *("--tests", "megatron-families"),
             *("--steps", "mfu-8b-2-fsdp2,sync-8b-fp8,sync-engines-8b-fp8,sglang-smoke,mechanisms"),
         ],
@@ -174,7 +175,8 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
         "fsdp2.float32": "fsdp2",
         "fsdp2.bfloat16": "fsdp2",
         **{
-            f"megatron.{dtype}.{number:02d}": "megatron"
+            f"{name}.{dtype}.{number:02d}": name
+            for name in ("megatron", "vllm")
             for dtype in ("float32", "bfloat16")
             for number in (1, 2)
         },
@@ -188,6 +190,9 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
     }
     assert written["megatron-families"].variables == {"MEGATRON_TEST_DEVICE": "cuda"}
     assert (tmp_path / "fsdp2.float32" / "report.json").is_file()
+    for name in ("megatron", "fsdp2"):
+        given = next(job.command for job in written.values() if job.environment == name)
+        assert given[given.index("--world") + 1] == "1"
     # What measures has its GPUs to itself, and reads what it is asked as its own program does.
     for name, gpus in (("mfu-8b-2-fsdp2", 2), ("sync-8b-fp8", 1)):
         assert written[name].gpus == gpus

@@ -3,8 +3,9 @@
 ``python tools/gpu_jobs.py JOBS.json --reports DIR --commit HASH --certify megatron --parts 6
 --renew fsdp2,veomni --tests fsdp2-gpu --steps mfu-8b-2,sync-8b-fp8``
 
-- ``--certify`` runs each engine's certificate in each precision on one rank and two, in ``--parts``
-  parts, into ``DIR/ENGINE.DTYPE.PART``: ``engine-conformance merge --certify`` joins them;
+- ``--certify`` runs the certificate of each engine or rollout in each precision, in ``--parts``
+  parts, into ``DIR/NAME.DTYPE.PART``: ``engine-conformance merge --certify`` joins them. Engines
+  run on ``--worlds`` ranks, rollouts on one;
 - ``--renew`` copies the committed reports to ``DIR/ENGINE.DTYPE`` and runs the cases that have
   changed since;
 - ``--tests`` runs the tests that want a GPU and have been on none since they were written;
@@ -20,11 +21,18 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matrix import ROOT, engine_devices, load, run_arguments
+from matrix import (
+    ROOT,
+    engine_devices,
+    load,
+    rollout_arguments,
+    rollout_devices,
+    run_arguments,
+)
 
 sys.path.insert(0, str(ROOT))
 from benchmarks.suite import BEST, STEPS, expand
@@ -38,6 +46,11 @@ SHARING = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
 }
+# Servers share a GPU: the suite's models need no more than this.
+SMALL_SERVER = (
+    *("--option", "gpu_memory_utilization=0.05"),
+    *("--option", f"kv_cache_bytes={1 << 29}"),
+)
 # Names, folders with arguments of pytest, and variables that say "on the GPU".
 TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "megatron-families": (
@@ -59,16 +72,31 @@ TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 
 
 def make_certificate(
-    engine: str, dtype: str, report: Path, commit: str, lanes: int, *more: str
+    arguments: Sequence[str],
+    name: str,
+    dtype: str,
+    report: Path,
+    commit: str,
+    lanes: int,
+    *more: str,
 ) -> dict[str, Any]:
-    """Return the job of an engine's certificate in one precision, or of a part of it."""
-    name, *arguments = run_arguments(load(), engine, "cuda", (1, 2))
+    """Return the job of a certificate in one precision, or of a part of it.
+
+    Args:
+        arguments: arguments of ``engine-conformance run`` that say what is certified, and where.
+        name: the engine or the rollout, which is the name of its environment.
+        dtype: the precision.
+        report: the folder of its report.
+        commit: the commit of this tree.
+        lanes: cases at a time.
+        more: further arguments.
+    """
     return {
         "name": report.name,
-        "environment": engine,
+        "environment": name,
         "variables": SHARING,
         "command": [
-            *(sys.executable, "-m", "engine_conformance", name, *arguments),
+            *(sys.executable, "-m", "engine_conformance", *arguments),
             *("--dtype", dtype, "--certify", "--commit", commit, "--lanes", str(lanes)),
             *("--report", str(report), "--limit", "{limit}", "--patience", "4", "--quiet", *more),
         ],
@@ -76,12 +104,24 @@ def make_certificate(
     }
 
 
-def make_renewal(engine: str, dtype: str, folder: Path, commit: str, lanes: int) -> dict[str, Any]:
+def find_arguments(name: str, worlds: Sequence[int]) -> list[str]:
+    """Return what is certified of an engine on these numbers of ranks, or of a rollout on one."""
+    matrix = load()
+    if (name, "cuda") in rollout_devices(matrix):
+        own = SMALL_SERVER if name == "vllm" else ()
+        return [*rollout_arguments(matrix, name, "cuda"), *own]
+    return run_arguments(matrix, name, "cuda", worlds)
+
+
+def make_renewal(
+    engine: str, worlds: Sequence[int], dtype: str, folder: Path, commit: str, lanes: int
+) -> dict[str, Any]:
     """Copy a committed report and return the job that renews it."""
     [committed] = REPORTS.glob(f"{engine}-*/cuda-{dtype}")
     report = folder / f"{engine}.{dtype}"
     shutil.copytree(committed, report, dirs_exist_ok=True)
-    return make_certificate(engine, dtype, report, commit, lanes, "--continue")
+    arguments = find_arguments(engine, worlds)
+    return make_certificate(arguments, engine, dtype, report, commit, lanes, "--continue")
 
 
 def make_test(name: str, folder: Path) -> dict[str, Any]:
@@ -138,15 +178,22 @@ def make_word_reader(*known: str) -> Callable[[str], list[str]]:
     return read
 
 
+def read_worlds(text: str) -> tuple[int, ...]:
+    """Return the numbers of ranks of a list with commas."""
+    return tuple(int(word) for word in text.split(","))
+
+
 def main() -> None:
     """Write the jobs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("jobs", type=Path)
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("--commit", required=True, help="of this tree, for the reports")
-    backends = [name for name, device in engine_devices(load()) if device == "cuda"]
+    pairs = [*engine_devices(load()), *rollout_devices(load())]
+    certified = [name for name, device in pairs if device == "cuda"]
     committed = sorted({path.parent.name.rpartition("-")[0] for path in REPORTS.glob("*/cuda-*")})
-    parser.add_argument("--certify", type=make_word_reader(*backends), default=[])
+    parser.add_argument("--certify", type=make_word_reader(*certified), default=[])
+    parser.add_argument("--worlds", type=read_worlds, default=(1, 2), help="default: 1,2")
     parser.add_argument("--parts", type=int, default=6)
     parser.add_argument("--renew", type=make_word_reader(*committed), default=[])
     parser.add_argument("--renew-lanes", type=int, default=2)
@@ -155,16 +202,21 @@ def main() -> None:
     options = parser.parse_args()
     options.reports.mkdir(parents=True, exist_ok=True)
     found = [
-        make_renewal(engine, dtype, options.reports, options.commit, options.renew_lanes)
+        make_renewal(
+            *(engine, options.worlds, dtype, options.reports, options.commit, options.renew_lanes)
+        )
         for engine in options.renew
         for dtype in DTYPES
     ]
-    for engine in options.certify:
+    for name in options.certify:
+        arguments = find_arguments(name, options.worlds)
         for dtype in DTYPES:
             for number in range(1, options.parts + 1):
-                report = options.reports / f"{engine}.{dtype}.{number:02d}"
+                report = options.reports / f"{name}.{dtype}.{number:02d}"
                 part = ("--part", f"{number}/{options.parts}") if options.parts > 1 else ()
-                found.append(make_certificate(engine, dtype, report, options.commit, 1, *part))
+                found.append(
+                    make_certificate(arguments, name, dtype, report, options.commit, 1, *part)
+                )
     found += [make_test(name, options.reports) for name in options.tests]
     names = expand(options.steps) if options.steps else []
     found += [make_step(name, options.reports) for name in names]
