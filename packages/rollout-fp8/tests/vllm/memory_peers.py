@@ -136,26 +136,6 @@ def tower_in_caches() -> list[str]:
     return [] if left() is None else ["a tower", *holders(left())]
 
 
-def survivors() -> dict[str, Any]:
-    """Return what happens to tensors in memory that can sleep, and in memory that sleeps."""
-    awake, asleep, other = torch.arange(8.0), torch.arange(8.0), torch.arange(8.0)
-    view = awake[4:]
-    places = [one.data_ptr() for one in (awake, view, asleep, other)]
-    records = {
-        one.data_ptr(): SimpleNamespace(handle=(0, 32, one.data_ptr(), 0), is_asleep=sleeps)
-        for one, sleeps in ((awake, False), (asleep, True))
-    }
-    allocator = SimpleNamespace(pointer_to_data=records)
-    with patch.object(start.private.cumem.CuMemAllocator, "instance", allocator):
-        count = start.private.move_survivors()
-    after = [one.data_ptr() for one in (awake, view, asleep, other)]
-    return {
-        "count": count,
-        "moved": [one != place for one, place in zip(after, places, strict=True)],
-        "values": [one.tolist() for one in (awake, view)],
-    }
-
-
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:
     """Return the calls that wake up ``need`` bytes, by free bytes and bytes that PyTorch keeps."""
     calls, plan = (

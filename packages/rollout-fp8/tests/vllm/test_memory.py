@@ -64,15 +64,6 @@ def test_vllms_caches_keep_no_tower() -> None:
     assert call(peers.tower_in_caches) == []
 
 
-def test_what_outlives_all_engines_leaves_the_memory_that_can_sleep() -> None:
-    """Each module of vLLM that makes a table while it builds a model would keep that memory."""
-    assert call(peers.survivors) == {
-        "count": 2,
-        "moved": [True, True, False, False],
-        "values": [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [4.0, 5.0, 6.0, 7.0]],
-    }
-
-
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     woken = ["weights", "kv_cache"]
     assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import remove_from_cache
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.device_allocator import cumem
 from vllm.distributed import parallel_state
@@ -217,38 +214,6 @@ def empty_pools() -> None:
         there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
         for address in set(allocator.pointer_to_data) - there:
             del allocator.pointer_to_data[address]
-
-
-def move_survivors() -> int:
-    """Move tensors that outlive all engines out of the memory that can sleep.
-
-    vLLM refuses to start while anything is in it. Whatever Python code keeps a tensor, a table that
-    a module made while a model was built or a cache with a layer, keeps it in ordinary memory
-    then. Memory that sleeps has no contents and stays. Upstream: vllm-project/vllm#21073, about
-    remains of deleted engines.
-
-    Returns:
-        The number of tensors.
-    """
-    allocator = cumem.CuMemAllocator.instance
-    records = {} if allocator is None else allocator.pointer_to_data
-    spans = [
-        range(address, address + data.handle[1])
-        for address, data in records.items()
-        if not data.is_asleep
-    ]
-    if not spans:
-        return 0
-    moved = 0
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor) or is_traceable_wrapper_subclass(one):
-            continue
-        if isinstance(one, FakeTensor) or one.is_meta or one.layout is not torch.strided:
-            continue
-        if any(one.data_ptr() in span for span in spans):
-            one.data = one.data.clone()
-            moved += 1
-    return moved
 
 
 def sleeping_bytes(tags: Collection[str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import random
 import secrets
@@ -33,7 +32,6 @@ from rollout_fp8.vllm import cache, environment, private, speculation
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
-log = logging.getLogger("rollout_fp8")
 GIB = 1 << 30
 CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
@@ -285,13 +283,6 @@ def free_memory(plan: Plan) -> None:
     gc.collect()
     gc.collect()
     if on_cuda and plan.in_process:
-        if not _living and (count := private.move_survivors()):
-            log.warning(
-                "%s: vLLM keeps %d tensors of closed engines, which were moved out of the memory "
-                "that can sleep",
-                WHERE,
-                count,
-            )
         private.empty_pools()
     elif on_cuda:
         torch.cuda.empty_cache()
