@@ -193,6 +193,7 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
     for name in ("megatron", "fsdp2"):
         given = next(job.command for job in written.values() if job.environment == name)
         assert given[given.index("--world") + 1] == "1"
+    assert "gpu_memory_utilization=0.05" in written["vllm.float32.01"].command
     # What measures has its GPUs to itself, and reads what it is asked as its own program does.
     for name, gpus in (("mfu-8b-2-fsdp2", 2), ("sync-8b-fp8", 1)):
         assert written[name].gpus == gpus

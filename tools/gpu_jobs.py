@@ -105,7 +105,10 @@ def make_certificate(
 
 
 def find_arguments(name: str, worlds: Sequence[int]) -> list[str]:
-    """Return what is certified of an engine on these numbers of ranks, or of a rollout on one."""
+    """Return the arguments of ``engine-conformance run`` for an engine, or for a rollout.
+
+    ``worlds`` are an engine's numbers of ranks. A rollout has one.
+    """
     matrix = load()
     if (name, "cuda") in rollout_devices(matrix):
         own = SMALL_SERVER if name == "vllm" else ()
@@ -203,7 +206,7 @@ def main() -> None:
     options.reports.mkdir(parents=True, exist_ok=True)
     found = [
         make_renewal(
-            *(engine, options.worlds, dtype, options.reports, options.commit, options.renew_lanes)
+            engine, options.worlds, dtype, options.reports, options.commit, options.renew_lanes
         )
         for engine in options.renew
         for dtype in DTYPES

@@ -27,6 +27,7 @@ from engine_api import (
 )
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_conformance.ranks import RankPool
+from engine_torchtitan.families import _make_experts_of_gpt_oss
 from engine_torchtitan.model import _refuse_context, _refuse_indivisible
 
 # Ranks import their functions from here.
@@ -256,6 +257,19 @@ def test_fields_of_published_models_that_change_nothing_are_taken(tmp_path: Path
     engine = create_on("torchtitan", tmp_path)
     engine.initialize()
     engine.close()
+
+
+def test_the_gate_of_gpt_oss_does_not_depend_on_whether_transformers_has_keys_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers has them since 5.19."""
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        vars(config).pop(key, None)
+        monkeypatch.delattr(type(config), key, raising=False)
+    experts = _make_experts_of_gpt_oss(config).routed_experts.inner_experts
+    assert (experts.swiglu_alpha, experts.swiglu_limit) == (1.702, 7.0)
 
 
 def test_sinks_and_windows_are_refused_in_parts_of_a_pack(tmp_path: Path) -> None:

@@ -354,10 +354,6 @@ def _make_attention_with_sinks(hf_config: Any, index: int) -> BaseAttention.Conf
     )
 
 
-# transformers before 5.19 has these numbers of gpt-oss in its model, not in its configuration.
-_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-
-
 def _make_experts_of_gpt_oss(hf_config: Any) -> Mixture.Config:
     number = hf_config.num_local_experts
     return _make_mixture(
@@ -366,7 +362,9 @@ def _make_experts_of_gpt_oss(hf_config: Any) -> Mixture.Config:
             dim=hf_config.hidden_size,
             hidden_dim=hf_config.intermediate_size,
             num_experts=number,
-            **{key: float(getattr(hf_config, key, default)) for key, default in _GATE.items()},
+            # transformers before 5.19 has these numbers in its model, not in its configuration.
+            swiglu_limit=getattr(hf_config, "swiglu_limit", 7.0),
+            swiglu_alpha=getattr(hf_config, "swiglu_alpha", 1.702),
         ),
         LogitRouter.Config(
             num_experts=number,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from holders import holders
+from torch._dynamo import guards
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.models import interfaces
@@ -130,10 +131,27 @@ def tower_in_caches() -> list[str]:
     tower = Tower()
     left = weakref.ref(tower)
     tower.positions(3)
-    interfaces._language_model_by_module[tower] = torch.nn.Identity()
-    start.private._forget_tower(torch.nn.Sequential(tower))
+    # The keys of 0.26 are strong.
+    table: dict[torch.nn.Module, torch.nn.Module] = {tower: torch.nn.Identity()}
+    with patch.object(interfaces, "_language_model_by_module", table):
+        start.private._forget_cached(torch.nn.Sequential(tower))
     del tower
     return [] if left() is None else ["a tower", *holders(left())]
+
+
+def layer_in_guards() -> list[str]:
+    """Return the holders of a layer that a guard has read, after Dynamo's tables forgot it."""
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    compiled(torch.ones(1, 2))
+    managers = [one for one in gc.get_objects() if type(one) is guards.GuardManagerWrapper]
+    layer = torch.nn.Linear(2, 2)
+    left = weakref.ref(layer)
+    tables = [{"tmp0": layer}, *(one.closure_vars for one in managers[:1])]
+    tables[-1]["tmp"] = layer
+    with patch.object(guards, "_CLOSURE_VARS", tables[0]):
+        start.private._forget_guarded()
+    del layer
+    return [] if left() is None else ["a layer", *holders(left())]
 
 
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:

@@ -64,6 +64,11 @@ def test_vllms_caches_keep_no_tower() -> None:
     assert call(peers.tower_in_caches) == []
 
 
+def test_dynamos_guards_keep_no_layer() -> None:
+    """torch 2.11 keeps each layer without the attribute that a guard reads, as 0.32's Llama has."""
+    assert call(peers.layer_in_guards) == []
+
+
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     woken = ["weights", "kv_cache"]
     assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == (

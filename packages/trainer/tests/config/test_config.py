@@ -72,6 +72,9 @@ def test_what_is_printed_reads_back_equal(file):
         ("run.stepss=1", "run.stepss", "did you mean steps"),
         ("engine.memory.max_token=5", "engine.memory.max_token", "did you mean max_tokens"),
         ("egnine.backend=fsdp", "egnine", "did you mean engine"),
+        # Engines name their keys without the section of the trainer.
+        ("model.init=random", "model", "did you mean engine.model?"),
+        ("engine.init=random", "engine.init", "did you mean engine.model.init?"),
         ("run.steps=many", "run.steps", "an integer"),
         ("run.steps=true", "run.steps", "an integer"),
         ("run.steps=1.5", "run.steps", "an integer"),
@@ -82,6 +85,7 @@ def test_what_is_printed_reads_back_equal(file):
         ("engine.optimizer.betas=[0.9]", "engine.optimizer.betas", "a list of 2 values"),
         ("algorithm.kl.estimator=k4", "algorithm.kl.estimator", "k1, k2, k3"),
         ("algorithm.prompts_per_step=0", "algorithm.prompts_per_step", "at least 1"),
+        ("algorithm.mini_batches=5000", "algorithm.mini_batches", "expected at most the"),
         ("algorithm.clip_low=1.5", "algorithm.clip_low", "in [0, 1], got 1.5"),
         ("algorithm.dual_clip=1.0", "algorithm.dual_clip", "above 1"),
         ("algorithm.advantage=gea", "algorithm.advantage", "did you mean gae"),
@@ -480,6 +484,8 @@ def test_base_files_are_taken_first_and_relative(tmp_path, file):
     [
         ("base: self.yaml", "include each other"),
         ("a: [1", "not valid YAML"),
+        ("a:\n\tb: 1", "line 2, column 1: found character '.t' that cannot start any token"),
+        ("a: 1\nb: 2\na: 3", "line 3, column 1: found duplicate key a"),
         ("- 1", "not a mapping"),
         ("base: no.yaml", "no such file"),
     ],

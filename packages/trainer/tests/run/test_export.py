@@ -256,6 +256,14 @@ def test_the_best_step_of_rl_is_the_one_of_the_highest_accuracy(sums_model, tmp_
     assert (checkpoints / "best").read_text() == "step-000002"
 
 
+def test_a_figure_that_evaluations_do_not_have_is_refused_before_the_first_step(sft_file, tmp_path):
+    arguments = [f"eval.source={tmp_path / 'rows.jsonl'}", "run.keep_best=eval/los"]
+    config = load_config(SFTConfig, sft_file, arguments)
+    with pytest.raises(ConfigError, match="did you mean eval/loss"):
+        train_sft(config)
+    assert not list(tmp_path.glob("**/step-*"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from engine_api.errors import RolloutError
 from rollout_fp8.ranks import launcher_variables
@@ -60,9 +60,12 @@ def import_tables() -> None:
     ``kE2M1ToFloat``, with vLLM 0.32.0).
     """
     for name in _WITH_TABLES:
-        # What is not there makes no table.
-        with suppress(ModuleNotFoundError):
+        try:
             importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # It is not installed, or of another version. A package that it needs is another matter.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, guards
 from torch._dynamo.eval_frame import remove_from_cache
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.device_allocator import cumem
@@ -34,6 +36,8 @@ from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 _DERIVED = frozenset({"W_UV", "W_UK_T"})
 # Prefix of Dynamo's names.
 _COMPILED = "__compiled_fn"
+# Names that Dynamo's guards give to what they read on the way to an attribute.
+_TEMPORARY = re.compile(r"tmp\d*")
 
 
 def not_at_exit(engine: Any) -> None:
@@ -59,7 +63,8 @@ def shut_down(engine: Any) -> None:
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
         _forget_compiled(model)
-        _forget_tower(model)
+        _forget_cached(model)
+    _forget_guarded()
     _forget_adapters()
     engine.collective_rpc("shutdown")
     leave_groups()
@@ -93,19 +98,37 @@ def _forget_reloads(model: Any) -> None:
         layerwise.LAYERWISE_INFO.pop(layer, None)
 
 
-def _forget_tower(model: Any) -> None:
-    """Free a model with a tower, which outlives its engine in caches of vLLM.
+def _forget_cached(model: Any) -> None:
+    """Free a model that is in vLLM's caches.
 
-    One has the language model of each model (0.26.0, ``_language_model_by_module``; 0.32.0 has weak
-    keys), others are of methods, and keep the modules whose methods were called (0.26.0,
-    ``Qwen2_5_VisionTransformer.get_rope_by_thw``). Upstream: no thread known.
+    A table has the language model of each model with a tower, and its keys are strong (0.26.0,
+    ``_language_model_by_module``; weak in 0.32.0). ``lru_cache`` on a method keeps each module
+    whose method was called (0.26.0, ``Qwen2_5_VisionTransformer.get_rope_by_thw``). Upstream: no
+    thread known.
     """
+    classes: set[type] = set()
     for module in model.modules():
         interfaces._language_model_by_module.pop(module, None)  # noqa: SLF001
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    for function in (value for one in classes for value in vars(one).values()):
-        if isinstance(function, functools._lru_cache_wrapper):  # noqa: SLF001
-            function.cache_clear()
+        classes.update(type(module).__mro__)
+    for one in classes:
+        for function in vars(one).values():
+            if isinstance(function, functools._lru_cache_wrapper):  # noqa: SLF001
+                function.cache_clear()
+
+
+def _forget_guarded() -> None:
+    """Free layers that Dynamo keeps for its guards.
+
+    While torch 2.11 filters guards it reads each attribute anew. Where a layer lacks one, the read
+    ends in an error that is dropped, and the layer stays under the name ``tmp`` in a table of the
+    process and in that of each guard manager (``ChainedSource.get_value``; not in 2.13). vLLM's
+    Llama has such a read (0.32.0, ``get_input_quant_key``). Upstream: no thread known.
+    """
+    managers = [one for one in gc.get_objects() if type(one) is guards.GuardManagerWrapper]
+    tables = (guards._CLOSURE_VARS, *(one.closure_vars for one in managers))  # noqa: SLF001
+    for table in filter(None, tables):
+        for name in [name for name in table if _TEMPORARY.fullmatch(name)]:
+            del table[name]
 
 
 def _forget_adapters() -> None:
@@ -163,6 +186,8 @@ def forgotten_on_failure() -> Iterator[None]:
     """
     # Layers that models share, which only a shutdown clears.
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001
+    languages = interfaces._language_model_by_module  # noqa: SLF001
+    known = set(languages)
     before = set(convert_frame._bytecode_hooks)  # noqa: SLF001
     kept = set(rotations)
     try:
@@ -171,7 +196,10 @@ def forgotten_on_failure() -> Iterator[None]:
         # After Ctrl-C too: a start that takes a minute is often interrupted.
         for key in set(rotations) - kept:
             del rotations[key]
+        for model in set(languages) - known:
+            _forget_cached(model)
         _forget_hooked(before)
+        _forget_guarded()
         raise
 
 

@@ -606,6 +606,14 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "no ratio is below 1 - clip_low if that is negative",
         "give a number in [0, 1]; 1.0 is no bound from below",
     )
+    yield (
+        section.mini_batches > section.prompts_per_step,
+        "mini_batches",
+        f"expected at most the {section.prompts_per_step} of algorithm.prompts_per_step, got "
+        + str(section.mini_batches),
+        "each part needs a group, and the learning rate's schedule counts an update for each part",
+        f"use {section.prompts_per_step}, or more prompts a step",
+    )
     for name in ("clip_low", "clip_high"):
         value = getattr(section, name)
         yield (

@@ -218,8 +218,25 @@ def _check_keys(cls: type, data: Mapping[Any, Any], key: str) -> None:
             raise ConfigError(
                 _join(key, name) or "the empty key",
                 "unknown key",
-                remedy=near_matches(str(name), known),
+                remedy=_find_below(cls, key, name) or near_matches(str(name), known),
             )
+
+
+def _find_below(cls: type, key: str, name: str) -> str:
+    """Return a remedy for a name that a section of ``cls`` has, as errors of engines give it.
+
+    ``key`` is the one of ``cls``. It is nothing where no section, or more than one, has the name.
+    """
+    hints = get_type_hints(cls)
+    found = [
+        field.name
+        for field in fields(cls)
+        for one in (hints[field.name], *get_args(hints[field.name]))
+        if isinstance(one, type) and is_dataclass(one) and name in _names(one)
+    ]
+    if len(found) != 1:
+        return ""
+    return f"did you mean {_join(_join(key, found[0]), name)}?"
 
 
 def _names(cls: Any) -> list[str]:

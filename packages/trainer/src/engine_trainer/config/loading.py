@@ -238,4 +238,8 @@ def _shown(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
+    """Return a library's message in one line, with the place in a YAML file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        return _shown(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}")
     return _shown((str(error).splitlines() or [type(error).__name__])[0])

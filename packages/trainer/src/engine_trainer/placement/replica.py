@@ -531,11 +531,14 @@ def create_rollout(spec: RolloutSpec, *, in_flight: bool = False) -> Rollout:
                 why=str(error),
                 remedy="correct the rollout (docs/contract.md), or overlap.in_flight: false",
             ) from error
+        unknown = [name for name in section.options if f"'{name}'" in str(error)]
         raise ConfigError(
-            "rollout.options",
-            f"rollout {section.name!r} cannot be created with {masked(section.options)}",
+            f"rollout.options.{unknown[0]}" if unknown else "rollout.options",
+            f"rollout {section.name!r} has no such option"
+            if unknown
+            else f"rollout {section.name!r} cannot be created with {masked(section.options)}",
             why=str(error),
-            remedy="see the rollout's class for its options",
+            remedy="leave it out, or choose a rollout that has it (docs/configuration.md)",
         ) from error
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 
 # The last part of the names of figures that are better when they are lower.
@@ -43,6 +44,21 @@ class BestStep:
         if state.get("metric") == self.metric:
             self.step, self.value, self.worse = state["step"], state["value"], state["worse"]
 
+    def check(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the figures are those of an evaluation.
+
+        Raises ``ConfigError`` for an evaluation that does not have the figure.
+        """
+        measured = sorted(name for name in metrics if name.startswith("eval/"))
+        if measured and self.metric is not None and self.metric not in metrics:
+            raise ConfigError(
+                "run.keep_best",
+                f"the evaluation has no figure {self.metric!r}",
+                why=f"it has {', '.join(measured)}",
+                remedy=near_matches(self.metric, measured, listed=True),
+            )
+        return bool(measured)
+
     def note(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Note the figures of a step, and return whether it is the best one so far.
 
@@ -50,16 +66,8 @@ class BestStep:
 
         Raises ``ConfigError`` for an evaluation that does not have the figure.
         """
-        measured = sorted(name for name in metrics if name.startswith("eval/"))
-        if self.metric is None or not measured:
+        if self.metric is None or not self.check(metrics):
             return False
-        if self.metric not in metrics:
-            raise ConfigError(
-                "run.keep_best",
-                f"the evaluation has no figure {self.metric!r}",
-                why=f"it has {', '.join(measured)}",
-                remedy="name one of these",
-            )
         value = metrics[self.metric]
         lower = self.metric.rpartition("/")[2] in _LOWER
         if self.step is None:

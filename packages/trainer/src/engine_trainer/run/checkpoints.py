@@ -293,14 +293,29 @@ def compare(
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key) and not _below(key, ELSEWHERE)
     ]
+    if then.get("kind") != now.get("kind"):
+        raise ConfigError(
+            "run.output_dir",
+            f"expected a run of {now.get('kind')}, got one of {then.get('kind')}",
+            why=f"run.resume would continue from {where}",
+            remedy="name another run.output_dir; engine.model.path=FOLDER/hf starts from the model "
+            "of the other run",
+        )
     fixed = [key for key in changed if _below(key, FIXED)]
     if fixed:
         key = fixed[0]
+        section = _empty_above(key, then)
+        if section:
+            own = {name[len(section) + 1 :]: now[name] for name in fixed if name in now}
+            got = ", ".join(f"{name} {_as_yaml(value)}" for name, value in own.items())
+        else:
+            got = _as_yaml(now.get(key))
+        also = [] if section else fixed[1:]
         raise ConfigError(
-            key,
-            f"expected {then.get(key)!r} as in the checkpoint, got {now.get(key)!r}",
+            section or key,
+            f"expected {_as_yaml(then.get(section or key))} as in the checkpoint, got {got}",
             why=f"run.resume would continue from {where}"
-            + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
+            + (f"; also: {', '.join(also)}" if also else ""),
             remedy="restore the value, or start a new run in another run.output_dir",
         )
     # A new length of the run is named because the learning-rate schedule ends with the run.
@@ -308,6 +323,18 @@ def compare(
         key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)
     ]
     return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in named]
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a value as it is shown beside a key of the configuration."""
+    return "null" if value is None else repr(value)
+
+
+def _empty_above(key: str, values: Mapping[str, Any]) -> str:
+    """Return the section above a key that is null in ``values``, or nothing."""
+    parts = key.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return next((name for name in above if name in values and values[name] is None), "")
 
 
 def _is_known(key: str, then: Mapping[str, Any]) -> bool:

@@ -360,6 +360,7 @@ class Run:
         ``step`` is the number of steps done.
         """
         self.log.write(step, metrics)
+        self._best.check(metrics)
         if step and self._best.note(step, metrics):
             self.checkpoints.best = step
 
