@@ -255,7 +255,13 @@ def test_a_step_whose_prompts_all_have_broken_pixels_is_an_error(tmp_path, place
     break_pixels(tmp_path / "place")
     with pytest.raises(DataError, match=r"no image of this step can be decoded"):
         train_rl(
-            configure(tmp_path / "place", tmp_path / "run", DROP, "algorithm.prompts_per_step=1")
+            configure(
+                tmp_path / "place",
+                tmp_path / "run",
+                DROP,
+                "algorithm.prompts_per_step=1",
+                "algorithm.mini_batches=1",
+            )
         )
 
 

@@ -293,9 +293,9 @@ def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_there(sft_file):
     # The processor compares what it makes of its settings.
     assert differ(then, "data.processor_kwargs.backend=pil") == []
     # A section that was null is none of a newer release.
-    with pytest.raises(ConfigError, match=r"expected null as .* got .*rank 16") as e:
-        differ(then, "engine.lora.rank=16")
-    assert e.value.field == "engine.lora"
+    with pytest.raises(ConfigError, match=r"expected null as .* got .*rank: 16") as e:
+        differ(then, "engine.lora.rank=16", "run.seed=9")
+    assert (e.value.field, e.value.why.rpartition("; ")[2]) == ("engine.lora", "also: run.seed")
     with pytest.raises(ConfigError, match="expected a run of sft, got one of rl") as e:
         compare(now | {"kind": "rl"}, now | {"kind": "sft"}, "there")
     assert e.value.field == "run.output_dir"

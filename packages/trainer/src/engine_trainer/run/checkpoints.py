@@ -304,16 +304,15 @@ def compare(
     fixed = [key for key in changed if _below(key, FIXED)]
     if fixed:
         key = fixed[0]
-        section = _empty_above(key, then)
-        if section:
-            own = {name[len(section) + 1 :]: now[name] for name in fixed if name in now}
-            got = ", ".join(f"{name} {_as_yaml(value)}" for name, value in own.items())
-        else:
-            got = _as_yaml(now.get(key))
-        also = [] if section else fixed[1:]
+        got = _as_yaml(now.get(key))
+        also = fixed[1:]
+        if section := _empty_above(key, then):
+            own = [name for name in fixed if _below(name, (section,)) and name in now]
+            key, got = section, ", ".join(f"{name}: {_as_yaml(now[name])}" for name in own)
+            also = [name for name in fixed if not _below(name, (section,))]
         raise ConfigError(
-            section or key,
-            f"expected {_as_yaml(then.get(section or key))} as in the checkpoint, got {got}",
+            key,
+            f"expected {_as_yaml(then.get(key))} as in the checkpoint, got {got}",
             why=f"run.resume would continue from {where}"
             + (f"; also: {', '.join(also)}" if also else ""),
             remedy="restore the value, or start a new run in another run.output_dir",
