@@ -172,7 +172,8 @@ class DdpEngine(BaseEngine):
         documents = list(ids.to(self.model.device).split(batch.lengths or (1,)))
         values = self.module(pad_sequence(documents, batch_first=True), temperature)
         rows = [values[:, d, :length] for d, length in enumerate(batch.lengths or (0,))]
-        return TokenOutputs(**dict(zip(self.gives, torch.cat(rows, 1), strict=True)))
+        outputs = dict(zip(self.gives, torch.cat(rows, 1), strict=True))
+        return TokenOutputs(**{name: outputs[name] for name in self.gives if name in needs})
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         return float(torch.nn.utils.clip_grad_norm_(self.weights.values(), max_norm or math.inf))
