@@ -25,14 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matrix import (
-    ROOT,
-    engine_devices,
-    load,
-    rollout_arguments,
-    rollout_devices,
-    run_arguments,
-)
+from matrix import ROOT, engine_devices, load, rollout_arguments, rollout_devices, run_arguments
 
 sys.path.insert(0, str(ROOT))
 from benchmarks.suite import BEST, STEPS, expand

@@ -531,7 +531,8 @@ def create_rollout(spec: RolloutSpec, *, in_flight: bool = False) -> Rollout:
                 why=str(error),
                 remedy="correct the rollout (docs/contract.md), or overlap.in_flight: false",
             ) from error
-        unknown = [name for name in section.options if f"'{name}'" in str(error)]
+        said = "unexpected keyword argument '{}'"
+        unknown = [name for name in section.options if said.format(name) in str(error)]
         raise ConfigError(
             f"rollout.options.{unknown[0]}" if unknown else "rollout.options",
             f"rollout {section.name!r} has no such option"

@@ -331,15 +331,19 @@ def _as_yaml(value: Any) -> str:
 
 def _empty_above(key: str, values: Mapping[str, Any]) -> str:
     """Return the section above a key that is null in ``values``, or nothing."""
-    parts = key.split(".")
-    above = [".".join(parts[:end]) for end in range(1, len(parts))]
+    above = _list_prefixes(key)[:-1]
     return next((name for name in above if name in values and values[name] is None), "")
 
 
 def _is_known(key: str, then: Mapping[str, Any]) -> bool:
     """Return True if ``then`` has a key, or one above it as a value of its own."""
+    return any(name in then for name in _list_prefixes(key))
+
+
+def _list_prefixes(key: str) -> list[str]:
+    """Return the sections above a dotted key, outermost first, and the key itself."""
     parts = key.split(".")
-    return any(".".join(parts[:end]) in then for end in range(1, len(parts) + 1))
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _below(key: str, sections: tuple[str, ...]) -> bool:
