@@ -172,8 +172,8 @@ class DdpEngine(BaseEngine):
         documents = list(ids.to(self.model.device).split(batch.lengths or (1,)))
         values = self.module(pad_sequence(documents, batch_first=True), temperature)
         rows = [values[:, d, :length] for d, length in enumerate(batch.lengths or (0,))]
-        outputs = dict(zip(self.gives, torch.cat(rows, 1), strict=True))
-        return TokenOutputs(**{name: outputs[name] for name in self.gives if name in needs})
+        outputs = zip(self.gives, torch.cat(rows, 1), strict=True)
+        return TokenOutputs(**{name: output for name, output in outputs if name in needs})
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         return float(torch.nn.utils.clip_grad_norm_(self.weights.values(), max_norm or math.inf))
@@ -212,9 +212,8 @@ class DdpEngine(BaseEngine):
         return state_fields(self.optimizer) if self.optimizer else ()
 
     def _state_layout(self, entries: Mapping[str, Entry]) -> StateLayout:
-        wanted = {}
-        for name, param in self.weights.items():
-            wanted[f"model.{name}"] = (ShardSpec.whole(param.shape), param.dtype)
+        weights = self.weights.items()
+        wanted = {f"model.{name}": (ShardSpec.whole(p.shape), p.dtype) for name, p in weights}
         kept = loaded_dtypes(self.optimizer, torch.float32, entries) if self.optimizer else {}
         for key, saved in entries.items() if self.optimizer else ():
             name, _, field = key.removeprefix("optim.").rpartition(".")
